@@ -1,0 +1,86 @@
+"""april: active partial rollouts for LLM reinforcement learning (arXiv 2509.18521).
+
+Nothing here imports torch, a trainer or an engine; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from april.config import Config
+    from april.core.batch import Batch, DeliveredSample
+    from april.core.sampling import SamplingParams
+    from april.core.types import FinishReason, Prompt, SampleId
+    from april.core.versions import PolicyVersion
+    from april.driver.evaluation import EvaluationResult
+    from april.driver.llm import LLM, Completion
+    from april.errors import (
+        AprilError,
+        ConfigError,
+        DataExhausted,
+        EngineError,
+        InvariantError,
+        RolloutError,
+        SchedulerClosed,
+        WireError,
+    )
+    from april.scheduler import RolloutScheduler
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "april.config": ("Config",),
+    "april.core.batch": ("Batch", "DeliveredSample"),
+    "april.core.sampling": ("SamplingParams",),
+    "april.core.types": ("FinishReason", "Prompt", "SampleId"),
+    "april.core.versions": ("PolicyVersion",),
+    "april.driver.evaluation": ("EvaluationResult",),
+    "april.driver.llm": ("LLM", "Completion"),
+    "april.errors": (
+        "AprilError",
+        "ConfigError",
+        "DataExhausted",
+        "EngineError",
+        "InvariantError",
+        "RolloutError",
+        "SchedulerClosed",
+        "WireError",
+    ),
+    "april.scheduler": ("RolloutScheduler",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "AprilError",
+    "Batch",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "DataExhausted",
+    "DeliveredSample",
+    "EngineError",
+    "EvaluationResult",
+    "FinishReason",
+    "InvariantError",
+    "PolicyVersion",
+    "Prompt",
+    "RolloutError",
+    "RolloutScheduler",
+    "SampleId",
+    "SamplingParams",
+    "SchedulerClosed",
+    "WireError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module 'april' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,256 @@
+"""The configuration: one frozen model, refused with one sentence wherever it contradicts itself.
+
+Accepted from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. Names follow what
+users of slime already type.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings
+from april.core.types import OnLongPrompt, OnStale, Refill
+from april.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SamplingConfig(_Model):
+    """How responses are drawn, in training."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_tokens: NonNegativeInt = 0
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """In addition to the engine's EOS ids."""
+
+
+class TransformersEngineConfig(_Model):
+    """The embedded engine: any Hugging Face causal LM in this process."""
+
+    kind: Literal["transformers"] = "transformers"
+    model: str | None = None
+    """Directory or hub name; None when the model object is given to the scheduler."""
+    slots: PositiveInt = 64
+    """Sequences decoded at the same time."""
+    max_len: PositiveInt | None = None
+    """Longest prompt plus response; None: what the model's config says."""
+    stream_interval: PositiveInt | None = None
+    """Tokens per chunk; None: one chunk at the end of a request."""
+
+
+class SimulatedEngineConfig(_Model):
+    """Engines on virtual or real time with a decode-cost model, for tests and planning."""
+
+    kind: Literal["simulated"] = "simulated"
+    count: PositiveInt = 1
+    """Engines."""
+    model: Literal["r1-distill-1.5b", "qwen3-4b", "qwen3-8b"] = "qwen3-4b"
+    gpu: Literal["h100", "mi300x"] = "h100"
+    tensor_parallel: PositiveInt = 1
+    """GPUs per engine."""
+    slots: PositiveInt = 256
+    """Sequences decoded at the same time, per engine."""
+    max_len: PositiveInt = 32768
+    vocab_size: PositiveInt = 32000
+    median_len: PositiveFloat = 2500.0
+    sigma_between: Annotated[float, Field(ge=0)] = 0.6
+    """Spread of log length between prompts."""
+    sigma_within: Annotated[float, Field(ge=0)] = 0.5
+    """Spread of log length within a prompt."""
+
+
+EngineConfig = Annotated[TransformersEngineConfig | SimulatedEngineConfig, Field(discriminator="kind")]
+
+
+class Config(_Model):
+    """Everything april needs to know.
+
+    Raises:
+        ConfigError: an unknown key, a value out of range, or a contradiction; one sentence each.
+    """
+
+    rollout_batch_size: PositiveInt
+    """N: prompt groups per batch."""
+    n_samples_per_prompt: PositiveInt = 8
+    """n: responses per prompt."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work."""
+    partial_rollout: bool = True
+    """Keep unfinished responses and continue them in the next step."""
+    max_response_len: PositiveInt
+    """Most tokens of a response, over all its segments."""
+    refill: Refill = Refill.NONE
+    """When new work starts inside a step: once (none), per finished group, or per finished sample."""
+    max_in_flight: PositiveInt | None = None
+    """Samples generated at the same time; None: max(N, N') * n, and no more than the engines' slots."""
+    sampling: SamplingConfig = SamplingConfig()
+    max_staleness: NonNegativeInt = 5
+    """Most weight updates between a delivered token and its delivery."""
+    on_stale: OnStale = OnStale.FINISH
+    """What happens to a sample that would exceed it."""
+    on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
+    """A prompt that leaves no room for a response: stop with an error, or skip and count it."""
+    max_held_tokens: PositiveInt | None = None
+    """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    max_attempt_failures: PositiveInt = 3
+    """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    abort_deadline_s: PositiveFloat = 30.0
+    """Longest wait for an aborted request before its engine is quarantined."""
+    abort_resend_s: PositiveFloat = 1.0
+    """Time between two requests for the same abort."""
+    allow_mismatch: bool = False
+    """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
+    seed: NonNegativeInt = 0
+    engine: EngineConfig = TransformersEngineConfig()
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentences(error)) from None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        n, over = self.rollout_batch_size, self.groups_in_work
+        if over > n and not self.partial_rollout:
+            raise ValueError(
+                f"over_sampling_batch_size={over} starts more groups than rollout_batch_size={n}, and "
+                "partial_rollout=false would throw their tokens away; set partial_rollout: true"
+            )
+        if self.on_stale is OnStale.FINISH and over > (self.max_staleness + 1) * n:
+            raise ValueError(
+                f"over_sampling_batch_size={over} holds more groups than max_staleness={self.max_staleness} lets "
+                f"april deliver in time, which is {(self.max_staleness + 1) * n}; raise max_staleness or set on_stale"
+            )
+        if self.refill is not Refill.NONE and not self.partial_rollout:
+            raise ValueError(
+                f"refill={self.refill} leaves unfinished responses at the end of a step, and partial_rollout=false "
+                "would throw them away; set partial_rollout: true or refill: none"
+            )
+        if self.sampling.min_tokens >= self.max_response_len:
+            raise ValueError(
+                f"sampling.min_tokens={self.sampling.min_tokens} must be below max_response_len={self.max_response_len}"
+            )
+        if self.abort_resend_s > self.abort_deadline_s:
+            raise ValueError(
+                f"abort_resend_s={self.abort_resend_s:g} is longer than abort_deadline_s={self.abort_deadline_s:g}"
+            )
+        if self.sampling.top_p < 1 and not self.allow_mismatch:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p:g} is not part of the log-probabilities that a trainer "
+                "recomputes (log_softmax(logits / T)), so its ratios would be wrong; set top_p: 1, or "
+                "allow_mismatch: true if your trainer accounts for it"
+            )
+        if self.sampling.min_tokens > 0 and not self.allow_mismatch:
+            raise ValueError(
+                f"sampling.min_tokens={self.sampling.min_tokens} forbids EOS at first, which the log-probabilities "
+                "that a trainer recomputes do not know; set min_tokens: 0, or allow_mismatch: true"
+            )
+        if self.sampling.temperature == 0 and not self.allow_mismatch:
+            raise ValueError(
+                "sampling.temperature=0 makes all samples of a group equal and has no log-probability to train on; "
+                "use a positive temperature, or allow_mismatch: true"
+            )
+        return self
+
+    @property
+    def groups_in_work(self) -> int:
+        """N' as given, or N."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def samples_in_flight(self) -> int:
+        """The in-flight cap as given, or max(N, N') * n (N' < N: the portions that reach N)."""
+        n, over = self.rollout_batch_size, self.groups_in_work
+        groups = over if over >= n else -(-n // over) * over
+        return self.max_in_flight or groups * self.n_samples_per_prompt
+
+    @classmethod
+    def from_mapping(cls, values: Any) -> Self:
+        """From a plain mapping or an OmegaConf container (resolved)."""
+        if not isinstance(values, Mapping) and "omegaconf" in sys.modules:
+            omegaconf = sys.modules["omegaconf"]
+            if isinstance(values, omegaconf.Container):
+                values = omegaconf.OmegaConf.to_container(values, resolve=True)
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"expected a mapping of settings, got {type(values).__name__}")
+        return cls(**{str(key): value for key, value in values.items()})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """From a YAML file."""
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
+        try:
+            values = yaml.safe_load(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        return cls.from_mapping(values)
+
+    def core_settings(self, *, has_reward: bool, group_reward: bool, run_id: int) -> CoreSettings:
+        """What the core needs of it."""
+        return CoreSettings(
+            rollout_batch_size=self.rollout_batch_size,
+            n_samples_per_prompt=self.n_samples_per_prompt,
+            over_sampling_batch_size=self.groups_in_work,
+            max_response_len=self.max_response_len,
+            max_in_flight=self.samples_in_flight,
+            refill=self.refill,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            on_long_prompt=self.on_long_prompt,
+            max_held_tokens=self.max_held_tokens,
+            has_reward=has_reward,
+            group_reward=group_reward,
+            max_attempt_failures=self.max_attempt_failures,
+            abort_deadline_s=self.abort_deadline_s,
+            abort_resend_s=self.abort_resend_s,
+            run_seed=self.seed,
+            run_id=run_id,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Sampling parameters of a whole response; the seed is set per attempt."""
+        return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
+
+
+def _sentences(error: ValidationError) -> str:
+    """One sentence per mistake: where, what is wrong, what is possible."""
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"])
+        where = re.sub(r"^engine\.(transformers|simulated)\b", "engine", where)
+        given = item.get("input")
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(f"{where}: unknown setting; see april.Config for the names")
+            case "missing":
+                lines.append(f"{where}: is required")
+            case "union_tag_invalid":
+                lines.append(f"{where}.kind: {item['msg']}")
+            case "union_tag_not_found":
+                lines.append(f"{where}.kind: is required")
+            case "value_error":
+                lines.append(str(item["ctx"]["error"]))
+            case _:
+                lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}")
+    return "; ".join(lines)

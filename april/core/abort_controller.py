@@ -1,0 +1,80 @@
+"""Abort controller: which attempts to stop, until every one is accounted for, by which deadline.
+
+An engine's acknowledgement of an abort proves nothing: only the end of each attempt does. The request is
+sent again until then; after the deadline the attempt is fenced (its tokens so far are kept, nothing more is
+accepted) and its engine is not used before a probe says that it is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from april.core.commands import Abort, Command, Fence, StartTimer
+from april.core.types import Attempt
+
+
+class AbortController:
+    """Attempts that were asked to end, with one timer for all of them."""
+
+    def __init__(self, deadline_s: float, resend_s: float) -> None:
+        self._rounds = max(1, round(deadline_s / resend_s))
+        self._resend_s = resend_s
+        self._pending: dict[str, Attempt] = {}
+        self._rounds_left: dict[str, int] = {}
+        self._timer = 0
+        self._timer_running = False
+
+    @property
+    def pending(self) -> int:
+        """Attempts asked to end that have not."""
+        return len(self._pending)
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._pending
+
+    def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
+        """Ask for the end of ``attempts``; ``in_flight`` counts all attempts per engine."""
+        new = [a for a in attempts if a.id not in self._pending]
+        for attempt in new:
+            self._pending[attempt.id] = attempt
+            self._rounds_left[attempt.id] = self._rounds
+        commands = self._ask(new, in_flight)
+        if new and not self._timer_running:
+            commands.append(self._start_timer())
+        return commands
+
+    def ended(self, attempt_id: str) -> None:
+        """The attempt is accounted for."""
+        if self._pending.pop(attempt_id, None) is not None:
+            del self._rounds_left[attempt_id]
+
+    def timer_fired(self, timer: int, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
+        """Ask again, and give up on those past the deadline: (commands, attempts to be fenced)."""
+        if timer != self._timer or not self._timer_running:
+            return [], []
+        self._timer_running = False
+        late: list[Attempt] = []
+        for attempt_id, attempt in list(self._pending.items()):
+            self._rounds_left[attempt_id] -= 1
+            if self._rounds_left[attempt_id] <= 0:
+                late.append(attempt)
+                self.ended(attempt_id)
+        commands = self._ask(self._pending.values(), in_flight)
+        fenced: dict[str, list[str]] = {}
+        for attempt in late:
+            fenced.setdefault(attempt.engine, []).append(attempt.id)
+        commands += [Fence(engine, tuple(ids)) for engine, ids in fenced.items()]
+        if self._pending:
+            commands.append(self._start_timer())
+        return commands, late
+
+    def _ask(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
+        by_engine: dict[str, list[str]] = {}
+        for attempt in attempts:
+            by_engine.setdefault(attempt.engine, []).append(attempt.id)
+        return [Abort(e, tuple(ids), len(ids) == in_flight.get(e, 0)) for e, ids in by_engine.items()]
+
+    def _start_timer(self) -> StartTimer:
+        self._timer += 1
+        self._timer_running = True
+        return StartTimer(self._timer, self._resend_s)

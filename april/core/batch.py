@@ -1,0 +1,173 @@
+"""A delivered batch: N finished groups with exact provenance, as ragged and padded arrays.
+
+Rows are samples, group by group: row ``g * n + i`` is sample ``i`` of the ``g``-th group.
+Shapes: B rows, T longest response, P longest prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.tape import Float32, Int32, Segment, SegmentKind
+from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
+from april.core.versions import PolicyVersion
+
+UInt8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredSample:
+    """One finished response."""
+
+    id: SampleId
+    prompt: Prompt
+    tokens: Int32
+    """int32 [T], EOS included"""
+    logprobs: Float32
+    """float32 [T], behaviour log-probabilities in nats; 0 for environment tokens"""
+    loss_mask: UInt8
+    """uint8 [T], 1 where the policy wrote the token and it is not too old"""
+    segments: tuple[Segment, ...]
+    versions: Int32
+    """int32 [T, 2]: (incarnation, n) of each token"""
+    staleness: int
+    """weight updates between the oldest generated token and delivery"""
+    reward: float
+    finish: FinishReason
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step delivers; leased until it is committed."""
+
+    id: int
+    version: PolicyVersion
+    """policy version at delivery"""
+    samples: tuple[DeliveredSample, ...]
+    group_sizes: tuple[int, ...]
+    """samples per group; sums to len(samples)"""
+    metrics: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Batch {self.id} version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
+            f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}>"
+        )
+
+    @cached_property
+    def rewards(self) -> Float32:
+        """float32 [B]."""
+        return np.array([s.reward for s in self.samples], np.float32)
+
+    @cached_property
+    def group_ids(self) -> NDArray[np.int64]:
+        """int64 [B], number of the group as drawn."""
+        return np.array([s.id.group for s in self.samples], np.int64)
+
+    @property
+    def off_policy_share(self) -> float:
+        """Share of the generated response tokens that are older than the version at delivery."""
+        return self.metrics["off_policy_share"]
+
+    @cached_property
+    def lengths(self) -> Int32:
+        """int32 [B], response tokens."""
+        return np.array([len(s.tokens) for s in self.samples], np.int32)
+
+    def padded(self, pad_id: int = 0) -> dict[str, NDArray[Any]]:
+        """Right-padded arrays.
+
+        ``prompt_ids`` int32 [B, P], ``prompt_mask`` uint8 [B, P], ``response_ids`` int32 [B, T],
+        ``response_mask``, ``loss_mask`` uint8 [B, T], ``logprobs`` float32 [B, T], ``version_n`` int32 [B, T]
+        (-1 in the padding), ``rewards`` float32 [B].
+        """
+        prompts = [s.prompt.token_ids for s in self.samples]
+        responses = [s.tokens for s in self.samples]
+        return {
+            "prompt_ids": pad(prompts, pad_id, np.int32),
+            "prompt_mask": pad([np.ones(len(p), np.uint8) for p in prompts], 0, np.uint8),
+            "response_ids": pad(responses, pad_id, np.int32),
+            "response_mask": pad([np.ones(len(r), np.uint8) for r in responses], 0, np.uint8),
+            "loss_mask": pad([s.loss_mask for s in self.samples], 0, np.uint8),
+            "logprobs": pad([s.logprobs for s in self.samples], 0, np.float32),
+            "version_n": pad([s.versions[:, 1] for s in self.samples], -1, np.int32),
+            "rewards": self.rewards,
+        }
+
+
+def pad(rows: Sequence[NDArray[Any]], fill: float, dtype: type[np.generic]) -> NDArray[Any]:
+    """Rows of different length as one right-padded array [len(rows), longest]."""
+    out = np.full((len(rows), max((len(r) for r in rows), default=0)), fill, dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def deliver_sample(
+    sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
+) -> DeliveredSample:
+    """Freeze a finished sample; tokens older than ``max_staleness`` (None: no bound) get loss mask 0."""
+    if sample.finish is None:
+        raise ValueError(f"{sample.id} is not finished")
+    tape = sample.tape
+    mask = tape.loss_mask()
+    staleness = 0
+    for segment in tape.segments:
+        if segment.kind is SegmentKind.GENERATED:
+            age = staleness_of(segment.version)
+            staleness = max(staleness, age)
+            if max_staleness is not None and age > max_staleness:
+                mask[segment.start : segment.start + segment.count] = 0
+    return DeliveredSample(
+        id=sample.id,
+        prompt=sample.group.prompt,
+        tokens=tape.tokens,
+        logprobs=tape.logprobs,
+        loss_mask=mask,
+        segments=tuple(tape.segments),
+        versions=tape.version_array(),
+        staleness=staleness,
+        reward=sample.reward,
+        finish=sample.finish,
+        attempts=sample.attempts,
+    )
+
+
+def batch_metrics(
+    groups: Sequence[Group], samples: Sequence[DeliveredSample], version: PolicyVersion
+) -> dict[str, float]:
+    """Metrics that can be read off the batch itself."""
+    generated = stale = masked = 0
+    for s in samples:
+        for segment in s.segments:
+            if segment.kind is SegmentKind.GENERATED:
+                generated += segment.count
+                stale += segment.count if segment.version != version else 0
+        masked += int(len(s.tokens) - np.count_nonzero(s.loss_mask))
+    ages = np.array([s.staleness for s in samples], np.float64)
+    lengths = np.array([len(s.tokens) for s in samples], np.float64)
+    rewards = np.array([s.reward for s in samples], np.float64)
+    return {
+        "groups": float(len(groups)),
+        "samples": float(len(samples)),
+        "trained_tokens": float(generated),
+        "masked_tokens": float(masked),
+        "off_policy_share": stale / generated if generated else 0.0,
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_max": float(ages.max()) if len(ages) else 0.0,
+        "resumed_samples": float(sum(1 for s in samples if s.attempts > 1)),
+        "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "response_len_median": float(np.median(lengths)) if len(lengths) else 0.0,
+        "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+    }

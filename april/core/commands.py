@@ -1,0 +1,133 @@
+"""What is to be done. The layer above executes commands in order and reports back with events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.core.batch import Batch
+from april.core.types import Attempt, Group, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPrompts:
+    """Take up to ``count`` prompts from the source; answer with PromptsDrawn."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartSample:
+    """Run the rollout function of this sample."""
+
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send this attempt to its engine."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ask an engine to end these attempts; ``everything``: they are all it has."""
+
+    engine: str
+    attempt_ids: tuple[str, ...]
+    everything: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallCompleted:
+    """The sample's generate call is complete: tokens ``[call.start:]`` of its tape. Wake its rollout function."""
+
+    sample: Sample
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSample:
+    """Compute the reward of one sample; answer with Scored or SampleFailed."""
+
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreGroup:
+    """All samples of a group have returned: compute its rewards in one call; answer with Scored or SampleFailed."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSample:
+    """The sample was given up: end its rollout or reward function."""
+
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimer:
+    """Answer with TimerFired(timer) after ``seconds``."""
+
+    timer: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """These attempts did not end in time: close their streams, accept nothing from them any more."""
+
+    engine: str
+    attempt_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEngine:
+    """The engine is quarantined: probe it until it is well, then report EngineReady."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The step is complete: hand this batch to the trainer."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfData:
+    """The source has ended and nothing is left to deliver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Nothing is in flight any more; nothing starts before Resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Going on makes no sense; tell the trainer why."""
+
+    error: str
+
+
+Command = (
+    DrawPrompts
+    | StartSample
+    | Submit
+    | Abort
+    | CallCompleted
+    | ScoreSample
+    | ScoreGroup
+    | CancelSample
+    | StartTimer
+    | Fence
+    | ProbeEngine
+    | Deliver
+    | EndOfData
+    | Paused
+    | Fail
+)

@@ -1,0 +1,122 @@
+"""Completion monitor: which groups are complete, and when the step has what it needs.
+
+A step delivers N groups. With a staleness bound it must also deliver enough of the older ones: a group's
+*slack* is the number of weight updates after which it is too old, and however the later steps go, all groups
+can only be delivered in time if, for every k, at most ``(k + 1) * N`` groups have slack <= k. So a step owes
+at least ``groups with slack <= k  -  k * N`` of those (earliest deadline first, k = 0 being the last chance).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from april.core.types import Group
+
+
+class CompletionMonitor:
+    """Counts towards the target of N groups. A group is complete when all its samples are finished and scored."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._ready: deque[Group] = deque()
+        self._held_by_slack: list[int] = []
+        self._ready_by_slack: list[int] = []
+
+    @property
+    def ready(self) -> int:
+        """Complete groups that wait for delivery."""
+        return len(self._ready)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._ready)
+
+    # ---------------------------------------------------------------- deadlines
+
+    def plan(self, slacks: Iterable[tuple[Group, int]], horizon: int) -> list[Group]:
+        """Take down each held group's slack, those below ``horizon`` count; returns the groups that go first."""
+        self._held_by_slack = [0] * horizon
+        self._ready_by_slack = [0] * horizon
+        groups: list[Group] = []
+        for group, slack in slacks:
+            group.slack = max(0, slack)
+            group.urgent = False
+            if group.slack < horizon:
+                groups.append(group)
+                self._held_by_slack[group.slack] += 1
+                self._ready_by_slack[group.slack] += group.ready_at >= 0
+        last = max((k for k, owed in enumerate(self._owed()) if owed > 0), default=-1)
+        urgent = [g for g in groups if g.slack <= last]
+        for group in urgent:
+            group.urgent = True
+        return urgent
+
+    def _owed(self) -> list[int]:
+        """For every k: how many groups with slack <= k this step has to deliver."""
+        owed, held = [], 0
+        for k, count in enumerate(self._held_by_slack):
+            held += count
+            owed.append(min(held - k * self._target, self._target))
+        return owed
+
+    @property
+    def target_reached(self) -> bool:
+        """N groups are complete, and enough of those that would get too old."""
+        if len(self._ready) < self._target:
+            return False
+        ready = 0
+        for owed, count in zip(self._owed(), self._ready_by_slack, strict=True):
+            ready += count
+            if ready < owed:
+                return False
+        return True
+
+    # ---------------------------------------------------------------- groups
+
+    def sample_finished(self, group: Group, event_number: int) -> bool:
+        """One more sample of ``group`` is finished; True when that completes it."""
+        group.unfinished -= 1
+        if group.unfinished:
+            return False
+        group.ready_at = event_number
+        self._ready.append(group)
+        if group.slack < len(self._ready_by_slack):
+            self._ready_by_slack[group.slack] += 1
+        return True
+
+    def forget(self, group: Group) -> None:
+        """The group was given up."""
+        self._not_ready(group)
+        if group.slack < len(self._held_by_slack):
+            self._held_by_slack[group.slack] -= 1
+
+    def reopen(self, group: Group) -> None:
+        """A finished sample of ``group`` goes back to work."""
+        self._not_ready(group)
+        group.unfinished += 1
+
+    def _not_ready(self, group: Group) -> None:
+        if group.ready_at >= 0:
+            self._ready.remove(group)
+            group.ready_at = -1
+            if group.slack < len(self._ready_by_slack):
+                self._ready_by_slack[group.slack] -= 1
+
+    def take(self) -> list[Group]:
+        """Up to N complete groups: what the step owes, then in order of completion (surplus first)."""
+        chosen: dict[int, Group] = {}
+        for k, owed in enumerate(self._owed()):
+            missing = owed - sum(1 for g in chosen.values() if g.slack <= k)
+            for group in self._ready:
+                if missing <= 0:
+                    break
+                if group.slack <= k and group.id not in chosen:
+                    chosen[group.id] = group
+                    missing -= 1
+        for group in self._ready:
+            if len(chosen) >= self._target:
+                break
+            chosen[group.id] = group
+        self._ready = deque(g for g in self._ready if g.id not in chosen)
+        self._held_by_slack, self._ready_by_slack = [], []
+        return sorted(chosen.values(), key=lambda g: g.ready_at)

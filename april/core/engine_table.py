@@ -1,0 +1,59 @@
+"""What the core knows of each engine: load, version, health; and where the next attempt goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from april.core.settings import EngineLimits
+from april.core.versions import PolicyVersion
+
+FAILURES_BEFORE_QUARANTINE = 3
+"""In a row; one broken stream is an accident, three are an engine."""
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine as the core sees it."""
+
+    limits: EngineLimits
+    version: PolicyVersion
+    in_flight: int = 0
+    failures: int = 0
+    quarantined: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes one more request."""
+        cap = self.limits.max_in_flight
+        return not self.quarantined and (cap is None or self.in_flight < cap)
+
+
+class EngineTable:
+    """All engines, in the order of the configuration."""
+
+    def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
+        self.states = {e.name: EngineState(e, version) for e in engines}
+        self.max_context = min(e.max_context for e in engines)
+        self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
+
+    def pick(self, version: PolicyVersion) -> EngineState | None:
+        """The least loaded engine that confirmed ``version`` and has room."""
+        best: EngineState | None = None
+        for state in self.states.values():
+            if state.version == version and state.has_room and (best is None or state.in_flight < best.in_flight):
+                best = state
+        return best
+
+    def in_flight(self) -> dict[str, int]:
+        """Attempts per engine."""
+        return {name: s.in_flight for name, s in self.states.items()}
+
+    def failed(self, name: str) -> bool:
+        """Count a failure; True when the engine is now quarantined."""
+        state = self.states[name]
+        state.failures += 1
+        if state.failures < FAILURES_BEFORE_QUARANTINE or state.quarantined:
+            return False
+        state.quarantined = True
+        return True

@@ -1,0 +1,133 @@
+"""What can happen. Events go into :meth:`april.core.state.RolloutCore.handle`; nothing else changes its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from april.core.sampling import SamplingParams
+from april.core.tape import Int32
+from april.core.types import Prompt, SampleId
+from april.core.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequested:
+    """The trainer wants a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsDrawn:
+    """Answer to DrawPrompts. ``exhausted``: the source has ended for good; ``error``: the next prompt is unusable."""
+
+    prompts: Sequence[Prompt]
+    exhausted: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallMade:
+    """A rollout function called ``llm.generate``. ``token_ids``: the conversation it wants continued (None: as is)."""
+
+    sample: SampleId
+    sampling: SamplingParams
+    token_ids: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnded:
+    """The engine ended an attempt. ``finish`` is "stop", "length" or "abort"; its tokens are on its tape."""
+
+    attempt_id: str
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """An attempt broke off. Tokens on its tape are kept, unless ``corrupt``; ``rejected`` tokens never got there."""
+
+    attempt_id: str
+    error: str
+    corrupt: bool = False
+    rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReturned:
+    """A rollout function returned."""
+
+    sample: SampleId
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailed:
+    """A rollout or reward function raised, or returned what cannot be."""
+
+    sample: SampleId
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Rewards of the named samples of one group."""
+
+    group: int
+    rewards: Sequence[tuple[int, float]]
+    """(sample index, reward)"""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A StartTimer has run out."""
+
+    timer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """Stop all generation (weights change, or an evaluation wants the engines)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Generation may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdated:
+    """The policy is now ``version``, and the named engines (None: all) confirmed it."""
+
+    version: PolicyVersion
+    engines: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """A probe found a quarantined engine well again."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCommitted:
+    """The trainer's update with this batch is done."""
+
+    batch_id: int
+
+
+Event = (
+    StepRequested
+    | PromptsDrawn
+    | CallMade
+    | AttemptEnded
+    | AttemptFailed
+    | SampleReturned
+    | SampleFailed
+    | Scored
+    | TimerFired
+    | PauseRequested
+    | Resumed
+    | WeightsUpdated
+    | EngineReady
+    | BatchCommitted
+)

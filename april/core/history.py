@@ -1,0 +1,26 @@
+"""What happened to each sample, for people: a bounded log, filtered by ``story(sample_id)``."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from april.core.types import SampleId
+
+HISTORY_EVENTS = 100_000
+"""Enough for several steps of a large run; about 10 MB."""
+
+
+class History:
+    """Transitions as (event number, sample, what)."""
+
+    def __init__(self) -> None:
+        self._log: deque[tuple[int, SampleId, str]] = deque(maxlen=HISTORY_EVENTS)
+
+    def note(self, event_number: int, sample: SampleId, what: str) -> None:
+        """Remember one transition."""
+        self._log.append((event_number, sample, what))
+
+    def story(self, sample: SampleId) -> str:
+        """One line per transition of this sample, oldest first."""
+        lines = [f"  event {number}: {what}" for number, who, what in self._log if who == sample]
+        return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])

@@ -1,0 +1,74 @@
+"""Over-sampler: how much should be in flight now, and what goes next.
+
+Carry goes before new prompts and older groups before younger ones: the queue is ordered by (urgent, group
+number, sample index), and groups are numbered as drawn.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from april.core.settings import CoreSettings
+from april.core.types import Refill, Sample, SampleState
+
+WAITING = (SampleState.NEW, SampleState.QUEUED)
+
+
+class OverSampler:
+    """Queue of the samples that wait for a place, and the rules for drawing prompts."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self._settings = settings
+        self._heap: list[tuple[int, int, int, int, Sample]] = []
+        self._tickets = 0
+        self.waiting = 0
+        """Samples in the queue (void entries left out)."""
+        self.asked = 0
+        """Prompts asked for and not answered yet."""
+        self.exhausted = False
+
+    def push(self, sample: Sample) -> None:
+        """Queue a sample that is NEW or QUEUED."""
+        self._tickets += 1
+        sample.ticket = self._tickets
+        self.waiting += 1
+        entry = (not sample.group.urgent, sample.id.group, sample.id.index, sample.ticket, sample)
+        heapq.heappush(self._heap, entry)
+
+    def forget(self, sample: Sample) -> None:
+        """Take a sample out of the queue; its entry becomes void."""
+        sample.ticket = 0
+        self.waiting -= 1
+
+    def pop(self) -> Sample | None:
+        """The sample that goes next, or None."""
+        while self._heap:
+            *_, ticket, sample = heapq.heappop(self._heap)
+            if sample.ticket == ticket:
+                self.forget(sample)
+                return sample
+        return None
+
+    def prompts_to_draw(self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: int) -> int:
+        """How many prompts to take from the source now.
+
+        ``ready``: complete groups that wait for delivery; ``open_groups``: groups in work; ``free_places``:
+        samples that could start in addition to those in flight and in the queue; ``room``: prompts that the
+        buffer takes beyond what the step cannot do without.
+        """
+        if self.exhausted or self.asked:
+            return 0
+        s = self._settings
+        missing = max(s.rollout_batch_size - ready - open_groups, 0)
+        if s.refill is Refill.SAMPLE:
+            # a place that nobody waits for is filled by a new group, whatever the number of groups
+            wanted = max(-(-free_places // s.n_samples_per_prompt), 0)
+        elif s.refill is Refill.GROUP:
+            wanted = s.groups_wanted - open_groups
+        elif step_start:
+            wanted = s.groups_wanted - ready - open_groups
+        else:
+            # inside a step only what is needed to reach N, in portions when N' < N
+            portion = s.over_sampling_batch_size
+            wanted = -(-missing // portion) * portion if portion < s.rollout_batch_size else missing
+        return max(missing, min(wanted, room))

@@ -1,0 +1,46 @@
+"""What a sample is drawn with, and what is left of its budgets after a cut."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one engine request.
+
+    Attributes:
+        max_tokens: most tokens that the request may still generate (EOS included).
+        min_tokens: fewest tokens before EOS or a stop token may be sampled.
+        temperature: softmax temperature; 0 means greedy.
+        top_p: nucleus mass in (0, 1].
+        stop_token_ids: ids that end the response, EOS included; the id itself is kept in the tokens.
+        seed: seed of this request, or None for the engine's own stream.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
+        """The same request with ``tokens_held`` tokens of its response already there."""
+        return replace(
+            self,
+            max_tokens=self.max_tokens - tokens_held,
+            min_tokens=max(0, self.min_tokens - tokens_held),
+            seed=seed,
+        )
+
+    def capped(self, max_tokens: int) -> SamplingParams:
+        """The same request with another token budget."""
+        return replace(self, max_tokens=max_tokens)
+
+
+def attempt_seed(run_seed: int, group: int, index: int, token_offset: int) -> int:
+    """Seed of one attempt, in [0, 2**63): another offset gives another stream, so a resume repeats nothing."""
+    text = f"{run_seed}/{group}/{index}/{token_offset}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

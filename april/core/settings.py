@@ -1,0 +1,51 @@
+"""What the core needs to know; checked by :class:`april.config.Config` before it gets here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.core.types import OnLongPrompt, OnStale, Refill
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Settings of the state machine; the names are those of the configuration."""
+
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    over_sampling_batch_size: int
+    max_response_len: int
+    max_in_flight: int
+    refill: Refill = Refill.NONE
+    max_staleness: int = 5
+    on_stale: OnStale = OnStale.FINISH
+    on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
+    max_held_tokens: int | None = None
+    """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    group_reward: bool = False
+    has_reward: bool = True
+    max_attempt_failures: int = 3
+    """Failed attempts after which a sample is given up."""
+    max_failed_groups: int = 8
+    """Groups given up in a row, without one completed, after which the run fails."""
+    abort_deadline_s: float = 30.0
+    abort_resend_s: float = 1.0
+    run_seed: int = 0
+    run_id: int = 0
+    """Makes attempt ids unique between runs; decides nothing."""
+
+    @property
+    def groups_wanted(self) -> int:
+        """Groups in work at the start of a step: N', or as many portions of N' as reach N."""
+        target, portion = self.rollout_batch_size, self.over_sampling_batch_size
+        return portion if portion >= target else -(-target // portion) * portion
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the core must know of one engine."""
+
+    name: str
+    max_context: int
+    max_in_flight: int | None = None
+    eos_token_ids: tuple[int, ...] = ()

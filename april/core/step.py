@@ -1,0 +1,45 @@
+"""One step: from the request for a batch to its delivery."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+STEP_METRICS = (
+    "attempts",
+    "resumed_attempts",
+    "reprefill_tokens",
+    "aborted_attempts",
+    "empty_partials",
+    "failed_attempts",
+    "failed_samples",
+    "fenced_attempts",
+    "late_events",
+    "prompts_drawn",
+    "prompts_too_long",
+    "groups_dropped_failed",
+    "groups_dropped_stale",
+)
+
+
+class Step:
+    """The phase of the running step, and the counters at its beginning."""
+
+    __slots__ = ("_before", "filled", "in_flight_at_stop", "number", "stopping")
+
+    def __init__(self, number: int, before: Counter[str]) -> None:
+        self.number = number
+        self._before = before
+        self.filled = False
+        """The prompts of the beginning were asked for."""
+        self.stopping = False
+        """The target is reached; nothing starts any more."""
+        self.in_flight_at_stop = 0
+
+    def __repr__(self) -> str:
+        return "stopping" if self.stopping else "running"
+
+    def metrics(self, now: Counter[str]) -> dict[str, float]:
+        """What happened in this step, from the run's totals."""
+        out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
+        out["in_flight_at_stop"] = float(self.in_flight_at_stop)
+        return out

@@ -1,0 +1,175 @@
+"""Token tapes: packed arrays of one sample's response, and of one attempt in flight.
+
+Invariant: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are contiguous from 0, and the
+versions of generated segments never decrease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.versions import PolicyVersion
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+NO_TOKENS: Int32 = np.empty(0, np.int32)
+NO_LOGPROBS: Float32 = np.empty(0, np.float32)
+
+
+class SegmentKind(StrEnum):
+    """Where tokens come from."""
+
+    GENERATED = "generated"
+    """Sampled by the policy; carries loss."""
+    ENVIRONMENT = "environment"
+    """Written by a tool or an environment; carries no loss and has log-probability 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens [start, start + count) of one response, of one attempt, under one version."""
+
+    start: int
+    count: int
+    version: PolicyVersion
+    kind: SegmentKind
+    attempt_id: str
+    engine: str
+    temperature: float
+
+
+class AttemptTape:
+    """Chunks of one attempt, appended as they arrive; packed when the attempt has ended."""
+
+    __slots__ = ("_logprobs", "_spans", "_tokens", "count")
+
+    def __init__(self) -> None:
+        self._tokens: list[Int32] = []
+        self._logprobs: list[Float32] = []
+        self._spans: list[tuple[PolicyVersion, int]] = []
+        self.count = 0
+
+    def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion) -> None:
+        """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``."""
+        count = len(tokens)
+        if count == 0:
+            return
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1] = (version, self._spans[-1][1] + count)
+        else:
+            self._spans.append((version, count))
+        self.count += count
+
+    def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:
+        """Everything so far as (tokens [T], logprobs [T], [(version, count)])."""
+        if len(self._tokens) == 1:
+            return self._tokens[0], self._logprobs[0], self._spans
+        if not self._tokens:
+            return NO_TOKENS, NO_LOGPROBS, []
+        return np.concatenate(self._tokens), np.concatenate(self._logprobs), self._spans
+
+
+class TokenTape:
+    """The response of one sample: tokens int32 [T], logprobs float32 [T], segments."""
+
+    __slots__ = ("logprobs", "segments", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: Int32 = NO_TOKENS
+        self.logprobs: Float32 = NO_LOGPROBS
+        self.segments: list[Segment] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled by the policy (environment tokens left out)."""
+        return sum(s.count for s in self.segments if s.kind is SegmentKind.GENERATED)
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """Version of the oldest generated token; None without one."""
+        for segment in self.segments:
+            if segment.kind is SegmentKind.GENERATED:
+                return segment.version
+        return None
+
+    @property
+    def newest_version(self) -> PolicyVersion | None:
+        """Version of the newest generated token; None without one."""
+        for segment in reversed(self.segments):
+            if segment.kind is SegmentKind.GENERATED:
+                return segment.version
+        return None
+
+    def add_attempt(self, attempt: AttemptTape, attempt_id: str, engine: str, temperature: float) -> None:
+        """Append what an attempt generated; raises ValueError when its versions go backwards."""
+        tokens, logprobs, spans = attempt.packed()
+        newest = self.newest_version
+        start = len(self.tokens)
+        for version, count in spans:
+            if newest is not None and version < newest:
+                raise ValueError(f"version {version} after {newest}: versions of one sample never decrease")
+            self.segments.append(
+                Segment(start, count, version, SegmentKind.GENERATED, attempt_id, engine, temperature)
+            )
+            start += count
+            newest = version
+        self._extend(tokens, logprobs)
+
+    def add_environment(self, tokens: Int32, version: PolicyVersion) -> None:
+        """Append tokens [k] that the policy did not write."""
+        if len(tokens) == 0:
+            return
+        self.segments.append(
+            Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0)
+        )
+        self._extend(tokens, np.zeros(len(tokens), np.float32))
+
+    def version_array(self) -> Int32:
+        """Version of each token as int32 [T, 2]: (incarnation, n)."""
+        if not self.segments:
+            return np.empty((0, 2), np.int32)
+        return np.repeat(
+            np.array([s.version for s in self.segments], np.int32), [s.count for s in self.segments], axis=0
+        )
+
+    def loss_mask(self) -> NDArray[np.uint8]:
+        """1 for generated tokens, 0 for environment tokens; uint8 [T]."""
+        mask = np.ones(len(self.tokens), np.uint8)
+        for segment in self.segments:
+            if segment.kind is SegmentKind.ENVIRONMENT:
+                mask[segment.start : segment.start + segment.count] = 0
+        return mask
+
+    def check(self) -> str | None:
+        """What is wrong with this tape, or None."""
+        if len(self.tokens) != len(self.logprobs):
+            return f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities"
+        position, newest = 0, None
+        for segment in self.segments:
+            if segment.start != position or segment.count < 1:
+                return f"segment at {segment.start} (+{segment.count}) is not contiguous at {position}"
+            position += segment.count
+            if segment.kind is SegmentKind.GENERATED:
+                if newest is not None and segment.version < newest:
+                    return f"version {segment.version} after {newest}"
+                newest = segment.version
+        if position != len(self.tokens):
+            return f"segments cover {position} of {len(self.tokens)} tokens"
+        return None
+
+    def _extend(self, tokens: Int32, logprobs: Float32) -> None:
+        if len(self.tokens) == 0:
+            self.tokens, self.logprobs = tokens, logprobs
+        else:
+            self.tokens = np.concatenate((self.tokens, tokens))
+            self.logprobs = np.concatenate((self.logprobs, logprobs))

@@ -1,0 +1,147 @@
+"""Evaluation rollouts: the same engines, their own sampling, no carry and no count of training touched."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.sampling import SamplingParams, attempt_seed
+from april.core.tape import AttemptTape, Int32
+from april.core.types import FinishReason, Group, Prompt, Sample
+from april.driver.llm import LLM, Completion, completion_of
+from april.driver.rewards import Response, call_user, checked_reward, checked_rewards, response_of
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.wire_checks import check_chunk
+from april.engines.protocol import Engine, EngineFinish, Request
+from april.errors import EngineError, RolloutError
+
+T = TypeVar("T")
+
+EVALUATION_MARK = 0xFFFF
+"""Stands where attempt ids have the incarnation, so that no id of an evaluation is one of training."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Responses and rewards of an evaluation, prompt by prompt."""
+
+    responses: tuple[tuple[Response, ...], ...]
+    """[prompts][n]"""
+    rewards: NDArray[np.float64]
+    """float64 [prompts, n]"""
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean over everything."""
+        return float(self.rewards.mean())
+
+    @property
+    def reward_standard_error(self) -> float:
+        """Standard error of the mean, over prompts."""
+        means = self.rewards.mean(axis=1)
+        return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+
+
+class Evaluator:
+    """Runs evaluations on a driver whose training is paused meanwhile."""
+
+    def __init__(self, driver: RolloutDriver) -> None:
+        self._driver = driver
+        self._numbers = itertools.count(1)
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
+    ) -> EvaluationResult:
+        """``n_samples`` responses to each prompt, scored by the training's reward function.
+
+        Raises:
+            RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
+            EngineError: an engine broke off; evaluations are not resumed.
+        """
+        functions = self._driver.functions
+        if functions.reward is None and functions.group_reward is None:
+            raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
+        settings = self._driver.core.settings
+        places = asyncio.Semaphore(settings.max_in_flight)
+        load = dict.fromkeys(self._driver.engines, 0)
+
+        async def one(sample: Sample) -> Response:
+            async def generate(params: SamplingParams, token_ids: Int32 | None) -> Completion:
+                async with places:
+                    name = min(load, key=lambda n: load[n])
+                    load[name] += 1
+                    try:
+                        return await self._generate(self._driver.engines[name], sample, params, token_ids, seed)
+                    finally:
+                        load[name] -= 1
+
+            output = await functions.rollout(sample.group.prompt, LLM(sample.id, sampling, generate))
+            if sample.finish is None:
+                raise RolloutError(f"evaluation prompt {sample.id.group}: the rollout function generated nothing")
+            return response_of(sample, output)
+
+        async def group(number: int, prompt: Prompt) -> tuple[tuple[Response, ...], list[float]]:
+            work = Group(number, prompt, n_samples)
+            responses = await _all(one(s) for s in work.samples)
+            ids = [s.id for s in work.samples]
+            if functions.group_reward is not None:
+                return tuple(responses), checked_rewards(
+                    await call_user(functions.group_reward, prompt, responses), ids
+                )
+            values = [await call_user(functions.reward, prompt, r) for r in responses]  # type: ignore[arg-type]
+            return tuple(responses), [checked_reward(v, i) for v, i in zip(values, ids, strict=True)]
+
+        async with self._driver.paused():
+            results = await _all(group(i, p) for i, p in enumerate(prompts))
+        return EvaluationResult(
+            tuple(responses for responses, _ in results), np.array([rewards for _, rewards in results], np.float64)
+        )
+
+    async def _generate(
+        self, engine: Engine, sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, seed: int
+    ) -> Completion:
+        core = self._driver.core
+        prompt, tape = sample.group.prompt.token_ids, sample.tape
+        if token_ids is not None:
+            have = len(prompt) + len(tape)
+            tape.add_environment(np.asarray(token_ids[have:], np.int32), core.clock.current)
+        start = len(tape)
+        room = min(core.settings.max_response_len, engine.capabilities.max_context - len(prompt)) - start
+        if room <= 0:
+            raise RolloutError(f"evaluation prompt {sample.id.group}: no room left for a response")
+        params = sampling.after(0, attempt_seed(seed, sample.id.group, sample.id.index, start))
+        params = params.capped(min(room, params.max_tokens))
+        ids = np.concatenate((prompt, tape.tokens))
+        attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
+        attempt, finish = AttemptTape(), None
+        request = Request(attempt_id, ids, params, sample_key=sample.id, response_offset=start)
+        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                check_chunk(chunk, engine.capabilities.vocab_size, params.max_tokens - attempt.count)
+                attempt.append(chunk.tokens, chunk.logprobs, chunk.version)
+                finish = chunk.finish
+        if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
+            raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
+        tape.add_attempt(attempt, attempt_id, engine.name, params.temperature)
+        sample.finish = FinishReason(str(finish))
+        return completion_of(sample, start)
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first error ends all the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(c) for c in coroutines]
+    except ExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in running]

@@ -1,0 +1,1 @@
+"""How to generate: one protocol, one file per engine."""

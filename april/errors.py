@@ -1,0 +1,35 @@
+"""Every error april raises on purpose. Each message says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class AprilError(Exception):
+    """Base of all errors raised by april."""
+
+
+class ConfigError(AprilError, ValueError):
+    """The configuration is wrong; raised before anything starts."""
+
+
+class EngineError(AprilError, RuntimeError):
+    """An engine broke its contract or died; the tokens seen before it are kept."""
+
+
+class WireError(EngineError):
+    """An engine sent numbers that cannot be true (NaN log-probability, wrong length, unknown token id)."""
+
+
+class RolloutError(AprilError, RuntimeError):
+    """A rollout or reward function failed; the sample is named in the message."""
+
+
+class InvariantError(AprilError, AssertionError):
+    """april's own books do not balance; carries the story of the sample concerned."""
+
+
+class SchedulerClosed(AprilError, RuntimeError):
+    """The scheduler was closed, or its background loop died; the cause is chained."""
+
+
+class DataExhausted(AprilError, LookupError):
+    """The prompt source ended before a batch could be filled."""

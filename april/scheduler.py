@@ -1,0 +1,237 @@
+"""The scheduler: april as a trainer sees it, with a blocking and an async face."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from april.config import Config
+from april.core.batch import Batch
+from april.core.ledger import Ledger
+from april.core.sampling import SamplingParams
+from april.core.types import SampleId
+from april.core.versions import PolicyVersion
+from april.driver.evaluation import EvaluationResult, Evaluator
+from april.driver.llm import RolloutFunction, single_turn
+from april.driver.loop_thread import LoopThread
+from april.driver.prompt_source import PromptSource, as_prompt
+from april.driver.rollout_driver import RolloutDriver, UserFunctions
+from april.engines.factory import create_engines
+from april.engines.protocol import Engine
+from april.errors import ConfigError
+
+
+class RolloutScheduler:
+    """Schedules rollouts for one trainer, on a background loop that lives until :meth:`close`.
+
+    Args:
+        config: see :class:`april.Config`.
+        prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
+        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads.
+        group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
+        rollout: ``async (prompt, llm)``; the default generates one response.
+        model: the model object for an embedded engine.
+        engines: engine objects, instead of those that ``config.engine`` describes.
+        check: cross-check all of april's books after every event (slow; for tests and bug hunts).
+
+    Raises:
+        ConfigError: before anything starts, if the arguments contradict each other or the engines.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: Iterable[Any],
+        reward: Callable[..., Any] | None = None,
+        group_reward: Callable[..., Any] | None = None,
+        rollout: RolloutFunction = single_turn,
+        model: Any = None,
+        engines: Sequence[Engine] | None = None,
+        check: bool = False,
+    ) -> None:
+        if reward is not None and group_reward is not None:
+            raise ConfigError("give reward or group_reward, not both")
+        self.config = config
+        self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
+        _check_engines(config, self._engines)
+        self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
+        source = PromptSource(prompts, self._vocab_size)
+        settings = config.core_settings(
+            has_reward=reward is not None or group_reward is not None,
+            group_reward=group_reward is not None,
+            run_id=int.from_bytes(os.urandom(8), "big"),
+        )
+        functions = UserFunctions(rollout, reward, group_reward)
+        self._thread = LoopThread()
+        self._driver = self._thread.call(
+            lambda: RolloutDriver(
+                settings, config.sampling_params(), self._engines, source, functions, check=check
+            )
+        )
+        self._evaluator = Evaluator(self._driver)
+
+    # ---------------------------------------------------------------- one step
+
+    def next_batch(self) -> Batch:
+        """The next batch of N groups (fewer only at the end of the data); blocks until it is there.
+
+        Raises:
+            DataExhausted: the source has ended and every prompt is settled.
+            RolloutError: rollouts or rewards fail again and again, or a prompt is unusable.
+            InvariantError: april's books do not balance.
+            SchedulerClosed: after :meth:`close`.
+        """
+        return self._thread.submit(self._driver.next_batch()).result()
+
+    async def anext_batch(self) -> Batch:
+        """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
+        return await asyncio.wrap_future(self._thread.submit(self._driver.next_batch()))
+
+    def weight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
+        """Tell april that the trainer has updated: commits the leased batches and raises the policy version.
+
+        Args:
+            path: directory from which the engines load the new weights, where they can.
+            transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
+                Neither: the engines already have them (an embedded engine reads the model in place).
+
+        Returns:
+            The new version. If ``transfer`` or a load raises, the version stays and generation goes on.
+        """
+        bracket = self._driver.writing_weights()
+        version = self._thread.submit(bracket.__aenter__()).result()
+        try:
+            if transfer is not None:
+                transfer()
+            self._thread.submit(self._confirm(version, path)).result()
+        except BaseException as error:
+            self._thread.submit(bracket.__aexit__(type(error), error, error.__traceback__)).result()
+            raise
+        self._thread.submit(bracket.__aexit__(None, None, None)).result()
+        return version
+
+    async def aweight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
+        """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
+        return await asyncio.to_thread(self.weight_update, path, transfer)
+
+    async def _confirm(self, version: PolicyVersion, path: str | None) -> None:
+        await asyncio.gather(*(e.update_weights(version, path) for e in self._engines))
+
+    def evaluate(
+        self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
+        top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
+    ) -> EvaluationResult:  # fmt: skip
+        """Score the present policy on ``prompts``; training waits meanwhile and loses nothing.
+
+        Sampling defaults to that of training. With the same weights and seed the result is the same on engines
+        that honour seeds.
+        """
+        return self._thread.submit(
+            self._evaluate(prompts, n_samples, temperature, top_p, max_tokens, seed)
+        ).result()
+
+    async def aevaluate(
+        self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
+        top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
+    ) -> EvaluationResult:  # fmt: skip
+        """:meth:`evaluate` for a trainer with an event loop of its own."""
+        return await asyncio.wrap_future(
+            self._thread.submit(self._evaluate(prompts, n_samples, temperature, top_p, max_tokens, seed))
+        )
+
+    async def _evaluate(
+        self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,
+        max_tokens: int | None, seed: int,
+    ) -> EvaluationResult:  # fmt: skip
+        if n_samples < 1:
+            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples}")
+        base = self.config.sampling_params()
+        sampling = SamplingParams(
+            max_tokens=max_tokens or base.max_tokens,
+            temperature=base.temperature if temperature is None else temperature,
+            top_p=base.top_p if top_p is None else top_p,
+            stop_token_ids=base.stop_token_ids,
+        )
+        checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
+        return await self._evaluator.evaluate(checked, n_samples, sampling, seed)
+
+    # ---------------------------------------------------------------- looking inside
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return self._driver.core.clock.current
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine objects."""
+        return list(self._engines)
+
+    def ledger(self) -> dict[str, Ledger]:
+        """Copies of the token and the prompt ledger: observed == delivered + held + sum(dropped), always."""
+
+        def copy() -> dict[str, Ledger]:
+            core = self._driver.core
+            return {
+                name: Ledger(b.observed, b.delivered, b.held, b.dropped.copy())
+                for name, b in (("tokens", core.tokens), ("prompts", core.prompts))
+            }
+
+        return self._thread.call(copy)
+
+    def validate(self) -> None:
+        """Cross-check all of april's books now; raises InvariantError."""
+        self._thread.call(self._driver.core.validate)
+
+    def story(self, group: int, index: int) -> str:
+        """What happened to one sample, one line per transition."""
+        return self._thread.call(lambda: self._driver.core.story(SampleId(group, index)))
+
+    def __repr__(self) -> str:
+        if not self._thread.alive:
+            return "<RolloutScheduler closed>"
+        return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver.core))}>"
+
+    def close(self) -> None:
+        """End all requests, functions and engines; idempotent."""
+        if self._thread.alive:
+            self._thread.submit(self._driver.close()).result()
+            self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
+    """Refuse what cannot work with these engines, before anything starts."""
+    if not engines:
+        raise ConfigError("engines: at least one engine is needed")
+    names = [e.name for e in engines]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"engines: names must be unique, got {names}")
+    for engine in engines:
+        c = engine.capabilities
+        if config.max_response_len >= c.max_context:
+            raise ConfigError(
+                f"max_response_len={config.max_response_len} leaves no room for a prompt in the context of "
+                f"{c.max_context} tokens of engine {engine.name}; lower it or give the engine more"
+            )
+        bad = [i for i in config.sampling.stop_token_ids if i >= c.vocab_size]
+        if bad:
+            raise ConfigError(
+                f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {engine.name}"
+            )
+        if config.groups_in_work > config.rollout_batch_size and not c.returns_partials:
+            raise ConfigError(
+                f"engine {engine.name} hands over nothing when a request is aborted, so partial rollouts would lose "
+                "their tokens; set over_sampling_batch_size to rollout_batch_size"
+            )
