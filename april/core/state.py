@@ -445,8 +445,13 @@ class RolloutCore:
             self._finish(sample)
         elif not self.settings.group_reward:
             self._out.append(do.ScoreSample(sample))
-        elif all(s.state is SampleState.SCORING for s in sample.group.samples):
-            self._out.append(do.ScoreGroup(sample.group))
+        else:
+            self._score_group(sample.group)
+
+    def _score_group(self, group: Group) -> None:
+        """Ask for the rewards of a group once all its samples have returned (some may begin again after that)."""
+        if all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in group.samples):
+            self._out.append(do.ScoreGroup(group))
 
     def _scored(self, event: ev.Scored) -> None:
         group = self.buffer.groups.get(event.group)
@@ -455,6 +460,9 @@ class RolloutCore:
             return
         for index, reward in event.rewards:
             sample = group.samples[index]
+            if sample.state is SampleState.FINISHED and self.settings.group_reward:
+                sample.reward = reward  # a sibling began again, and the group was scored anew
+                continue
             if sample.state is not SampleState.SCORING:
                 self.counters["late_events"] += 1
                 continue
@@ -488,7 +496,7 @@ class RolloutCore:
         elif sample.state is not SampleState.SCORING:
             self._begin_again(sample, DropReason.FAILED)
         elif self.settings.group_reward:
-            self._out.append(do.ScoreGroup(sample.group))
+            self._score_group(sample.group)
         else:
             self._out.append(do.ScoreSample(sample))
 

@@ -1,0 +1,29 @@
+# Two commands do all the set-up on a machine with Python 3.11: make demo, make test.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of torch; on a GPU machine use TORCH=torch.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test check coverage clean
+
+demo: $(VENV)/.installed
+	$(BIN)/april demo
+
+test: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+coverage: $(VENV)/.installed
+	$(BIN)/python -m pytest --cov --cov-report=term-missing
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[demo]" --group test --group lint
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .coverage

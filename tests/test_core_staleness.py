@@ -1,0 +1,159 @@
+"""Staleness: the bound, the four ways to keep it, and versions over restarts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_machine import CoreMachine, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from april.core import events as ev
+from april.core.types import OnStale, Refill, SampleState
+from april.core.versions import PolicyVersion, VersionClock
+from april.errors import InvariantError
+
+
+def run(m: CoreMachine, rng: random.Random, steps: int) -> None:
+    """Steps with a weight update after each."""
+    for _ in range(steps):
+        if m.step(rng) is None:
+            return
+        m.update()
+        m.check_ledger()
+
+
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 4),
+    samples=st.integers(1, 3),
+    factor=st.integers(1, 3),
+    bound=st.integers(1, 4),
+    refill=st.sampled_from(list(Refill)),
+)
+def test_finish_keeps_the_bound_whatever_the_lengths(
+    seed: int, n: int, samples: int, factor: int, bound: int, refill: Refill
+) -> None:
+    """on_stale: finish delivers every token within max_staleness updates, masks nothing and drops nothing."""
+    rng = random.Random(seed)
+    table: dict[tuple[int, int], int] = {}
+    over = min(n * factor, (bound + 1) * n)
+    m = CoreMachine(
+        settings(n=n, samples=samples, over=over, refill=refill, max_staleness=bound, on_stale=OnStale.FINISH),
+        lambda g, i: table.setdefault((g, i), rng.choice([1, 2, 5, 30, 300])),
+    )
+    run(m, rng, 12)
+
+    assert max(s.staleness for b in m.batches for s in b.samples) <= bound
+    assert all(s.loss_mask.all() for b in m.batches for s in b.samples)
+    assert sum(m.core.tokens.dropped.values()) == 0
+
+
+def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
+    """Group 0 gains 10 tokens a step and never ends; one short group is delivered per step."""
+    m = CoreMachine(
+        settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=bound),
+        lambda g, i: 500 if g == 0 else 3,
+    )
+    for _ in range(bound + 1):
+        m.post(ev.StepRequested())
+        for attempt in list(m.in_flight.values()):
+            if attempt.sample.id.group == 0:
+                m.tokens(attempt.id, 10)
+            else:
+                m.end(attempt.id)
+        m.finish_aborts()
+        m.update()
+    return m
+
+
+def test_restart_drops_the_tokens_and_begins_again() -> None:
+    """on_stale: restart counts the tokens as dropped and starts the sample anew."""
+    m = one_long_group(OnStale.RESTART)
+    sample = m.core.buffer.groups[0].samples[0]
+
+    assert sample.state is SampleState.NEW
+    assert len(sample.tape) == 0
+    assert m.core.tokens.as_dict()["dropped"] == {"stale": 20}
+    assert m.core.prompts.as_dict()["dropped"] == {}
+
+
+def test_restart_reopens_a_finished_sibling() -> None:
+    """A finished sample that gets too old while it waits for its sibling begins again as well."""
+    m = CoreMachine(
+        settings(n=1, samples=2, over=2, on_stale=OnStale.RESTART, max_staleness=0),
+        lambda g, i: 500 if (g, i) == (0, 1) else 3,
+    )
+    m.post(ev.StepRequested())
+    for attempt in list(m.in_flight.values()):
+        if attempt.sample.id != (0, 1):
+            m.end(attempt.id)
+    m.tokens(min(m.in_flight), 9)
+    m.finish_aborts()
+    m.update()
+
+    group = m.core.buffer.groups[0]
+    assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.NEW]
+    assert group.unfinished == 2
+    assert m.core.tokens.as_dict()["dropped"] == {"stale": 12}
+
+
+def test_drop_gives_up_the_group_and_replaces_it() -> None:
+    """on_stale: drop settles the prompt with the reason stale; the next step still delivers N."""
+    m = one_long_group(OnStale.DROP)
+
+    assert 0 not in m.core.buffer.groups
+    assert m.core.prompts.as_dict()["dropped"] == {"stale": 1}
+    assert m.core.tokens.as_dict()["dropped"] == {"stale": 20}
+    assert m.step(random.Random(0)) is not None
+
+
+def test_mask_takes_the_loss_off_too_old_tokens_only() -> None:
+    """on_stale: mask leaves younger tokens of the same sample trained, and the sample in the batch."""
+    m = one_long_group(OnStale.MASK, bound=1)
+    m.post(ev.StepRequested())
+    m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 0))
+    m.finish_aborts()
+    sample = next(s for s in m.batches[-1].samples if s.id.group == 0)
+
+    assert sample.staleness == 2
+    assert sample.versions[sample.loss_mask == 0, 1].tolist() == [0] * 10
+    assert set(sample.versions[sample.loss_mask == 1, 1].tolist()) == {1, 2}
+    assert m.batches[-1].metrics["masked_tokens"] == 10
+
+
+def test_weights_never_go_back() -> None:
+    """A version older than the current one is refused."""
+    m = CoreMachine(settings(), lambda g, i: 3)
+    m.update()
+    with pytest.raises(InvariantError, match="went back"):
+        m.post(ev.WeightsUpdated(PolicyVersion(0, 0)))
+
+
+def test_staleness_over_a_restart_counts_the_way_back_to_the_branch_point() -> None:
+    """Tokens of an abandoned branch: distance to the branch point plus the distance since."""
+    clock = VersionClock(PolicyVersion(0, 7))
+    clock.restart(at=4)
+    for _ in range(3):
+        clock.advance()
+
+    assert clock.current == PolicyVersion(1, 7)
+    assert clock.staleness(PolicyVersion(0, 3)) == 4
+    assert clock.staleness(PolicyVersion(0, 4)) == 3
+    assert clock.staleness(PolicyVersion(0, 6)) == 2 + 3
+    assert clock.staleness(PolicyVersion(1, 5)) == 2
+
+    clock.restart(at=5)
+    assert clock.staleness(PolicyVersion(0, 6)) == 2 + 1
+    assert clock.staleness(PolicyVersion(1, 7)) == 2
+    assert clock.staleness(PolicyVersion(2, 5)) == 0
+
+
+@pytest.mark.parametrize("version", [PolicyVersion(0, 9), PolicyVersion(1, 0), PolicyVersion(3, 0)])
+def test_versions_of_the_future_are_refused(version: PolicyVersion) -> None:
+    """A stamp newer than the current version is a lie."""
+    with pytest.raises(ValueError, match="newer"):
+        VersionClock(PolicyVersion(0, 8)).staleness(version)
