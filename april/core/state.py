@@ -17,6 +17,7 @@ import numpy as np
 from april.core import commands as do
 from april.core import events as ev
 from april.core.abort_controller import AbortController
+from april.core.attempt_book import AttemptBook
 from april.core.batch import Batch, batch_metrics, deliver_sample
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
@@ -24,10 +25,9 @@ from april.core.history import History
 from april.core.ledger import Ledger
 from april.core.over_sampler import WAITING, OverSampler
 from april.core.partial_buffer import PartialBuffer
-from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
-from april.core.tape import AttemptTape, Int32, TokenTape
+from april.core.tape import Int32, TokenTape
 from april.core.types import (
     Attempt,
     DropReason,
@@ -70,7 +70,8 @@ class RolloutCore:
         self.monitor = CompletionMonitor(settings.rollout_batch_size)
         self.aborts = AbortController(settings.abort_deadline_s, settings.abort_resend_s)
         self.buffer = PartialBuffer(settings, self.clock)
-        self.attempts: dict[str, Attempt] = {}
+        self.book = AttemptBook(settings, self.engines)
+        self.attempts = self.book.in_flight
         self.starting = 0
         """Samples that hold a place without an attempt (state STARTED)."""
         self.tokens = Ledger()
@@ -86,7 +87,6 @@ class RolloutCore:
         self._pause_asked = False
         self._batches = 0
         self._groups = 0
-        self._attempt_number = 0
         self._failed_in_a_row = 0
         self._out: list[do.Command] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -126,7 +126,8 @@ class RolloutCore:
             InvariantError: april's books do not balance, or the event cannot happen; names the sample's story.
         """
         self.event_number += 1
-        self._out = out = []
+        out: list[do.Command] = []
+        self._out = out
         self._handlers[type(event)](event)
         self._advance()
         if self._check:
@@ -290,7 +291,7 @@ class RolloutCore:
                 self._give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
                 return
         sample.call = GenerateCall(event.sampling, len(sample.tape))
-        if self._budget(sample, sample.call) <= 0:
+        if self.book.budget(sample, sample.call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
             return
         self._to(sample, SampleState.QUEUED, f"asks for up to {event.sampling.max_tokens} tokens")
@@ -307,46 +308,16 @@ class RolloutCore:
         sample.tape.add_environment(np.asarray(token_ids[len(have) :], np.int32), self.clock.current)
         return None
 
-    def _budget(self, sample: Sample, call: GenerateCall) -> int:
-        """Tokens the call may still generate: its own limit, the response's and the context's."""
-        room = self.engines.max_context - len(sample.group.prompt.token_ids)
-        left = min(self.settings.max_response_len, room) - len(sample.tape)
-        return min(left, call.sampling.max_tokens - (len(sample.tape) - call.start))
-
     def _submit(self, sample: Sample, engine: str) -> None:
-        call = sample.call
+        call, held = sample.call, len(sample.tape)
         assert call is not None
-        held = len(sample.tape)
-        seed = attempt_seed(self.settings.run_seed, sample.id.group, sample.id.index, held)
-        sampling = call.sampling.after(held - call.start, seed)
-        budget = self._budget(sample, call)
-        if budget != sampling.max_tokens:
-            sampling = sampling.capped(budget)
-        prompt = sample.group.prompt.token_ids
-        attempt = Attempt(
-            id=self._next_attempt_id(),
-            sample=sample,
-            engine=engine,
-            token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
-            sampling=sampling,
-            tape=AttemptTape(),
-            urgent=sample.group.urgent,
-        )
-        self.attempts[attempt.id] = attempt
-        sample.attempt_id = attempt.id
-        self.engines.states[engine].in_flight += 1
+        attempt = self.book.open(sample, call, engine, self.clock.current.incarnation)
         self.counters["attempts"] += 1
         if held > call.start:
             self.counters["resumed_attempts"] += 1
             self.counters["reprefill_tokens"] += len(attempt.token_ids)
-        sample.attempts += 1
         self._to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         self._out.append(do.Submit(attempt))
-
-    def _next_attempt_id(self) -> str:
-        self._attempt_number += 1
-        # fixed length, so that no id is a prefix of another; the incarnation keeps restarts apart
-        return f"{self.settings.run_id:016x}{self.clock.current.incarnation:04x}{self._attempt_number:012x}"
 
     def _attempt_ended(self, event: ev.AttemptEnded) -> None:
         attempt = self._take_attempt(event.attempt_id)
@@ -359,9 +330,9 @@ class RolloutCore:
             return
         call = sample.call
         assert call is not None
-        if event.finish == "stop" or (event.finish == "abort" and self._ends_in_stop(attempt)):
+        if event.finish == "stop" or (event.finish == "abort" and self.book.ends_in_stop(attempt)):
             self._complete_call(sample, FinishReason.STOP)
-        elif event.finish == "length" or self._budget(sample, call) <= 0:
+        elif event.finish == "length" or self.book.budget(sample, call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
         else:
             if not attempt.tape.count:
@@ -394,11 +365,9 @@ class RolloutCore:
 
     def _take_attempt(self, attempt_id: str) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""
-        attempt = self.attempts.pop(attempt_id, None)
+        attempt = self.book.close(attempt_id)
         if attempt is None:
             self.counters["late_events"] += 1
-            return None
-        self.engines.states[attempt.engine].in_flight -= 1
         self.aborts.ended(attempt_id)
         return attempt
 
@@ -411,13 +380,6 @@ class RolloutCore:
             self.tokens.drop(count, sample.group.dropped_for)
         else:
             sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
-
-    def _ends_in_stop(self, attempt: Attempt) -> bool:
-        """A partial that ends in EOS is finished: the engine stopped in the moment of the abort."""
-        if attempt.tape.count <= attempt.sampling.min_tokens:
-            return False
-        last = int(attempt.sample.tape.tokens[-1])
-        return last in self.engines.eos_token_ids or last in attempt.sampling.stop_token_ids
 
     def _requeue(self, sample: Sample, why: str) -> None:
         self._to(sample, SampleState.QUEUED, why)

@@ -18,7 +18,7 @@ class SampleId(NamedTuple):
     """One response: ``index`` in [0, n_samples_per_prompt) of group ``group`` (numbered as drawn)."""
 
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
     def __str__(self) -> str:
         return f"g{self.group}.s{self.index}"

@@ -1,0 +1,67 @@
+"""Attempt book: every engine request in flight, and with which tokens, budget and seed it was sent.
+
+Invariant: an attempt is in the book from its submission until it is accounted for, once; its id is of fixed
+length (engines match ids by prefix) and never used again, not even after a restart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from april.core.engine_table import EngineTable
+from april.core.sampling import attempt_seed
+from april.core.settings import CoreSettings
+from april.core.tape import AttemptTape
+from april.core.types import Attempt, GenerateCall, Sample
+
+
+class AttemptBook:
+    """Opens and closes attempts, and counts them per engine."""
+
+    def __init__(self, settings: CoreSettings, engines: EngineTable) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._number = 0
+        self.in_flight: dict[str, Attempt] = {}
+
+    def budget(self, sample: Sample, call: GenerateCall) -> int:
+        """Tokens the call may still generate: its own limit, the response's and the context's."""
+        room = self._engines.max_context - len(sample.group.prompt.token_ids)
+        left = min(self._settings.max_response_len, room) - len(sample.tape)
+        return min(left, call.sampling.max_tokens - (len(sample.tape) - call.start))
+
+    def open(self, sample: Sample, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
+        """A new attempt that continues ``sample`` where it stands."""
+        s, held = self._settings, len(sample.tape)
+        seed = attempt_seed(s.run_seed, sample.id.group, sample.id.index, held)
+        sampling = call.sampling.after(held - call.start, seed).capped(self.budget(sample, call))
+        prompt = sample.group.prompt.token_ids
+        self._number += 1
+        attempt = Attempt(
+            id=f"{s.run_id:016x}{incarnation:04x}{self._number:012x}",
+            sample=sample,
+            engine=engine,
+            token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
+            sampling=sampling,
+            tape=AttemptTape(),
+            urgent=sample.group.urgent,
+        )
+        self.in_flight[attempt.id] = attempt
+        self._engines.states[engine].in_flight += 1
+        sample.attempts += 1
+        sample.attempt_id = attempt.id
+        return attempt
+
+    def close(self, attempt_id: str) -> Attempt | None:
+        """The attempt, no longer in flight; None for one that is already accounted for."""
+        attempt = self.in_flight.pop(attempt_id, None)
+        if attempt is not None:
+            self._engines.states[attempt.engine].in_flight -= 1
+        return attempt
+
+    def ends_in_stop(self, attempt: Attempt) -> bool:
+        """A partial that ends in EOS is finished: the engine stopped in the moment of the abort."""
+        if attempt.tape.count <= attempt.sampling.min_tokens:
+            return False
+        last = int(attempt.sample.tape.tokens[-1])
+        return last in self._engines.eos_token_ids or last in attempt.sampling.stop_token_ids

@@ -1,0 +1,209 @@
+"""What decoding costs on one engine, and the throughput limit that follows from it.
+
+One decode step with n active sequences and K tokens resident in the KV cache takes ``t(n, K) = a + b n + g K`` seconds;
+every step adds n to K. Prefill costs a constant time per token.
+
+``roofline`` computes the coefficients of known models and GPUs from weight bytes, bandwidth and FLOPS: an estimate, not
+a measurement. Left out: attention FLOPs, communication between tensor-parallel ranks, activations in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_T = TypeVar("_T")
+Lengths = Sequence[int] | NDArray[np.integer[Any]]
+"""Response lengths in tokens, one per sample, each >= 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Cost coefficients of one engine; all times in seconds.
+
+    Attributes:
+        base_s: a, one step whatever the batch: the weights are read once, plus fixed overhead; > 0.
+        per_sequence_s: b, per active sequence and step.
+        per_kv_token_s: g, per token resident in the KV cache and step.
+        per_prefill_token_s: per token that is prefilled.
+        kv_capacity_tokens: tokens that the KV cache holds; None: unbounded.
+    """
+
+    base_s: float
+    per_sequence_s: float
+    per_kv_token_s: float
+    per_prefill_token_s: float = 0.0
+    kv_capacity_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        others = (self.per_sequence_s, self.per_kv_token_s, self.per_prefill_token_s)
+        if not (0.0 < self.base_s < math.inf) or not all(0.0 <= x < math.inf for x in others):
+            raise ValueError(f"decode costs must be finite, base_s > 0 and the others >= 0: {self}")
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
+            raise ValueError(f"kv_capacity_tokens must be at least 1 or None, not {self.kv_capacity_tokens}")
+
+    def step_s(self, n: int, kv_tokens: int) -> float:
+        """Seconds of one step with ``n`` sequences and ``kv_tokens`` resident when it starts."""
+        return self.base_s + self.per_sequence_s * n + self.per_kv_token_s * kv_tokens
+
+    def steps_s(self, steps: int, n: int, kv_tokens: int) -> float:
+        """Seconds of ``steps`` steps with ``n`` sequences; the KV starts at ``kv_tokens``, grows by n a step."""
+        grown = n * (steps * (steps - 1) // 2)
+        return steps * self.step_s(n, kv_tokens) + self.per_kv_token_s * grown
+
+    def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
+        """Whole steps that fit into ``seconds``: the largest k with ``steps_s(k, n, kv_tokens) <= seconds``."""
+        if seconds < 0.0:
+            return 0
+        # half k^2 + slope k = seconds, solved in the form that does not cancel
+        half = 0.5 * self.per_kv_token_s * n
+        slope = self.step_s(n, kv_tokens) - half
+        root = math.sqrt(slope * slope + 4.0 * half * seconds)
+        k = int(2.0 * seconds / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * half))
+        while self.steps_s(k, n, kv_tokens) > seconds:
+            k -= 1
+        while self.steps_s(k + 1, n, kv_tokens) <= seconds:
+            k += 1
+        return k
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to prefill ``tokens`` tokens."""
+        return self.per_prefill_token_s * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a decode step reads and computes: parameters, bytes of one weight, KV-cache bytes of one token."""
+
+    parameters: float
+    kv_bytes_per_token: int
+    bytes_per_parameter: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpeed:
+    """Peak numbers of one GPU and the shares of them that decoding is taken to reach."""
+
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    memory_bytes: float
+    bandwidth_share: float
+    flops_share: float
+
+
+# Parameters and KV bytes: from the models' configurations.
+MODELS: dict[str, ModelSize] = {
+    "r1-distill-1.5b": ModelSize(1.54e9, 28_672),
+    "qwen3-4b": ModelSize(4.02e9, 147_456),
+    "qwen3-8b": ModelSize(8.19e9, 147_456),
+}
+# Peaks: vendors' data sheets (dense bf16). The shares are estimates.
+GPUS: dict[str, GpuSpeed] = {
+    "h100": GpuSpeed(3.35e12, 989e12, 80e9, bandwidth_share=0.75, flops_share=0.50),
+    "mi300x": GpuSpeed(5.3e12, 1307e12, 192e9, bandwidth_share=0.65, flops_share=0.40),
+}
+STEP_OVERHEAD_S = 1.5e-3
+
+
+def roofline(
+    model: str | ModelSize, gpu: str | GpuSpeed, tensor_parallel: int = 1, memory_share: float = 0.8
+) -> DecodeCost:
+    """Estimated cost of ``model`` on an engine of ``tensor_parallel`` GPUs.
+
+    a = weight bytes / bandwidth + 1.5 ms; b = prefill per token = 2 parameters / FLOPS; g = KV bytes per token /
+    bandwidth. The KV cache gets what the weights leave of ``memory_share`` of the memory. Tensor parallelism divides
+    all work evenly and its communication is free, which is optimistic.
+
+    Raises:
+        ValueError: an unknown name, fewer than one GPU, or weights that do not fit.
+    """
+    size = _known(MODELS, model, "model") if isinstance(model, str) else model
+    speed = _known(GPUS, gpu, "GPU") if isinstance(gpu, str) else gpu
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel must be at least 1, not {tensor_parallel}")
+    bandwidth = speed.bandwidth_bytes_per_s * speed.bandwidth_share * tensor_parallel
+    flops = speed.flops_per_s * speed.flops_share * tensor_parallel
+    weight_bytes = size.parameters * size.bytes_per_parameter
+    capacity = int((memory_share * speed.memory_bytes * tensor_parallel - weight_bytes) / size.kv_bytes_per_token)
+    if capacity < 1:
+        raise ValueError(
+            f"the weights of {model} ({weight_bytes / 1e9:.1f} GB) leave no KV cache in {memory_share:.0%} of "
+            f"{tensor_parallel} x {gpu}; raise tensor_parallel or memory_share"
+        )
+    return DecodeCost(
+        base_s=weight_bytes / bandwidth + STEP_OVERHEAD_S,
+        per_sequence_s=2.0 * size.parameters / flops,
+        per_kv_token_s=size.kv_bytes_per_token / bandwidth,
+        per_prefill_token_s=2.0 * size.parameters / flops,
+        kv_capacity_tokens=capacity,
+    )
+
+
+def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
+    try:
+        return table[name]
+    except KeyError:
+        raise ValueError(f"unknown {what} {name!r}; known are {', '.join(sorted(table))}") from None
+
+
+def synchronous_s(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
+    """Seconds until the last of ``lengths`` [B] ends when all start together on one engine that holds them all.
+
+    ``prompt_tokens``: mean prompt length; 0 leaves prompt KV and prefill out.
+    """
+    response = _as_float(lengths)
+    return cost.base_s * float(response.max()) + _work_s(cost, response, prompt_tokens)
+
+
+def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
+    """Seconds for the same tokens on an engine that always has ``in_flight`` sequences active."""
+    response = _as_float(lengths)
+    if in_flight <= 0:
+        raise ValueError(f"in_flight must be positive, not {in_flight}")
+    return cost.base_s * float(response.sum()) / in_flight + _work_s(cost, response, prompt_tokens)
+
+
+def limit_tokens_per_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
+    """The limit: response tokens per second of one engine kept full for ever with such ``lengths``."""
+    return float(_as_float(lengths).sum()) / limit_s(cost, lengths, in_flight, prompt_tokens)
+
+
+def s_max(cost: DecodeCost, lengths: Lengths, in_flight_factor: float = 1.0, prompt_tokens: float = 0.0) -> float:
+    """Largest possible speed-up over synchronous rollouts of ``lengths`` [B] on one engine.
+
+    ``in_flight_factor`` c: the other side keeps c B sequences in flight instead of B.
+    """
+    in_flight = in_flight_factor * len(lengths)
+    return synchronous_s(cost, lengths, prompt_tokens) / limit_s(cost, lengths, in_flight, prompt_tokens)
+
+
+def in_flight_that_fits(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
+    """How many sequences the KV cache holds on average when the engine is kept full for ever; inf if unbounded.
+
+    A sequence of length L is met with probability proportional to L, on average half done.
+    """
+    if cost.kv_capacity_tokens is None:
+        return math.inf
+    response = _as_float(lengths)
+    resident = float((response * (prompt_tokens + response / 2.0)).sum() / response.sum())
+    return cost.kv_capacity_tokens / resident
+
+
+def _as_float(lengths: Lengths) -> NDArray[np.float64]:
+    array = np.asarray(lengths, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or array.min() < 1:
+        raise ValueError("lengths must be a non-empty 1-d sequence of token counts >= 1")
+    return array
+
+
+def _work_s(cost: DecodeCost, response: NDArray[np.float64], prompt_tokens: float) -> float:
+    """The part of the time that no schedule saves: compute per token, KV reads, prefill of the prompts."""
+    tokens = float(response.sum())
+    kv_reads = float((response * response).sum()) / 2.0 + prompt_tokens * tokens
+    prefill = cost.per_prefill_token_s * prompt_tokens * response.size
+    return cost.per_sequence_s * tokens + cost.per_kv_token_s * kv_reads + prefill

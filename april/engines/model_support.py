@@ -1,0 +1,165 @@
+"""Which Hugging Face causal models the slot decoder can drive, and how their layers want to be masked.
+
+The decoder calls the model as it is and re-implements no layer, so what it must know is little: the attention
+patterns of the layers, the context, the vocabulary. Models that keep anything but keys and values (recurrent or
+convolutional state, indexers) are refused by a sentence; every accepted model is checked once by decoding a few
+tokens and comparing their log-probabilities with a full forward pass without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from april.errors import ConfigError
+
+DEFAULT_MAX_LEN = 32_768
+"""Context of the engine where the model would allow more: memory grows with the longest request anyway."""
+
+_PATTERN_SIZE = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+_MASKED_ATTENTION = ("sdpa", "eager")
+# Rotary embeddings that change with the longest sequence of the batch, keys already cached included.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """What the layers of one type attend to: everything before (size None), the last ``size``, or their chunk."""
+
+    name: str
+    size: int | None
+
+    def allowed(self, positions: Tensor, columns: Tensor) -> Tensor:
+        """bool [B, W]: may the query at ``positions`` int64 [B, 1] see ``columns`` int64 [W]?"""
+        causal = columns <= positions
+        if self.size is None:
+            return causal
+        if self.name == "chunked_attention":
+            return causal & (columns // self.size == positions // self.size)
+        return causal & (columns > positions - self.size)
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
+    """One per distinct layer type, in a fixed order; raises ConfigError for layers without plain keys and values."""
+    names = getattr(config, "layer_types", None)
+    if names is None:
+        # Configurations older than ``layer_types`` say it by which size they set, for all layers alike.
+        names = [name for name, size in _PATTERN_SIZE.items() if size and getattr(config, size, None) is not None][:1]
+    distinct = sorted(set(names or ["full_attention"]))
+    unknown = [name for name in distinct if name not in _PATTERN_SIZE]
+    if unknown:
+        raise ConfigError(
+            f"{config.model_type} has layers of type {', '.join(unknown)}: the transformers engine keeps keys and "
+            "values only, not recurrent or other state; use a served engine (vllm, sglang) for this model"
+        )
+    return tuple(
+        AttentionPattern(name, None if (size := _PATTERN_SIZE[name]) is None else int(getattr(config, size)))
+        for name in distinct
+    )
+
+
+def refuse_unsupported(model: Any, max_len: int) -> None:
+    """Raise ConfigError, in one sentence, if what the configuration says rules the model out."""
+    config = text_config(model)
+    kind = config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(
+            f"{kind} keeps recurrent state: the transformers engine keeps keys and values only; "
+            "use a served engine (vllm, sglang) for this model"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{kind} is an encoder-decoder: the transformers engine drives decoder-only models")
+    attention_patterns(config)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    context: int = getattr(config, "max_position_embeddings", max_len)
+    trained: int = rope.get("original_max_position_embeddings", context)
+    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
+        raise ConfigError(
+            f"{kind} scales its rotary embedding ({rope['rope_type']}) with the longest sequence of a batch beyond "
+            f"{trained} tokens, so a token would depend on its neighbours: set max_len to at most {trained}"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise ConfigError(
+            f"the parameters of {kind} are on {sorted(map(str, devices))}: the transformers engine wants all of them "
+            "on one real device"
+        )
+
+
+def context_of(model: Any) -> int:
+    """Default ``max_len``: the model's own context, at most :data:`DEFAULT_MAX_LEN`."""
+    return min(int(getattr(text_config(model), "max_position_embeddings", DEFAULT_MAX_LEN)), DEFAULT_MAX_LEN)
+
+
+def eos_ids_of(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids from the generation configuration, else from the model's; sorted, may be empty."""
+    for config in (getattr(model, "generation_config", None), text_config(model)):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(sorted({int(i) for i in (ids if isinstance(ids, list | tuple) else [ids])}))
+    return ()
+
+
+@contextmanager
+def generation_mode(model: Any) -> Iterator[None]:
+    """Dropout off, and an attention implementation that takes masks; everything as it was afterwards.
+
+    Flash and flex attention take no mask per row, so they are exchanged for ``sdpa`` (else ``eager``) meanwhile.
+    """
+    training = [module for module in model.modules() if module.training]
+    attention = model.config._attn_implementation
+    for module in training:
+        module.training = False
+    exchange = attention not in _MASKED_ATTENTION
+    try:
+        if exchange:
+            model.config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+        yield
+    finally:
+        if exchange:
+            model.config._attn_implementation = attention
+        for module in training:
+            module.training = True
+
+
+class DecodeMasks:
+    """Additive masks of one decode step, one per attention pattern, in the form the model takes."""
+
+    def __init__(self, patterns: tuple[AttentionPattern, ...], columns: int, device: torch.device) -> None:
+        self._patterns = patterns
+        self._columns = torch.arange(columns, device=device)
+        self._zero = torch.zeros((), device=device)
+        self._never = torch.full((), -torch.inf, device=device)
+
+    def use(self, dtype: torch.dtype) -> None:
+        """Masks must have the dtype of the queries: additive ones spare a conversion in every layer."""
+        if self._zero.dtype != dtype:
+            self._zero, self._never = self._zero.to(dtype), self._never.to(dtype)
+
+    def at(self, positions: Tensor, window: int) -> Tensor | dict[str, Tensor]:
+        """0 where visible and -inf elsewhere, [B, 1, 1, window]; by pattern name if there are several.
+
+        Args:
+            positions: int64 [B, 1], position of each row's query.
+            window: columns attended to.
+        """
+        columns = self._columns[:window]
+        masks = {
+            pattern.name: torch.where(pattern.allowed(positions, columns), self._zero, self._never)[:, None, None]
+            for pattern in self._patterns
+        }
+        return masks if len(masks) > 1 else masks[self._patterns[0].name]

@@ -1,0 +1,211 @@
+"""How long simulated responses are: distributions of lengths that need no model.
+
+Invariant: the length of a sample depends only on (distribution, seed, group, index), never on what was drawn before, in
+which process or how many samples its group has. The random bits come from BLAKE2b, so they are the same everywhere; the
+last bit of the platform's ``exp`` and ``log`` could move a length by one token about once in 1e11 draws.
+
+The end of a response that a token budget cuts is the engine's business: give the budget to the sampling parameters and
+leave ``cap`` unset. ``cap`` is for using lengths alone, as in the limit formulas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NORMAL = NormalDist()
+_LANES = 8  # 64-bit words in one BLAKE2b digest
+
+
+class ResponseLengths(ABC):
+    """Length in tokens (>= 1) of the whole response of every sample of every group."""
+
+    @abstractmethod
+    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
+        """Lengths int32[n_samples] of the samples 0..n_samples-1 of one group."""
+
+    def sample(self, group: int, index: int) -> int:
+        """Length of one sample."""
+        return int(self.group(group, index + 1)[index])
+
+
+@dataclass(frozen=True)
+class ConstantLengths(ResponseLengths):
+    """Every response has ``tokens`` tokens."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a response has at least 1 token, not {self.tokens}")
+
+    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
+        return np.full(n_samples, self.tokens, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class LognormalLengths(ResponseLengths):
+    """exp(N(log median, sigma_between^2 + sigma_within^2)): the first normal is shared by a group, the second is not.
+
+    Attributes:
+        median: median length in tokens, before the cap.
+        sigma_between: standard deviation of log length between prompts.
+        sigma_within: standard deviation of log length between the samples of one prompt.
+        cap: longer responses count as this long; None: no cap.
+        seed: another seed, other lengths.
+    """
+
+    median: float
+    sigma_between: float
+    sigma_within: float
+    cap: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.median < 1 or self.sigma_between < 0 or self.sigma_within < 0:
+            raise ValueError(f"need median >= 1 and sigmas >= 0: {self}")
+        _check_cap(self.cap)
+
+    @classmethod
+    def split(
+        cls, median: float, sigma: float, between_share: float, cap: int | None = None, seed: int = 0
+    ) -> LognormalLengths:
+        """From the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
+        if not 0.0 <= between_share <= 1.0:
+            raise ValueError(f"between_share is a share of the variance, in [0, 1], not {between_share}")
+        between, within = sigma * math.sqrt(between_share), sigma * math.sqrt(1.0 - between_share)
+        return cls(median, between, within, cap, seed)
+
+    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
+        (shared,) = _uniforms("lognormal group", self.seed, group, 1)
+        centre = math.log(self.median) + self.sigma_between * _NORMAL.inv_cdf(shared)
+        draws = _uniforms("lognormal sample", self.seed, group, n_samples)
+        return _as_lengths([math.exp(centre + self.sigma_within * _NORMAL.inv_cdf(u)) for u in draws], self.cap)
+
+
+@dataclass(frozen=True)
+class MixtureLengths(ResponseLengths):
+    """Gaussian mixture, truncated as a whole to values > 0.
+
+    Attributes:
+        weights, means, sds: of the components before truncation; weights need not sum to 1; sds > 0.
+        cap: longer responses count as this long; None: no cap.
+        seed: another seed, other lengths.
+        component_per_group: all samples of a group come from one component, which makes groups differ.
+    """
+
+    weights: tuple[float, ...]
+    means: tuple[float, ...]
+    sds: tuple[float, ...]
+    cap: int | None = None
+    seed: int = 0
+    component_per_group: bool = False
+
+    def __post_init__(self) -> None:
+        if not len(self.weights) == len(self.means) == len(self.sds) or not self.weights:
+            raise ValueError("weights, means and sds must have the same length, at least 1")
+        if min(self.weights) < 0 or sum(self.weights) <= 0 or min(self.sds) <= 0:
+            raise ValueError(f"need weights >= 0 with a positive sum, and sds > 0: {self}")
+        if max(mean / sd for mean, sd in zip(self.means, self.sds, strict=True)) < -5:
+            raise ValueError(f"hardly any mass is above 0; check the means: {self}")
+        _check_cap(self.cap)
+
+    @classmethod
+    def math_trace(cls, cap: int | None = None, seed: int = 0) -> MixtureLengths:
+        """Published fit to 385,024 math responses of a production trace (PolyTrace, arXiv 2509.25279)."""
+        weights, means = (0.359, 0.074, 0.373, 0.194), (4959.0, 12720.0, 9175.0, 17655.0)
+        return cls(weights, means, (2192.0, 6067.0, 3416.0, 5267.0), cap, seed)
+
+    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
+        # mass of each component at or below 0: cut off here, and taken off the component's weight
+        below = [_NORMAL.cdf(-mean / sd) for mean, sd in zip(self.means, self.sds, strict=True)]
+        edges = list(accumulate(w * (1.0 - p) for w, p in zip(self.weights, below, strict=True)))
+        picks = _uniforms("mixture component", self.seed, group, 1 if self.component_per_group else n_samples)
+        if self.component_per_group:
+            picks = picks * n_samples
+        values = []
+        for pick, u in zip(picks, _uniforms("mixture value", self.seed, group, n_samples), strict=True):
+            i = min(bisect_right(edges, pick * edges[-1]), len(edges) - 1)
+            quantile = min(below[i] + u * (1.0 - below[i]), 1.0 - 2.0**-53)
+            values.append(self.means[i] + self.sds[i] * _NORMAL.inv_cdf(quantile))
+        return _as_lengths(values, self.cap)
+
+
+class TraceLengths(ResponseLengths):
+    """Lengths drawn with replacement from a log.
+
+    ``rows`` keep samples of one prompt together: a group draws one row, its samples draw from that row without
+    replacement as long as it lasts, then around again. Rows of one number each make all samples independent.
+    """
+
+    def __init__(self, rows: Sequence[int] | Sequence[Sequence[int]], cap: int | None = None, seed: int = 0) -> None:
+        _check_cap(cap)
+        self._cap, self._seed = cap, seed
+        self._rows = [tuple(row) if isinstance(row, Sequence) else (row,) for row in rows]
+        self._grouped = any(len(row) > 1 for row in self._rows)
+        if not self._rows:
+            raise ValueError("the trace is empty; give at least one length")
+        for number, row in enumerate(self._rows, start=1):
+            if not row or any(type(length) is not int or length < 1 for length in row):
+                raise ValueError(f"trace entry {number} must be token counts, integers >= 1, not {list(row)[:5]}")
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path, cap: int | None = None, seed: int = 0) -> TraceLengths:
+        """Read a file with one JSON value per line: a number, or ``{"lengths": [...]}`` for one prompt's samples."""
+        rows: list[list[int]] = []
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+                row = value.get("lengths") if isinstance(value, dict) else [value]
+                if not isinstance(row, list) or not row or any(type(x) is not int or x < 1 for x in row):
+                    raise ValueError(
+                        f'{path}, line {number}: expected an integer >= 1 or {{"lengths": [integers >= 1]}}, '
+                        f"got {line.strip()[:60]}"
+                    )
+                rows.append(row)
+        return cls(rows, cap, seed)
+
+    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
+        if not self._grouped:
+            draws = _uniforms("trace sample", self._seed, group, n_samples)
+            return _as_lengths([float(self._rows[int(u * len(self._rows))][0]) for u in draws], self._cap)
+        pick, turn = _uniforms("trace group", self._seed, group, 2)
+        row = self._rows[int(pick * len(self._rows))]
+        start = int(turn * len(row))
+        return _as_lengths([float(row[(start + i) % len(row)]) for i in range(n_samples)], self._cap)
+
+
+def _uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
+    """``count`` numbers in the open interval (0, 1); the i-th depends on (what, seed, group, i) only."""
+    numbers: list[float] = []
+    for block in range(-(-count // _LANES)):
+        digest = hashlib.blake2b(f"{what}/{seed}/{group}/{block}".encode(), digest_size=8 * _LANES).digest()
+        # 52 bits and a half: exact in a float, never 0 or 1
+        numbers += [((int.from_bytes(digest[k : k + 8], "little") >> 12) + 0.5) * 2.0**-52 for k in range(0, 64, 8)]
+    return numbers[:count]
+
+
+def _as_lengths(values: list[float], cap: int | None) -> NDArray[np.int32]:
+    top = cap if cap is not None else 2**31 - 1
+    return np.array([min(top, max(1, round(value))) if value < top else top for value in values], dtype=np.int32)
+
+
+def _check_cap(cap: int | None) -> None:
+    if cap is not None and cap < 1:
+        raise ValueError(f"cap must be at least 1 token or None, not {cap}")

@@ -1,0 +1,179 @@
+"""Keys and values of all active requests in slots, handed to a Hugging Face model as its ``past_key_values``.
+
+One store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p. The
+active requests are dense in the first rows, so that a decode step reads one plain slice.
+
+Invariant: in the active rows every cell left of the *clean column* is the row's own (its keys and values, or padding
+of its own prefill) or zero. A decode step reads cells left of the clean column only. So nothing of a former occupant
+can be seen, not even a NaN, which a mask would let through (0 x NaN is NaN).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+WINDOW_STEP = 32
+"""Decode steps attend to a number of columns that is a multiple of this: few shapes, aligned masks."""
+
+
+def window_of(columns: int) -> int:
+    """``columns`` rounded up to a whole number of window steps."""
+    return -(-columns // WINDOW_STEP) * WINDOW_STEP
+
+
+class _LayerStore:
+    """Keys and values of one layer; their head counts and sizes may differ, as they do in latent attention."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        # One row per cell, so that a decode step writes with a single index.
+        self.key_cells, self.value_cells = keys.flatten(0, 1), values.flatten(0, 1)
+
+
+class SlotCache(Cache):
+    """A ``transformers.Cache`` over slots. Tell it what the next model call is, then call the model.
+
+    Memory is taken at the first call and grows by doubling, up to ``slots`` rows and ``max_len`` columns.
+    """
+
+    def __init__(self, slots: int, max_len: int) -> None:
+        super().__init__(layers=[])
+        self._slots, self._max_columns = slots, window_of(max_len)
+        self._stores: dict[int, _LayerStore] = {}
+        self._rows = self._clean = self._seen = self._first = self._count = self._window = 0
+        self.columns = 0
+        """Columns there is memory for; cell (row, column) has the number ``row * columns + column``."""
+        self._prefilling = False
+        self._source: Tensor | None = None
+        self._cells: Tensor | None = None
+
+    # ------------------------------------------------------------------ what the next model call is
+
+    def begin_prefill(self, first: int, count: int, length: int, source: Tensor | None) -> None:
+        """The next model call prefills rows ``first .. first + count`` with sequences padded to ``length`` columns.
+
+        Args:
+            first: number of active rows before it.
+            count: rows to fill.
+            length: columns of the batch.
+            source: int64 [count], the batch element that each row gets; None: row ``first + i`` gets element i.
+        """
+        if first == 0:
+            self._clean = 0
+        self._reserve(first + count, length, first)
+        # Rows that were there must be clean as far as the new ones reach, and the new ones as far as the old do.
+        self._zero(0, first, self._clean, length)
+        self._zero(first, first + count, length, self._clean)
+        self._clean = max(self._clean, length)
+        self._prefilling, self._source = True, source
+        self._first, self._count, self._window, self._seen = first, count, length, 0
+
+    def begin_decode(self, count: int, columns: int, cells: Tensor) -> int:
+        """The next model call appends one token to each of the first ``count`` rows; returns the window.
+
+        Args:
+            count: active rows.
+            columns: positions of the longest row, the new token included; at most :attr:`columns`.
+            cells: int64 [count], number of the cell that each row writes.
+        """
+        window = min(window_of(columns), self.columns)
+        if window > self._clean:
+            self._zero(0, count, self._clean, window)
+            self._clean = window
+        self._prefilling, self._cells = False, cells
+        self._count, self._window, self._seen = count, window, columns - 1
+        return window
+
+    # ------------------------------------------------------------------ what the model calls
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store [batch, heads, tokens, size] of one layer; returns what the layer attends to, in the same layout."""
+        store = self._stores.get(layer_idx)
+        if store is None:
+            store = self._stores[layer_idx] = self._allocate(key_states, value_states)
+        if self._prefilling:
+            rows = slice(self._first, self._first + self._count)
+            for cells, states in ((store.keys, key_states), (store.values, value_states)):
+                tokens_first = states.transpose(1, 2)
+                cells[rows, : self._window] = tokens_first if self._source is None else tokens_first[self._source]
+            return key_states, value_states
+        assert self._cells is not None
+        store.key_cells.index_copy_(0, self._cells, key_states[:, :, 0])
+        store.value_cells.index_copy_(0, self._cells, value_states[:, :, 0])
+        rows, columns = slice(0, self._count), slice(0, self._window)
+        return store.keys[rows, columns].transpose(1, 2), store.values[rows, columns].transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
+        """Positions stored before the next model call: of the longest row while decoding, 0 while prefilling."""
+        return self._seen
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(columns attended to, first column) of the next model call."""
+        return self._window, 0
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the stored keys; None before the first model call."""
+        return next((store.keys.dtype for store in self._stores.values()), None)
+
+    def move(self, to: Tensor, source: Tensor) -> None:
+        """Copy whole rows: ``to[i]`` becomes ``source[i]``; int64 [k] each, no row in both."""
+        for store in self._stores.values():
+            for cells in (store.keys, store.values):
+                cells[to, : self._clean] = cells[source, : self._clean]
+
+    def shrink_clean(self, columns: int) -> None:
+        """No active row reaches past ``columns``: moving and cleaning may stop there."""
+        self._clean = min(self._clean, window_of(columns))
+
+    def reserve_columns(self, columns: int, active: int) -> bool:
+        """Have memory for ``columns`` columns; True if cells were renumbered."""
+        if columns <= self.columns:
+            return False
+        self._reserve(self._rows, columns, active)
+        return True
+
+    def release(self) -> None:
+        """Give all memory back; nothing may be active."""
+        self._stores.clear()
+        self._rows = self.columns = self._clean = 0
+
+    # ------------------------------------------------------------------ memory
+
+    def _reserve(self, rows: int, columns: int, active: int) -> None:
+        if rows <= self._rows and columns <= self.columns:
+            return
+        # Doubling keeps the copies below twice the final size.
+        if rows > self._rows:
+            self._rows = min(self._slots, max(rows, 2 * self._rows))
+        if columns > self.columns:
+            self.columns = min(self._max_columns, max(window_of(columns), 2 * self.columns))
+        for index, old in self._stores.items():
+            grown = []
+            for cells in (old.keys, old.values):
+                new = cells.new_zeros(self._rows, self.columns, *cells.shape[2:])
+                new[:active, : self._clean] = cells[:active, : self._clean]
+                grown.append(new)
+            self._stores[index] = _LayerStore(*grown)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> _LayerStore:
+        keys, values = (
+            states.new_zeros(self._rows, self.columns, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        )
+        return _LayerStore(keys, values)
+
+    def _zero(self, first_row: int, end_row: int, first_column: int, end_column: int) -> None:
+        if first_row >= end_row or first_column >= end_column:
+            return
+        for store in self._stores.values():
+            store.keys[first_row:end_row, first_column:end_column] = 0
+            store.values[first_row:end_row, first_column:end_column] = 0

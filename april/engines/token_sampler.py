@@ -1,0 +1,128 @@
+"""Draw one token per row of logits, each row with its own temperature, nucleus, minimum length and seed.
+
+Invariant: what a row draws depends on its logits, its own parameters and its (seed, position) only, never on the
+other rows of the batch or on the row's place in it. The randomness is one uniform number per (seed, position), made
+by an integer hash and turned into a token by inverting the row's cumulative distribution.
+
+Log-probabilities are log_softmax(logits / T) in float32, before the nucleus and before forbidden tokens are taken out
+(``LogprobKind.TEMPERATURE``); a greedy row reports log_softmax(logits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Constants of the splitmix64 generator (Steele, Lea, Flood 2014): its increment and the factors of its output mix.
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
+_FACTOR_2 = np.uint64(0x94D049BB133111EB)
+# 52 random bits plus a half: strictly between 0 and 1, and still below the total after a product in float64.
+_SCALE = 2.0**-52
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _FACTOR_1
+    x = (x ^ (x >> np.uint64(27))) * _FACTOR_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """Uniform numbers in (0, 1), float64 [B, count]: column j belongs to position ``positions + j`` of each row.
+
+    Args:
+        seeds: uint64 [B], one stream per seed.
+        positions: int64 [B], index of the first token within its attempt.
+        count: how many consecutive positions.
+    """
+    steps = (positions[:, None] + np.arange(1, count + 1)).astype(np.uint64)
+    # The seed is mixed first, so that seeds 0, 1, 2 ... do not give shifted copies of one stream.
+    bits = _mix(_mix(seeds + _INCREMENT)[:, None] + steps * _INCREMENT)
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * _SCALE
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Sampling parameters of the rows of one batch, on the device of the logits; None where no row needs it."""
+
+    temperature: Tensor | None
+    """float32 [B, 1], 1 for greedy rows."""
+    greedy: Tensor | None
+    """bool [B]."""
+    all_greedy: bool
+    nucleus_rows: Tensor | None
+    """int64 [k]: rows with top_p < 1."""
+    nucleus_mass: Tensor | None
+    """float64 [k, 1]: their top_p."""
+
+    @classmethod
+    def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:
+        """From the per-row parameters [B]; temperature 0 means greedy."""
+        greedy = temperature == 0.0
+        scale = np.where(greedy, 1.0, temperature)
+        nucleus = np.flatnonzero((top_p < 1.0) & ~greedy)
+        rows = cls(None, None, bool(greedy.all()), None, None)
+        # Called whenever the slots change, and mostly there is nothing to upload.
+        if (scale != 1.0).any():
+            rows.temperature = torch.from_numpy(scale).to(device, torch.float32).unsqueeze(1)
+        if greedy.any():
+            rows.greedy = torch.from_numpy(greedy).to(device)
+        if nucleus.size:
+            rows.nucleus_rows = torch.from_numpy(nucleus).to(device)
+            rows.nucleus_mass = torch.from_numpy(top_p[nucleus]).to(device).unsqueeze(1)
+        return rows
+
+
+def nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
+    """Zero all but the fewest most likely tokens that hold ``mass`` of the probability.
+
+    Args:
+        probabilities: float [k, V], rows sum to 1.
+        mass: float64 [k, 1] in (0, 1). Of equally likely tokens the lower id is kept first.
+    """
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    dropped = torch.zeros_like(ordered, dtype=torch.bool).scatter_(1, order, before >= mass)
+    return probabilities.masked_fill(dropped, 0.0)
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, uniform: Tensor | None, forbidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: [B, V], any float dtype.
+        rows: parameters of the B rows.
+        uniform: float64 [B, 1] in (0, 1), see :func:`uniforms`; may be None if every row is greedy.
+        forbidden: bool [B, V], tokens that must not be drawn (end of sequence before ``min_tokens``), or None.
+
+    Returns:
+        Tokens int64 [B] and their log-probabilities float32 [B]. Rows with NaN in their logits give a token inside
+        the vocabulary and a NaN log-probability.
+    """
+    scaled = logits.float()
+    if rows.temperature is not None:
+        scaled = scaled / rows.temperature
+    logprobs = scaled.log_softmax(-1)
+    allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, -torch.inf)
+    if rows.all_greedy:
+        tokens = allowed.argmax(-1)
+    else:
+        assert uniform is not None
+        # With tokens forbidden the rest is normalised again: it may hold next to nothing before that.
+        probabilities = allowed.exp() if forbidden is None else allowed.softmax(-1)
+        if rows.nucleus_rows is not None and rows.nucleus_mass is not None:
+            kept = nucleus(probabilities.index_select(0, rows.nucleus_rows), rows.nucleus_mass)
+            probabilities = probabilities.index_copy(0, rows.nucleus_rows, kept)
+        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+        # The first entry above u x total: an entry that adds nothing is never the first. The clamp is for NaN only.
+        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1).squeeze(1)
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy, allowed.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

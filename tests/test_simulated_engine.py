@@ -1,0 +1,477 @@
+"""The simulated engine keeps the engine contract, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.core.sampling import SamplingParams
+from april.core.versions import PolicyVersion
+from april.engines.decode_cost import DecodeCost
+from april.engines.protocol import Chunk, Engine, EngineFinish, Request
+from april.engines.response_lengths import ConstantLengths
+from april.engines.simulated import SimulatedEngine, by_sample_key, synthetic_response
+from april.errors import EngineError
+from april.testing.virtual_clock import VirtualDeadlock, run_virtual
+
+SECOND = DecodeCost(1.0, 0.0, 0.0)  # one step takes one second
+PROMPT = np.array([11, 12, 13], dtype=np.int32)
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+
+
+def make_engine(length: int = 10, cost: DecodeCost = SECOND, **options: Any) -> SimulatedEngine:
+    options = {"max_running": 4, "vocab_size": 100, **options}
+    return SimulatedEngine("sim", cost, by_sample_key(ConstantLengths(length)), **options)
+
+
+def make_request(
+    name: str = "a", key: tuple[int, int] = (0, 0), held: np.ndarray[Any, Any] | None = None, **sampling: Any
+) -> Request:
+    tokens = PROMPT if held is None else np.concatenate([PROMPT, held])
+    params = SamplingParams(**{"max_tokens": 1000, **sampling})
+    return Request(name, tokens, params, sample_key=key, response_offset=len(tokens) - len(PROMPT))
+
+
+async def read(stream: AsyncIterator[Chunk]) -> list[Chunk]:
+    return [chunk async for chunk in stream]
+
+
+def start(engine: SimulatedEngine, request: Request) -> asyncio.Task[list[Chunk]]:
+    return asyncio.create_task(read(engine.generate(request)))
+
+
+def joined(chunks: list[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    return np.concatenate([c.tokens for c in chunks]), np.concatenate([c.logprobs for c in chunks])
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def virtual(program: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await program()
+
+    run_virtual(main())
+
+
+def test_it_is_an_engine() -> None:
+    """The protocol's attributes are there, and the capabilities say what is done."""
+    engine: Engine = make_engine(cost=replace(SECOND, kv_capacity_tokens=500), max_context=4096)
+
+    assert isinstance(engine, Engine)
+    assert engine.capabilities.max_in_flight == 4
+    assert engine.capabilities.max_context == 500
+    assert engine.capabilities.returns_partials
+
+
+@pytest.mark.parametrize("stream_interval_s", [None, 0.4, 3.0, 100.0])
+def test_every_token_once_in_order_with_its_end(stream_interval_s: float | None) -> None:
+    """However it is streamed, a response is the synthetic sequence, ended by EOS once, and one chunk says so."""
+
+    async def program() -> None:
+        engine = make_engine(length=23, stream_interval_s=stream_interval_s, eos_token_id=5)
+        for_key = {(g, i): start(engine, make_request(f"{g}.{i}", (g, i))) for g in range(3) for i in range(3)}
+        for key, task in for_key.items():
+            chunks = await task
+            tokens, logprobs = joined(chunks)
+            expected, expected_logprobs = synthetic_response(PROMPT, key, 0, 23, 100, (5,))
+            assert tokens.tolist() == [*expected[:-1], 5]
+            assert logprobs.tolist() == expected_logprobs.tolist()
+            assert tokens.dtype == np.int32
+            assert logprobs.dtype == np.float32
+            assert [c.finish for c in chunks] == [None] * (len(chunks) - 1) + [EngineFinish.STOP]
+            assert all(c.version == V0 for c in chunks)
+        assert len({tuple((await task)[0].tokens) for task in for_key.values()}) == 9
+
+    virtual(program)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(2, 400), st.lists(st.integers(0, 400), max_size=5), st.tuples(st.integers(0, 9), st.integers(0, 9)))
+def test_synthetic_tokens_are_valid(vocab_size: int, stop_ids: list[int], key: tuple[int, int]) -> None:
+    """Tokens lie in the vocabulary and are no stop ids; log-probabilities are finite and <= 0; positions are stable."""
+    if len({i for i in stop_ids if i < vocab_size}) == vocab_size:
+        return
+    tokens, logprobs = synthetic_response(PROMPT, key, 0, 300, vocab_size, stop_ids)
+    part, part_logprobs = synthetic_response(PROMPT, key, 100, 150, vocab_size, stop_ids)
+
+    assert tokens.min() >= 0
+    assert tokens.max() < vocab_size
+    assert not np.isin(tokens, stop_ids).any()
+    assert np.isfinite(logprobs).all()
+    assert logprobs.max() <= 0
+    assert part.tolist() == tokens[100:150].tolist()
+    assert part_logprobs.tolist() == logprobs[100:150].tolist()
+
+
+def test_all_ids_stop_ids_is_refused() -> None:
+    """With no token left to generate there is no response."""
+    with pytest.raises(ValueError, match="nothing is left"):
+        synthetic_response(PROMPT, None, 0, 1, 2, (0, 1))
+
+
+def test_budgets_and_stop_ids() -> None:
+    """LENGTH at max_tokens and at the context, without EOS; the request's own stop id ends it; min_tokens hold."""
+
+    async def program() -> None:
+        engine = make_engine(length=10, max_context=16)
+        cut = (await start(engine, make_request("a", max_tokens=7)))[-1]
+        exact = (await start(engine, make_request("b", max_tokens=10, stop_token_ids=(42, 7))))[-1]
+        more = (await start(engine, make_request("c", min_tokens=12)))[-1]
+        context = (await start(engine, make_request("d", min_tokens=500)))[-1]
+        assert (len(cut.tokens), cut.finish) == (7, EngineFinish.LENGTH)
+        assert 0 not in cut.tokens
+        assert (len(exact.tokens), exact.finish, exact.tokens[-1]) == (10, EngineFinish.STOP, 42)
+        assert (len(more.tokens), more.finish) == (12, EngineFinish.STOP)
+        assert (len(context.tokens), context.finish) == (13, EngineFinish.LENGTH)
+
+    virtual(program)
+
+
+def test_abort_while_running_returns_whole_steps() -> None:
+    """After 6.5 seconds of one-second steps, an aborted request has exactly 6 tokens, streamed or not."""
+
+    async def program() -> None:
+        for interval in (None, 2.0):
+            engine = make_engine(stream_interval_s=interval)
+            task = start(engine, make_request())
+            await asyncio.sleep(6.5)
+            await engine.abort(["a", "unknown", "a"])
+            chunks = await task
+            assert chunks[-1].finish is EngineFinish.ABORT
+            assert joined(chunks)[0].tolist() == synthetic_response(PROMPT, (0, 0), 0, 6, 100, (0,))[0].tolist()
+
+    virtual(program)
+
+
+def test_abort_while_queued_just_finished_and_unknown() -> None:
+    """Queued: no token and ABORT. Finished at that instant: the end that came first stands. Unknown ids: ignored."""
+
+    async def program() -> None:
+        engine = make_engine(length=10, max_running=1)
+        first, second = start(engine, make_request("a")), start(engine, make_request("b", (0, 1)))
+        await asyncio.sleep(10.0)
+        assert engine.decoder.waiting == 1
+        await engine.abort(["b", "a"])
+        await engine.abort(["a", "b", "never"])
+        (finished,), (queued,) = await first, await second
+        assert (len(finished.tokens), finished.finish) == (10, EngineFinish.STOP)
+        assert (len(queued.tokens), queued.finish) == (0, EngineFinish.ABORT)
+
+    virtual(program)
+
+
+def test_abort_before_the_request_is_known_does_nothing() -> None:
+    """An id that is not registered yet is ignored, as the contract says: april asks again."""
+
+    async def program() -> None:
+        engine = make_engine()
+        await engine.abort(["a"])
+        assert (await start(engine, make_request("a")))[-1].finish is EngineFinish.STOP
+
+    virtual(program)
+
+
+def test_abort_all_and_resume_elsewhere_continues_the_same_sequence() -> None:
+    """Cut at random places and resumed on other engines, a sample is what it would have been uncut."""
+
+    async def program() -> None:
+        rng = np.random.default_rng(0)
+        whole = (await start(make_engine(60, DecodeCost(1.0, 0.5, 1e-3, 0.1)), make_request()))[-1]
+        held, attempts = whole.tokens[:0], 0
+        finish: EngineFinish | None = EngineFinish.ABORT
+        while finish is EngineFinish.ABORT:
+            engine = make_engine(60)
+            task = start(engine, make_request(f"a{attempts}", held=held, max_tokens=1000 - len(held)))
+            await asyncio.sleep(float(rng.uniform(0, 9)))
+            await engine.abort()
+            last = (await task)[-1]
+            held, attempts, finish = np.concatenate([held, last.tokens]), attempts + 1, last.finish
+        assert attempts > 5
+        assert finish is EngineFinish.STOP
+        assert held.tolist() == whole.tokens.tolist()
+
+    virtual(program)
+
+
+def test_requests_of_one_instant_share_a_step() -> None:
+    """Requests that arrive at the same virtual time, after however many loop turns, decode together."""
+
+    async def program() -> None:
+        engine = make_engine(cost=DecodeCost(1.0, 0.25, 0.0), max_running=8)
+
+        async def late(turns: int) -> float:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await read(engine.generate(make_request(f"r{turns}", (0, turns))))
+            return now()
+
+        assert set(await asyncio.gather(*(late(turns) for turns in range(8)))) == {10 * (1.0 + 8 * 0.25)}
+
+    virtual(program)
+
+
+def test_duplicate_ids_are_refused() -> None:
+    """A second request with an id in flight is an error and does not disturb the first."""
+
+    async def program() -> None:
+        engine = make_engine()
+        task = start(engine, make_request("a"))
+        await asyncio.sleep(2.0)
+        with pytest.raises(EngineError, match="in flight already"):
+            await read(engine.generate(make_request("a")))
+        assert len((await task)[-1].tokens) == 10
+
+    virtual(program)
+
+
+def test_pause_stops_time_and_admission() -> None:
+    """pause returns at the end of the step; until resume no token comes, new requests wait, and aborts still work."""
+
+    async def program() -> None:
+        engine = make_engine()
+        first = start(engine, make_request("a"))
+        await asyncio.sleep(3.5)
+        await engine.pause()
+        assert now() == 4.0
+        second, third = start(engine, make_request("b", (0, 1))), start(engine, make_request("c", (0, 2)))
+        await asyncio.sleep(96.0)
+        assert engine.decoder.tokens_of("a") == 4
+        assert engine.decoder.running == 1
+        await engine.abort(["c"])
+        assert len((await third)[-1].tokens) == 0
+        await engine.resume()
+        await first
+        assert now() == 106.0
+        await second
+        assert now() == 110.0
+        assert engine.decoder.counters().busy_time_s == pytest.approx(14.0)
+
+    virtual(program)
+
+
+def test_pause_of_an_idle_engine_and_twice() -> None:
+    """Pausing with nothing to do returns at once; a second pause and resume change nothing."""
+
+    async def program() -> None:
+        engine = make_engine()
+        await engine.pause()
+        await engine.pause()
+        assert now() == 0.0
+        await engine.resume()
+        await engine.resume()
+        assert len((await start(engine, make_request()))[-1].tokens) == 10
+
+    virtual(program)
+
+
+def test_abort_during_pause_still_lets_the_step_end() -> None:
+    """pause waits for the step in progress even if its last request is aborted meanwhile."""
+
+    async def program() -> None:
+        engine = make_engine()
+        task = start(engine, make_request())
+        await asyncio.sleep(1.25)
+        pausing = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0.25)
+        await engine.abort()
+        await pausing
+        assert now() == 2.0
+        assert len((await task)[-1].tokens) == 1
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("stream_interval_s", [None, 0.75])
+def test_weights_change_between_tokens(stream_interval_s: float | None) -> None:
+    """Tokens made before an update carry the old version, those after it the new one, none is lost between."""
+
+    async def program() -> None:
+        engine = make_engine(stream_interval_s=stream_interval_s, weight_update_s=30.0)
+        task = start(engine, make_request())
+        await asyncio.sleep(3.5)
+        with pytest.raises(EngineError, match="only while it is paused"):
+            await engine.update_weights(V1)
+        await engine.pause()
+        await engine.update_weights(V1, path="anywhere")
+        assert now() == 34.0
+        await engine.resume()
+        chunks = await task
+        versions = [c.version for c in chunks for _ in c.tokens]
+        assert versions == [V0] * 4 + [V1] * 6
+        assert joined(chunks)[0].tolist()[:9] == synthetic_response(PROMPT, (0, 0), 0, 9, 100, (0,))[0].tolist()
+
+    virtual(program)
+
+
+def test_a_consumer_that_leaves_frees_its_slot() -> None:
+    """Closing or cancelling a stream takes the request out of the engine."""
+
+    async def program() -> None:
+        engine = make_engine(max_running=1, stream_interval_s=1.0)
+        async with aclosing(engine.generate(make_request("a"))) as stream:
+            assert len((await anext(stream)).tokens) == 1
+        task = start(engine, make_request("b"))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert "a" not in engine.decoder
+        assert "b" not in engine.decoder
+        assert len(joined(await start(engine, make_request("a")))[0]) == 10
+        assert engine.decoder.counters().aborts == 2
+
+    virtual(program)
+
+
+def test_leaving_at_the_very_end_is_harmless() -> None:
+    """A consumer that leaves at the instant its request ends, or with its last chunk, leaves nothing behind."""
+
+    async def program() -> None:
+        engine = make_engine(stream_interval_s=5.0)
+        async with aclosing(engine.generate(make_request("a"))) as stream:
+            await anext(stream)
+            await asyncio.sleep(5.0)
+        async with aclosing(engine.generate(make_request("b"))) as stream:
+            while (await anext(stream)).finish is None:
+                pass
+        assert engine.decoder.running == 0
+        assert engine.decoder.counters().aborts == 0
+
+    virtual(program)
+
+
+def test_impossible_requests_are_refused() -> None:
+    """What cannot be served is an EngineError that says why, and leaves no trace."""
+
+    async def program() -> None:
+        engine = make_engine(max_context=20)
+        good = synthetic_response(PROMPT, (0, 0), 0, 10, 100, (0,))[0]
+        wrong = good[:4].copy()
+        wrong[2] = (wrong[2] + 1) % 100
+        bad = {
+            "response token 2 of 4": make_request(held=wrong),
+            "it is complete": make_request(held=good),
+            "outside its": replace(make_request(), response_offset=4),
+            "max_tokens 0": make_request(max_tokens=0),
+            "20 tokens of context": replace(make_request(), token_ids=np.arange(20, dtype=np.int32)),
+            "no sample_key": replace(make_request(), sample_key=None),
+        }
+        for message, request in bad.items():
+            with pytest.raises(EngineError, match=message):
+                await read(engine.generate(request))
+        assert engine.decoder.counters().requests == 0
+        assert len((await start(engine, make_request(held=good[:4])))[-1].tokens) == 6
+        lenient = make_engine(check_prefix=False)
+        assert len((await start(lenient, make_request(held=wrong)))[-1].tokens) == 6
+
+    virtual(program)
+    with pytest.raises(ValueError, match="vocab_size"):
+        make_engine(vocab_size=1)
+    with pytest.raises(ValueError, match="stream_interval_s"):
+        make_engine(stream_interval_s=0.0)
+
+
+def test_close_ends_streams_and_refuses_requests() -> None:
+    """close is idempotent; open streams and later requests raise; health says closed."""
+
+    async def program() -> None:
+        engine = make_engine(stream_interval_s=1.0)
+        task = start(engine, make_request())
+        await asyncio.sleep(1.5)
+        assert (await engine.health()).counters["running"] == 1
+        assert (await engine.health()).counters["decode_steps"] == 1
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="was closed"):
+            await task
+        with pytest.raises(EngineError, match="is closed"):
+            await read(engine.generate(make_request("b")))
+        assert not (await engine.health()).ok
+
+    virtual(program)
+
+
+def test_a_paused_engine_keeps_no_loop_alive() -> None:
+    """Waiting for a paused engine for ever is a deadlock that the virtual clock can see, streaming or not."""
+
+    async def main() -> None:
+        engine = make_engine(stream_interval_s=0.5)
+        task = start(engine, make_request())
+        await asyncio.sleep(2.0)
+        await engine.pause()
+        await task
+
+    with pytest.raises(VirtualDeadlock, match="nothing is scheduled"):
+        run_virtual(main())
+
+
+def test_on_a_real_loop() -> None:
+    """The same engine runs in real time: a hundred microseconds of it."""
+
+    async def main() -> None:
+        engine = make_engine(cost=DecodeCost(1e-5, 0.0, 0.0), max_running=2)
+        tasks = [start(engine, make_request(f"r{i}", (0, i))) for i in range(6)]
+        for task in tasks:
+            assert len((await task)[-1].tokens) == 10
+        assert engine.decoder.counters().decode_steps >= 30
+
+    asyncio.run(main())
+
+
+DETERMINISM = """
+import asyncio, hashlib, numpy as np
+from april.core.sampling import SamplingParams
+from april.engines.decode_cost import roofline
+from april.engines.protocol import Request
+from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.testing.virtual_clock import run_virtual
+
+async def main():
+    digest, loop = hashlib.sha256(), asyncio.get_running_loop()
+    length_of = by_sample_key(LognormalLengths(300, 0.4, 0.7, seed=4))
+    engines = [SimulatedEngine(f"e{k}", roofline("qwen3-4b", "h100"), length_of, max_running=16) for k in range(2)]
+    async def one(group, index):
+        prompt = np.arange(group, group + 50, dtype=np.int32)
+        request = Request(f"{group}/{index}", prompt, SamplingParams(max_tokens=2000), sample_key=(group, index))
+        async for chunk in engines[group % 2].generate(request):
+            note = f"{loop.time()!r} {group} {index} {chunk.finish} {chunk.version}".encode()
+            digest.update(note + chunk.tokens.tobytes() + chunk.logprobs.tobytes())
+    tasks = {asyncio.create_task(one(g, i)) for g in range(8) for i in range(8)}
+    await asyncio.sleep(5.0)
+    await asyncio.gather(*(engine.abort() for engine in engines))
+    await asyncio.gather(*tasks)
+    return digest.hexdigest()
+
+print(run_virtual(main()))
+"""
+
+
+def test_runs_are_identical_in_every_process() -> None:
+    """The digest of times, tokens and log-probabilities is one and the same whatever PYTHONHASHSEED and Python."""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DETERMINISM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parent.parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for seed in ("0", "1", "2")
+    }
+
+    assert digests == {"e8fc446ce57aa33ca1d97e1caac24b787589385f65b39454d2631ee446fb6367"}
