@@ -1,0 +1,21 @@
+"""``python -m april`` and the ``april`` script."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what is missing to run it."""
+    try:
+        from april.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"april's command line needs {error.name}: pip install 'april-rl[cli]'")
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        sys.exit(f"this command needs {error.name}: pip install 'april-rl[demo]'")
+
+
+if __name__ == "__main__":
+    main()

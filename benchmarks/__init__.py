@@ -1,0 +1,1 @@
+"""Measurements; each module that has a command line says how to run it. Not part of the installed package."""

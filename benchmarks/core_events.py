@@ -1,0 +1,113 @@
+"""How many events per CPU second does the core handle, and does that depend on the number in flight?
+
+The core alone: no engine, no asyncio. A constant number of samples is in flight (refill: sample); attempts end
+in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections import deque
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Attempt, Prompt, Refill
+from april.core.versions import PolicyVersion
+
+TOKENS = np.zeros(64, np.int32)
+LOGPROBS = np.zeros(64, np.float32)
+PROMPT = Prompt(np.zeros(16, np.int32))
+SAMPLING = SamplingParams(max_tokens=4096)
+
+
+class Pump:
+    """Plays everything around the core, at no cost worth mentioning."""
+
+    def __init__(self, in_flight: int, samples: int) -> None:
+        settings = CoreSettings(
+            rollout_batch_size=max(1, in_flight // samples // 4),
+            n_samples_per_prompt=samples,
+            over_sampling_batch_size=max(1, in_flight // samples // 4),
+            max_response_len=4096,
+            max_in_flight=in_flight,
+            refill=Refill.SAMPLE,
+            max_staleness=8,
+            has_reward=False,
+        )
+        self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(8)])
+        self.attempts: list[Attempt] = []
+        self.delivered = False
+        self._events: deque[ev.Event] = deque()
+
+    def post(self, event: ev.Event) -> None:
+        """One event and what follows from it."""
+        self._events.append(event)
+        while self._events:
+            for command in self.core.handle(self._events.popleft()):
+                match command:
+                    case do.Submit(attempt):
+                        self.attempts.append(attempt)
+                    case do.StartSample(sample):
+                        self._events.append(ev.CallMade(sample.id, SAMPLING))
+                    case do.CallCompleted(sample, _):
+                        self._events.append(ev.SampleReturned(sample.id))
+                    case do.DrawPrompts(count):
+                        self._events.append(ev.PromptsDrawn([PROMPT] * count, False))
+                    case do.Abort(_, attempt_ids, _):
+                        stopped = set(attempt_ids)
+                        self._events.extend(ev.AttemptEnded(i, "abort") for i in attempt_ids)
+                        self.attempts = [a for a in self.attempts if a.id not in stopped]
+                    case do.Deliver(batch):
+                        self.delivered = True
+                        self._events.append(ev.BatchCommitted(batch.id))
+
+    def run(self, events: int, rng: random.Random) -> tuple[int, float]:
+        """At least ``events`` events; returns how many there were and the CPU seconds they took."""
+        self._step()
+        gc.collect()
+        before, cpu = self.core.event_number, time.process_time()
+        while self.core.event_number - before < events:
+            i = rng.randrange(len(self.attempts))
+            attempt, self.attempts[i] = self.attempts[i], self.attempts[-1]
+            self.attempts.pop()
+            attempt.tape.append(TOKENS, LOGPROBS, self.core.clock.current)
+            self.post(ev.AttemptEnded(attempt.id, "stop"))
+            while self.delivered:  # surplus may fill the next batch at once
+                self._step()
+        return self.core.event_number - before, time.process_time() - cpu
+
+    def _step(self) -> None:
+        if self.delivered:
+            self.delivered = False
+            current = self.core.clock.current
+            self.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
+        self.post(ev.StepRequested())
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=200_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    rates: dict[int, list[float]] = {1024: [], 16384: []}
+    for repeat in range(options.repeats):
+        for in_flight, found in rates.items():
+            count, cpu = Pump(in_flight, 8).run(options.events, random.Random(repeat))
+            found.append(count / cpu)
+    print(json.dumps({
+        f"events_per_cpu_s_{n}": {"median": float(np.median(r)), "min": min(r), "max": max(r)} for n, r in rates.items()
+    }, indent=2))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The reference workload of the APRIL paper (arXiv 2509.18521) on virtual time, in three modes.
+
+32 groups x 8 samples, responses of at most 16,384 tokens, four engines of two H100 with Qwen3-4B; the real core,
+200 steps. The digest covers every delivered sample with its segments, versions and times: it must be the same on
+every Python version and for every hash seed. Run: ``python -m benchmarks.simulated_reference``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+
+from april.core.settings import CoreSettings
+from april.core.types import Refill
+from april.engines.decode_cost import roofline
+from april.engines.response_lengths import LognormalLengths
+from april.simulation import Simulation
+
+COST = roofline("qwen3-4b", "h100", tensor_parallel=2)
+LENGTHS = LognormalLengths.split(median=2500, sigma=0.8, between_share=0.6, seed=1)
+MODES = {
+    "sync": (32, Refill.NONE, 256),
+    "april": (64, Refill.NONE, 512),
+    "refill": (32, Refill.SAMPLE, 256),
+}
+
+
+def reference(mode: str) -> Simulation:
+    """The simulation of one mode, not started."""
+    over, refill, in_flight = MODES[mode]
+    settings = CoreSettings(32, 8, over, 16_384, in_flight, refill=refill, has_reward=False)
+    return Simulation(settings, COST, LENGTHS, engines=4, prompt_len=128)
+
+
+def main() -> None:
+    """Print one JSON object per mode."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    for mode in MODES:
+        began = time.process_time()
+        simulation = reference(mode)
+        result = simulation.run(steps)
+        print(json.dumps({
+            "mode": mode,
+            "python": platform.python_version(),
+            "cpu_s": round(time.process_time() - began, 2),
+            "core_events": simulation.core.event_number,
+            "digest": result.digest,
+            **{name: round(value, 4) for name, value in result.summary(skip=steps // 10).items()},
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Run by CI in an environment with the base install only: april works there, and says what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import april
+
+for package in ("torch", "transformers", "typer", "rich", "matplotlib", "yaml"):
+    assert importlib.util.find_spec(package) is None, f"{package} is in the base install"
+
+config = april.Config(
+    rollout_batch_size=2,
+    n_samples_per_prompt=2,
+    over_sampling_batch_size=4,
+    max_response_len=40,
+    engine={"kind": "simulated", "median_len": 10},
+)
+with april.RolloutScheduler(config, prompts=([1, 2, 3] for _ in range(100)), reward=lambda p, r: 1.0) as rollouts:
+    batch = rollouts.next_batch()
+    rollouts.weight_update()
+assert len(batch) == 4
+
+try:
+    april.RolloutScheduler(april.Config(rollout_batch_size=1, max_response_len=4), prompts=[], model=object())
+except april.ConfigError as error:
+    assert "pip install 'april-rl[transformers]'" in str(error), error
+else:
+    raise AssertionError("an embedded engine without torch must be refused")
+
+run = subprocess.run([sys.executable, "-m", "april", "demo"], capture_output=True, text=True, check=False)
+assert run.returncode == 1, run
+assert "pip install 'april-rl[cli]'" in run.stderr, run.stderr
+print("base install: ok")

@@ -1,0 +1,92 @@
+"""The README is true: its loop runs as it stands, and every command in it is run by CI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+
+import april
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of one language, indentation of list items taken off."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", README, re.S | re.M)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+
+
+def test_the_loop_in_the_readme_runs_and_is_at_most_15_lines() -> None:
+    """config, prompts, reward, next_batch, train, weight_update: copied from the README, run on a real model."""
+    code, batch_code = blocks("python")[:2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    for word in ("Config(", "prompts", "reward", "next_batch()", "train(", "weight_update()"):
+        assert word in code
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trained: list[april.Batch] = []
+
+    def train(model: Any, batch: april.Batch) -> None:
+        arrays = batch.padded()
+        ids = torch.from_numpy(arrays["response_ids"]).long()
+        loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        trained.append(batch)
+
+    space: dict[str, Any] = {
+        "model": model,
+        "train": train,
+        "steps": 2,
+        "dataset": ((f"question {i}", i % 7) for i in range(1000)),
+        "tokenize": lambda text: [3 + ord(c) % 90 for c in text],
+        "verify": lambda tokens, answer: len(tokens) % 7 == answer,
+    }
+    exec(compile(code + batch_code, "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+
+    assert len(trained) == 2
+    assert [len(b.group_sizes) for b in trained] == [8, 8]
+    assert trained[1].metrics["staleness_max"] <= 1
+    assert space["arrays"]["response_ids"].shape == space["arrays"]["logprobs"].shape
+
+
+def test_the_multi_turn_function_in_the_readme_runs() -> None:
+    """The coroutine with a tool, copied from the README."""
+    space: dict[str, Any] = {}
+    exec(compile(blocks("python")[2], "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+
+    async def run_tool(tokens: Any) -> list[int]:
+        return [5, 6, 7]
+
+    space["run_tool"] = run_tool
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=300)
+    with april.RolloutScheduler(
+        config, prompts=[[3, 4, 5]] * 2, rollout=space["rollout"], model=tiny_model(), check=True
+    ) as rollouts:
+        batch = rollouts.next_batch()
+
+    for sample in batch.samples:
+        assert (sample.loss_mask == 0).sum() == 3
+        assert sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7]
+
+
+def test_every_command_in_the_readme_is_run_by_ci() -> None:
+    """A command that nobody runs stops being true one day."""
+    ci = (ROOT / ".ci" / "run").read_text("utf-8")
+    commands = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+
+    assert commands
+    assert [c for c in commands if c not in ci] == []
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    """Relative links of README, docs and contributing notes."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

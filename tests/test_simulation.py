@@ -1,0 +1,81 @@
+"""The simulation: the real core on virtual time, repeatable to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from april.core.settings import CoreSettings
+from april.core.types import Refill
+from april.engines.decode_cost import DecodeCost
+from april.engines.response_lengths import ConstantLengths, LognormalLengths
+from april.simulation import Simulation
+
+ROOT = Path(__file__).parent.parent
+COST = DecodeCost(
+    base_s=0.004, per_sequence_s=1e-5, per_kv_token_s=1e-8, per_prefill_token_s=1e-6, kv_capacity_tokens=None
+)
+# The same on Python 3.11, 3.12 and 3.13; a change of it means that some decision changed.
+DIGESTS = {
+    "sync": "c913b30455b4b3b673d160b22c305077",
+    "april": "e3a59fc0a263073564c0954c715bd69f",
+    "refill": "a23739f317eb27ef2770b74947742eea",
+}
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "4242"])
+def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
+    """32 x 8 on four engines: the digest of everything delivered does not depend on the process or the hash seed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.simulated_reference", "--steps", "10"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {row["mode"]: row["digest"] for row in rows} == DIGESTS
+
+
+@pytest.mark.parametrize(("over", "refill"), [(3, Refill.NONE), (6, Refill.NONE), (4, Refill.GROUP), (3, Refill.SAMPLE)])
+def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) -> None:
+    """Two accountants that know nothing of each other: the decoders' counters and the core's ledger."""
+    settings = CoreSettings(3, 4, over, 600, 16, refill=refill, has_reward=False)
+    simulation = Simulation(settings, COST, LognormalLengths(60, 0.6, 0.6, seed=3), engines=2, check=True)
+    result = simulation.run(25)
+
+    generated = sum(d.counters().generated_tokens for d in simulation.decoders.values())
+    assert generated == simulation.core.tokens.observed == sum(s.generated_tokens for s in result.steps)
+    assert simulation.core.tokens.delivered == sum(s.trained_tokens for s in result.steps)
+    assert simulation.core.tokens.balanced
+
+
+def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
+    """With equal lengths sync wastes nothing: the time is steps x step time, computed by hand."""
+    settings = CoreSettings(2, 4, 2, 100, 8, has_reward=False)
+    result = Simulation(settings, COST, ConstantLengths(100), prompt_len=10).run(3)
+
+    kv = sum(8 * (10 + s) for s in range(100))
+    expected = 100 * (0.004 + 8 * 1e-5) + kv * 1e-8 + 8 * 10 * 1e-6
+    assert [s.end_s - s.start_s for s in result.steps] == pytest.approx([expected] * 3)
+    assert result.summary()["bubble"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_over_sampling_takes_fewer_decode_steps_per_trained_token() -> None:
+    """The point of it all: with a long tail, N' = 2N and refill need fewer steps for the same tokens."""
+    lengths = LognormalLengths(60, 0.6, 0.7, seed=1)
+
+    def steps_per_token(over: int, refill: Refill) -> float:
+        settings = CoreSettings(4, 4, over, 2000, 16, refill=refill, has_reward=False)
+        summary = Simulation(settings, COST, lengths).run(60).summary(skip=10)
+        return summary["decode_steps"] / summary["trained_tokens"]
+
+    sync = steps_per_token(4, Refill.NONE)
+    assert steps_per_token(8, Refill.NONE) < 0.6 * sync
+    assert steps_per_token(4, Refill.SAMPLE) < 0.5 * sync
