@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.tape import Float32, Int32, Segment, SegmentKind
+from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
 from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion
 
@@ -34,13 +34,16 @@ class DeliveredSample:
     loss_mask: UInt8
     """uint8 [T], 1 where the policy wrote the token and it is not too old"""
     segments: tuple[Segment, ...]
-    versions: Int32
-    """int32 [T, 2]: (incarnation, n) of each token"""
     staleness: int
     """weight updates between the oldest generated token and delivery"""
     reward: float
     finish: FinishReason
     attempts: int
+
+    @property
+    def versions(self) -> Int32:
+        """int32 [T, 2]: (incarnation, n) of each token."""
+        return versions_of(self.segments)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,6 @@ def deliver_sample(
         logprobs=tape.logprobs,
         loss_mask=mask,
         segments=tuple(tape.segments),
-        versions=tape.version_array(),
         staleness=staleness,
         reward=sample.reward,
         finish=sample.finish,

@@ -6,6 +6,7 @@ versions of generated segments never decrease.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,6 +42,13 @@ class Segment:
     attempt_id: str
     engine: str
     temperature: float
+
+
+def versions_of(segments: Sequence[Segment]) -> Int32:
+    """Version of each token as int32 [T, 2]: (incarnation, n)."""
+    if not segments:
+        return np.empty((0, 2), np.int32)
+    return np.repeat(np.array([s.version for s in segments], np.int32), [s.count for s in segments], axis=0)
 
 
 class AttemptTape:
@@ -136,11 +144,7 @@ class TokenTape:
 
     def version_array(self) -> Int32:
         """Version of each token as int32 [T, 2]: (incarnation, n)."""
-        if not self.segments:
-            return np.empty((0, 2), np.int32)
-        return np.repeat(
-            np.array([s.version for s in self.segments], np.int32), [s.count for s in self.segments], axis=0
-        )
+        return versions_of(self.segments)
 
     def loss_mask(self) -> NDArray[np.uint8]:
         """1 for generated tokens, 0 for environment tokens; uint8 [T]."""
