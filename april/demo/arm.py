@@ -1,0 +1,192 @@
+"""One arm of the demo: one mode, one seed, from the warmed-up weights to the last training step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from april.core.batch import Batch, DeliveredSample
+from april.core.ledger import Ledger
+from april.core.types import Prompt
+from april.demo import task
+from april.demo.exactness import StateDict, logprob_error, snapshot
+from april.demo.grpo import GrpoBatch, GrpoTrainer
+from april.demo.settings import DemoSettings
+from april.demo.witness import Witness
+from april.driver.rewards import Response
+from april.engines.transformers import TransformersEngine
+from april.scheduler import RolloutScheduler
+
+EVALUATION_SEED = 20_000
+OnStep = Callable[[int, dict[str, float]], None]
+"""Called with (steps done, figures of the last one)."""
+
+
+@dataclass(slots=True)
+class ArmResult:
+    """Everything measured in one arm; CPU seconds are those of the whole process."""
+
+    mode: str
+    seed: int
+    steps: int = 0
+    decode_steps: int = 0
+    busy_slot_steps: int = 0
+    slot_steps: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    reprefill_tokens: int = 0
+    rollout_cpu_s: float = 0.0
+    rollout_wall_s: float = 0.0
+    train_cpu_s: float = 0.0
+    stale_tokens: float = 0.0
+    staleness: list[int] = field(default_factory=list)
+    """of every delivered sample"""
+    lengths: list[list[int]] = field(default_factory=list)
+    """response lengths of each step"""
+    group_spread: list[float] = field(default_factory=list)
+    """coefficient of variation of the lengths of each delivered group"""
+    training_reward: list[float] = field(default_factory=list)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """(step, rollout CPU seconds so far, held-out reward)"""
+    held_out: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    """reward of each held-out prompt at the end"""
+    occupancy: list[int] = field(default_factory=list)
+    """busy slots of every decode step"""
+    step_ends: list[int] = field(default_factory=list)
+    """decode steps done at the end of each training step"""
+    max_abs_logprob_error: float = 0.0
+    compared_tokens: int = 0
+    tokens: Ledger = field(default_factory=Ledger)
+    prompts: Ledger = field(default_factory=Ledger)
+    drawn: int = 0
+    """prompts taken from the source, counted at the source"""
+    witnessed: int = 0
+    """tokens that left the engine, counted by the witness"""
+    disagreements: int = 0
+    """delivered tokens that differ from what the witness saw"""
+
+
+def held_out_prompts(seed: int, count: int) -> list[Prompt]:
+    """The first ``count`` held-out prompts of a seed."""
+    return [Prompt(task.prompt_ids(seed, i, held_out=True)) for i in range(count)]
+
+
+async def score(prompt: Prompt, response: Response) -> float:
+    """The verifiable reward."""
+    return task.reward(prompt.token_ids, response.tokens)
+
+
+class Arm:
+    """Builds its own copy of the model, its engine and its scheduler; :meth:`run` does the rest."""
+
+    def __init__(self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel) -> None:
+        self.settings = settings
+        self.result = ArmResult(mode, seed)
+        self.model = copy.deepcopy(start)
+        self.engine = TransformersEngine(
+            self.model, slots=settings.slots, max_len=task.PROMPT_LENGTH + task.RESPONSE_CAP, seed=seed
+        )
+        self.witness = Witness(self.engine)
+        self.trainer = GrpoTrainer(
+            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2
+        )
+        self.weights: dict[int, StateDict] = {0: snapshot(self.model)}
+        self.delivered: list[DeliveredSample] = []
+
+    def run(self, start_rewards: NDArray[np.float64], on_step: OnStep) -> ArmResult:
+        """Train; ``start_rewards`` are the held-out rewards of the common start."""
+        r, s = self.result, self.settings
+        r.curve.append((0, 0.0, float(start_rewards.mean())))
+        config = s.config(r.mode, r.seed)
+        with RolloutScheduler(config, prompts=self._prompts(), reward=score, engines=[self.witness]) as rollouts:
+            for step in range(1, s.steps + 1):
+                batch = self._rollout(rollouts)
+                metrics = self._train(batch)
+                rollouts.weight_update()
+                self.weights[step] = snapshot(self.model)
+                if step % s.evaluate_every == 0 and step < s.steps:
+                    reward = float(self.evaluate(rollouts, s.held_out_between).mean())
+                    r.curve.append((step, r.rollout_cpu_s, reward))
+                on_step(step, metrics | dict(batch.metrics))
+            r.held_out = self.evaluate(rollouts, s.held_out)
+            r.curve.append((s.steps, r.rollout_cpu_s, float(r.held_out.mean())))
+            rollouts.validate()
+            books = rollouts.ledger()
+        r.tokens, r.prompts, r.witnessed = books["tokens"], books["prompts"], self.witness.tokens
+        r.max_abs_logprob_error, r.compared_tokens = logprob_error(self.model, self.delivered, self.weights)
+        return r
+
+    def evaluate(self, rollouts: RolloutScheduler, count: int) -> NDArray[np.float64]:
+        """Held-out rewards float64 [count], the same prompts and seeds in every mode."""
+        self.witness.recording = False
+        try:
+            found = rollouts.evaluate(held_out_prompts(self.result.seed, count), seed=EVALUATION_SEED)
+        finally:
+            self.witness.recording = True
+        rewards: NDArray[np.float64] = found.rewards[:, 0]
+        return rewards
+
+    def _prompts(self) -> Iterator[Prompt]:
+        for index in itertools.count():
+            self.result.drawn += 1
+            yield Prompt(task.prompt_ids(self.result.seed, index))
+
+    def _rollout(self, rollouts: RolloutScheduler) -> Batch:
+        r, stats = self.result, self.engine.stats
+        before = stats.counters()
+        stats.trace = []
+        cpu, wall = time.process_time(), time.perf_counter()
+        batch = rollouts.next_batch()
+        r.rollout_cpu_s += time.process_time() - cpu
+        r.rollout_wall_s += time.perf_counter() - wall
+        after, trace, stats.trace = stats.counters(), stats.trace, None
+        r.decode_steps += int(after["decode_steps"] - before["decode_steps"])
+        r.busy_slot_steps += int(after["busy_slot_steps"] - before["busy_slot_steps"])
+        r.slot_steps += int(after["slot_steps"] - before["slot_steps"])
+        r.generated_tokens += int(after["generated_tokens"] - before["generated_tokens"])
+        r.occupancy += [busy for _, busy in trace]
+        r.step_ends.append(len(r.occupancy))
+        self._note(batch)
+        return batch
+
+    def _note(self, batch: Batch) -> None:
+        r, n = self.result, self.settings.samples
+        trained = batch.metrics["trained_tokens"]
+        lengths = batch.lengths
+        r.steps += 1
+        r.trained_tokens += int(trained)
+        r.stale_tokens += batch.off_policy_share * trained
+        r.reprefill_tokens += int(batch.metrics["reprefill_tokens"])
+        r.staleness += [sample.staleness for sample in batch.samples]
+        r.lengths.append(lengths.tolist())
+        groups = lengths.reshape(-1, n)
+        r.group_spread += (groups.std(axis=1) / groups.mean(axis=1)).tolist()
+        r.training_reward.append(float(batch.rewards.mean()))
+        r.disagreements += self.witness.disagreements(batch)
+        self.delivered += batch.samples
+
+    def _train(self, batch: Batch) -> dict[str, float]:
+        cpu = time.process_time()
+        metrics = self.trainer.update(grpo_batch(batch.samples, batch.rewards, self.settings.samples))
+        self.result.train_cpu_s += time.process_time() - cpu
+        return metrics
+
+
+def grpo_batch(samples: Sequence[DeliveredSample], rewards: Any, group_size: int) -> GrpoBatch:
+    """A delivered batch as the trainer's plain arrays."""
+    return GrpoBatch(
+        prompts=[s.prompt.token_ids for s in samples],
+        responses=[s.tokens for s in samples],
+        behaviour_logprobs=[s.logprobs for s in samples],
+        loss_masks=[s.loss_mask for s in samples],
+        rewards=rewards,
+        group_size=group_size,
+    )

@@ -1,0 +1,226 @@
+"""One GRPO update from a delivered batch of plain arrays.
+
+Group-normalised advantages (GRPO, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
+that the engine stored with every token (so tokens of older policy versions are corrected), asymmetric clipping
+(DAPO, arXiv 2503.14476), the mean over the tokens of a sequence and then over the sequences.
+
+Invariant: an update depends on the weights, the optimizer's state and the batch, on nothing else; a batch in which
+no group has two different rewards changes nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+CHUNK_TOKENS = 2048
+"""Most padded tokens of one forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoBatch:
+    """G groups of ``group_size`` samples; sample i belongs to group i // group_size.
+
+    Attributes:
+        prompts: G*n arrays int32 [P_i].
+        responses: G*n arrays int32 [T_i], T_i >= 1.
+        behaviour_logprobs: G*n arrays float32 [T_i], nats, of each response token when it was sampled.
+        loss_masks: G*n arrays [T_i]; a token whose entry is 0 carries no loss.
+        rewards: float32 [G*n].
+        group_size: n.
+
+    Raises ValueError if the lengths do not fit together.
+    """
+
+    prompts: Sequence[Int32]
+    responses: Sequence[Int32]
+    behaviour_logprobs: Sequence[Float32]
+    loss_masks: Sequence[NDArray[np.generic]]
+    rewards: Float32
+    group_size: int
+
+    def __post_init__(self) -> None:
+        count = len(self.rewards)
+        lists = (self.prompts, self.responses, self.behaviour_logprobs, self.loss_masks)
+        if self.group_size < 1 or count == 0 or count % self.group_size:
+            raise ValueError(f"{count} rewards are not whole groups of {self.group_size}")
+        if any(len(items) != count for items in lists):
+            counts = [len(items) for items in lists]
+            raise ValueError(f"{count} rewards, but {counts} prompts, responses, log-probabilities, masks")
+        for index, (prompt, response, logprobs, mask) in enumerate(zip(*lists, strict=True)):
+            if len(prompt) == 0 or len(response) == 0 or not len(response) == len(logprobs) == len(mask):
+                raise ValueError(
+                    f"sample {index}: {len(prompt)} prompt tokens, {len(response)} response tokens, "
+                    f"{len(logprobs)} log-probabilities, {len(mask)} mask entries"
+                )
+
+
+def group_advantages(rewards: Float32, group_size: int) -> Float32:
+    """(reward - mean of the group) / (standard deviation of the group + 1e-4): float32 [G*n].
+
+    Exactly zero in a group whose rewards are all equal. Dividing by the standard deviation is biased; it is GRPO's.
+    """
+    groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    centred[np.ptp(groups, axis=1) == 0] = 0.0
+    advantages: Float32 = (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).astype(np.float32).ravel()
+    return advantages
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    prompts: Sequence[Int32],
+    responses: Sequence[Int32],
+    temperature: float = 1.0,
+) -> list[Float32]:
+    """log_softmax(logits / temperature) of every response token under the present weights: float32 [T_i] each."""
+    result: list[Float32] = [np.empty(0, dtype=np.float32)] * len(responses)
+    with torch.no_grad():
+        for rows in _chunks(range(len(responses)), prompts, responses):
+            chunk = [prompts[i] for i in rows], [responses[i] for i in rows]
+            found = _token_logprobs(model, *chunk, temperature).numpy()
+            for row, i in enumerate(rows):
+                first = len(prompts[i]) - 1
+                result[i] = found[row, first : first + len(responses[i])].copy()
+    return result
+
+
+class GrpoTrainer:
+    """AdamW on a causal language model; one gradient step per batch, the weights written in place.
+
+    Args:
+        model: trained in place, in the mode it is in (no dropout is assumed).
+        learning_rate: peak of the schedule.
+        total_steps: if given, the rate falls linearly to zero over as many updates; else it is constant.
+        rising_steps: updates over which the rate rises to its peak at the start.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        max_grad_norm: the gradient is scaled down to this norm.
+        temperature: of the sampling that gave the behaviour log-probabilities.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        learning_rate: float = 1e-3,
+        total_steps: int | None = None,
+        rising_steps: int = 0,
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        max_grad_norm: float = 1.0,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.learning_rate = learning_rate
+        self.total_steps = total_steps
+        self.rising_steps = rising_steps
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.max_grad_norm = max_grad_norm
+        self.temperature = temperature
+        self.updates = 0
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def update(self, batch: GrpoBatch) -> dict[str, float]:
+        """Take one step on ``batch`` and return its metrics; weights and optimizer are untouched without a signal."""
+        rate = self._rate()
+        self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = self.accumulate(batch)
+        metrics |= {"learning_rate": rate, "grad_norm": 0.0}
+        if metrics["trained_sequences"]:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            metrics["grad_norm"] = norm.item()
+        return metrics
+
+    def accumulate(self, batch: GrpoBatch) -> dict[str, float]:
+        """Add the gradient of the batch's loss to the parameters and return the loss and what describes it.
+
+        Sequences with zero advantage or nothing unmasked have no gradient: they are skipped, yet counted in the mean.
+        """
+        advantages = group_advantages(batch.rewards, batch.group_size)
+        count = len(advantages)
+        active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
+        loss_sum = clipped = drift_sum = drift_max = tokens = 0.0
+        for rows in _chunks(active, batch.prompts, batch.responses):
+            prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
+            now = _token_logprobs(self.model, prompts, responses, self.temperature)
+            behaviour = _placed(prompts, [batch.behaviour_logprobs[i] for i in rows], now.shape[1])
+            masks = [np.asarray(batch.loss_masks[i], dtype=np.float32) != 0 for i in rows]
+            mask = _placed(prompts, masks, now.shape[1])
+            advantage = torch.from_numpy(advantages[rows])[:, None]
+            drift = torch.where(mask > 0, now - behaviour, 0.0)
+            ratio = drift.exp()
+            plain = ratio * advantage
+            bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantage
+            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / mask.sum(1)
+            loss = -per_sequence.sum() / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.item()
+            size = drift.detach().abs()
+            clipped += ((bounded < plain) & (mask > 0)).sum().item()
+            drift_sum += size.sum().item()
+            drift_max = max(drift_max, size.max().item())
+            tokens += mask.sum().item()
+        return {
+            "loss": loss_sum,
+            "reward": float(np.mean(batch.rewards)),
+            "trained_sequences": float(len(active)),
+            "trained_tokens": tokens,
+            "clip_share": clipped / max(1.0, tokens),
+            "drift_mean": drift_sum / max(1.0, tokens),
+            "drift_max": drift_max,
+        }
+
+    def _rate(self) -> float:
+        rising = (self.updates + 1) / (self.rising_steps + 1)
+        falling = 1.0 if self.total_steps is None else max(0.0, 1.0 - self.updates / self.total_steps)
+        return self.learning_rate * min(1.0, rising, falling)
+
+
+def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
+    """Indices ``which``, longest first, cut so that no chunk has more than CHUNK_TOKENS padded tokens (or one row)."""
+    lengths = {i: len(prompts[i]) + len(responses[i]) for i in which}
+    left = sorted(which, key=lambda i: -lengths[i])
+    while left:
+        rows = max(1, CHUNK_TOKENS // lengths[left[0]])
+        yield left[:rows]
+        left = left[rows:]
+
+
+def _token_logprobs(
+    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32], temperature: float
+) -> Tensor:
+    """Log-probability of every token but the first, float32 [rows, longest - 1]; entries over padding mean nothing.
+
+    Padding is on the right, where causal attention never looks from a real token, so no attention mask is needed.
+    """
+    length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    ids = np.zeros((len(prompts), length), dtype=np.int64)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids[row, : len(prompt) + len(response)] = np.concatenate([prompt, response])
+    tokens = torch.from_numpy(ids)
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float()
+    logprobs: Tensor = (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return logprobs
+
+
+def _placed(prompts: Sequence[Int32], values: Sequence[NDArray[np.generic]], width: int) -> Tensor:
+    """Per-response-token values at the columns of :func:`_token_logprobs`, zero elsewhere: float32 [rows, width]."""
+    placed = np.zeros((len(prompts), width), dtype=np.float32)
+    for row, (prompt, value) in enumerate(zip(prompts, values, strict=True)):
+        placed[row, len(prompt) - 1 : len(prompt) - 1 + len(value)] = value
+    return torch.from_numpy(placed)

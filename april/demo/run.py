@@ -1,0 +1,82 @@
+"""Runs the whole demo and writes ``summary.json`` and ``demo.png``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from april.core.types import Prompt
+from april.demo import figure
+from april.demo.arm import EVALUATION_SEED, Arm, ArmResult, held_out_prompts, score
+from april.demo.settings import MODES, DemoSettings
+from april.demo.summary import summarise
+from april.demo.task import PROMPT_LENGTH, RESPONSE_CAP
+from april.demo.warmup import warm_up
+from april.engines.transformers import TransformersEngine
+from april.scheduler import RolloutScheduler
+
+
+class Watcher(Protocol):
+    """Hears of the demo's progress."""
+
+    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
+        """A phase of ``total`` steps begins; the result is called with (steps done, figures)."""
+        ...
+
+
+def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, Any]:
+    """Warm up, train in every mode with every seed, check, draw; returns what ``summary.json`` holds.
+
+    torch runs on one thread meanwhile: with models this small a second one costs more than it gives.
+    """
+    began = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        arms: dict[str, list[ArmResult]] = {mode: [] for mode in MODES}
+        starts: list[NDArray[np.float64]] = []
+        warm_up_cpu_s = 0.0
+        for seed in range(settings.seeds):
+            cpu = time.process_time()
+            model = _warm_up(seed, watcher)
+            warm_up_cpu_s += time.process_time() - cpu
+            starts.append(_start_rewards(settings, model, seed))
+            for mode in MODES:
+                on_step = watcher.begin(f"seed {seed}: {mode}", settings.steps)
+                arms[mode].append(Arm(settings, mode, seed, model).run(starts[-1], on_step))
+    finally:
+        torch.set_num_threads(threads)
+    summary = summarise(settings, arms, starts, warm_up_cpu_s, time.perf_counter() - began)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", "utf-8")
+    figure.draw(settings, arms, summary, out / "demo.png")
+    return summary
+
+
+def _warm_up(seed: int, watcher: Watcher) -> PreTrainedModel:
+    report: list[Callable[[int, dict[str, float]], None]] = []
+
+    def progress(done: int, total: int, loss: float) -> None:
+        if not report:
+            report.append(watcher.begin(f"seed {seed}: supervised warm-up", total))
+        report[0](done, {"loss": loss})
+
+    return warm_up(seed, progress)
+
+
+def _start_rewards(settings: DemoSettings, model: PreTrainedModel, seed: int) -> NDArray[np.float64]:
+    """Held-out rewards of the common start, by the same evaluation that judges the ends."""
+    engine = TransformersEngine(model, slots=settings.slots, max_len=PROMPT_LENGTH + RESPONSE_CAP, seed=seed)
+    nothing: list[Prompt] = []
+    with RolloutScheduler(settings.config("sync", seed), prompts=nothing, reward=score, engines=[engine]) as rollouts:
+        found = rollouts.evaluate(held_out_prompts(seed, settings.held_out), seed=EVALUATION_SEED)
+    rewards: NDArray[np.float64] = found.rewards[:, 0]
+    return rewards

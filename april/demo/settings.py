@@ -1,0 +1,51 @@
+"""What the demo runs: three ways to schedule the same rollouts, from the same start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.config import Config, SamplingConfig
+from april.core.types import Refill
+from april.demo import task
+
+MODES = ("sync", "april", "refill")
+"""Wait for all; N' = 2N as in the paper; a constant number of samples in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """Sizes of the demo."""
+
+    groups: int = 8
+    """N: prompt groups per step."""
+    samples: int = 8
+    """n: responses per prompt."""
+    steps: int = 40
+    """Training steps per mode and seed."""
+    seeds: int = 3
+    held_out: int = 2048
+    """Held-out prompts at the start and at the end."""
+    held_out_between: int = 256
+    """Held-out prompts every ``evaluate_every`` steps, for the picture."""
+    evaluate_every: int = 10
+    learning_rate: float = 1.5e-3
+    """Peak; it falls linearly to zero over the steps, as usual."""
+
+    @property
+    def slots(self) -> int:
+        """Decode slots, the same in every mode: what sync has in flight."""
+        return self.groups * self.samples
+
+    def config(self, mode: str, seed: int) -> Config:
+        """april's configuration of one mode."""
+        return Config(
+            rollout_batch_size=self.groups,
+            n_samples_per_prompt=self.samples,
+            over_sampling_batch_size=2 * self.groups if mode == "april" else self.groups,
+            partial_rollout=mode != "sync",
+            refill=Refill.SAMPLE if mode == "refill" else Refill.NONE,
+            max_in_flight=self.slots,
+            max_response_len=task.RESPONSE_CAP,
+            sampling=SamplingConfig(temperature=1.0),
+            seed=seed,
+        )

@@ -1,0 +1,102 @@
+"""The demo on a terminal: live progress, then a table (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from april.demo.settings import MODES
+
+ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("decode steps per 1,000 trained tokens", lambda m: f"{1e3 * m['decode_steps_per_trained_token']:.1f}"),
+    ("rollout CPU ms per 1,000 trained tokens", lambda m: f"{1e6 * m['rollout_cpu_s_per_trained_token']:.1f}"),
+    ("rollout wall seconds", lambda m: f"{m['rollout_wall_s']:.1f}"),
+    ("bubble (idle share of the slots)", lambda m: f"{m['bubble']:.1%}"),
+    ("off-policy share of trained tokens", lambda m: f"{m['off_policy_share']:.1%}"),
+    ("staleness, mean / max versions", lambda m: f"{m['staleness_mean']:.2f} / {m['staleness_max']:.0f}"),
+    (
+        "held-out reward, start -> end",
+        lambda m: f"{m['held_out_reward_start']:.3f} -> {m['held_out_reward_end']:.3f}",
+    ),
+    ("largest log-probability error", lambda m: f"{m['max_abs_logprob_error']:.1e}"),
+    ("tokens observed", lambda m: f"{m['ledger']['observed']:,}"),
+    (
+        "tokens delivered / held / dropped",
+        lambda m: f"{m['ledger']['delivered']:,} / {m['ledger']['held']:,} / {sum(m['ledger']['dropped'].values())}",
+    ),
+)
+
+
+class LiveProgress:
+    """A :class:`april.demo.run.Watcher` that draws one bar per phase."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<30}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+
+    def __enter__(self) -> LiveProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
+        """A new bar."""
+        bar = self._progress.add_task(what, total=total, note="")
+
+        def update(done: int, figures: dict[str, float]) -> None:
+            if "loss" in figures and "reward_mean" not in figures:
+                note = f"loss {figures['loss']:.2f}"
+            else:
+                note = (
+                    f"reward {figures['reward_mean']:.2f}  longest/median "
+                    f"{figures['response_len_max'] / figures['response_len_median']:.0f}  "
+                    f"old tokens {figures['off_policy_share']:.0%}"
+                )
+            self._progress.update(bar, completed=done, note=note)
+
+        return update
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """The figures of every mode side by side."""
+    out = Table(title="The same training, scheduled three ways (means over seeds)")
+    out.add_column("")
+    for mode in MODES:
+        out.add_column(mode, justify="right")
+    for label, show in ROWS:
+        out.add_row(label, *(show(summary["modes"][mode]) for mode in MODES))
+    return out
+
+
+def verdict(summary: dict[str, Any]) -> list[str]:
+    """What the figures say, in sentences."""
+    lines = []
+    for mode, versus in summary["against_sync"].items():
+        lines.append(
+            f"{mode} against sync, per trained token: {versus['decode_steps_per_trained_token']:.2f}x the decode "
+            f"steps, {versus['rollout_cpu_s_per_trained_token']:.2f}x the rollout CPU time; held-out reward "
+            f"{versus['held_out_reward_difference']:+.3f} (standard error "
+            f"{versus['held_out_reward_difference_standard_error']:.3f})"
+        )
+    broken = [
+        f"{mode}: {name} is {check['value']}, expected {check['expected']}"
+        for mode, group in summary["checks"].items()
+        for name, check in group.items()
+        if not check["holds"]
+    ]
+    lines += [f"BROKEN: {line}" for line in broken] or [
+        "every token is delivered or held, as the engine itself counted; every log-probability is that of its version"
+    ]
+    return lines

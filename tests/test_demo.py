@@ -1,0 +1,109 @@
+"""The demo end to end, in small: three modes, real training, every check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from april.demo import run as demo_run
+from april.demo.arm import Arm
+from april.demo.exactness import logprob_error
+from april.demo.run import run_demo
+from april.demo.settings import MODES, DemoSettings
+from april.demo.show import table, verdict
+from april.demo.warmup import build_model
+
+SMALL = DemoSettings(groups=2, samples=4, steps=3, seeds=2, held_out=6, held_out_between=4, evaluate_every=2)
+REQUIRED = {
+    "steps", "decode_steps", "rollout_cpu_s", "rollout_wall_s", "train_cpu_s", "trained_tokens", "generated_tokens",
+    "reprefill_tokens", "bubble", "off_policy_share", "staleness_mean", "staleness_max", "held_out_reward_start",
+    "held_out_reward_end", "max_abs_logprob_error", "ledger", "spread",
+}  # fmt: skip
+
+
+class Silent:
+    """Progress for nobody; notes what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
+        """A phase."""
+        return lambda done, figures: self.seen.append((what, done))
+
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Silent]:
+    """One small demo, warmed up for a few steps only: its rewards mean nothing, its books must balance."""
+    out = tmp_path_factory.mktemp("demo")
+    watcher = Silent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_run, "warm_up", lambda seed, progress: build_model(seed))
+        return run_demo(SMALL, out, watcher), out, watcher
+
+
+def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+    """summary.json is what the run returned, with all figures under modes."""
+    found, out, _ = summary
+    written = json.loads((out / "summary.json").read_text("utf-8"))
+
+    assert written == json.loads(json.dumps(found))
+    assert set(written["modes"]) == set(MODES)
+    for figures in written["modes"].values():
+        assert set(figures) >= REQUIRED
+        assert set(figures["ledger"]) == {"observed", "delivered", "held", "dropped"}
+        assert figures["steps"] == SMALL.steps
+    assert (out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_every_check_holds(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+    """Books balance against the engine's own count, prompts against the source, log-probabilities against recomputation."""
+    found = summary[0]
+    broken = [(m, n, c) for m, group in found["checks"].items() for n, c in group.items() if not c["holds"]]
+
+    assert broken == []
+    assert found["all_checks_hold"]
+    assert found["modes"]["april"]["ledger"]["held"] > 0
+    assert found["modes"]["april"]["off_policy_share"] > 0
+    assert found["modes"]["sync"]["off_policy_share"] == 0
+    assert found["modes"]["refill"]["bubble"] < found["modes"]["sync"]["bubble"]
+
+
+def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+    """Every step of every arm is reported; the table has a column per mode; a broken check is shouted."""
+    found, _, watcher = summary
+    assert [done for what, done in watcher.seen if what == "seed 1: refill"] == [1, 2, 3]
+    assert [c.header for c in table(found).columns] == ["", *MODES]
+    assert not any("BROKEN" in line for line in verdict(found))
+    broken = json.loads(json.dumps(found))
+    broken["checks"]["april"]["tokens_balance"]["holds"] = False
+    assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
+
+
+def test_a_wrong_version_stamp_shows_at_once() -> None:
+    """Recomputed under another version's weights, log-probabilities differ by far more than the bound."""
+    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), "april", 0, build_model(3))
+    result = arm.run(np.zeros(4), lambda step, figures: None)
+    moved = {name: tensor + 0.01 for name, tensor in arm.weights[1].items()}
+
+    assert result.max_abs_logprob_error < 1e-4
+    assert logprob_error(arm.model, arm.delivered, {**arm.weights, 1: moved})[0] > 1e-2
+
+
+def test_arms_repeat_exactly() -> None:
+    """The same seed gives the same batches, decode steps and weights, to the last bit."""
+
+    def fingerprint() -> tuple[Any, ...]:
+        torch.set_num_threads(1)
+        arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), "refill", 1, build_model(4))
+        r = arm.run(np.zeros(4), lambda step, figures: None)
+        weights = [tensor.double().sum().item() for tensor in arm.weights[2].values()]
+        return r.decode_steps, r.lengths, r.occupancy, r.held_out.tolist(), weights
+
+    assert fingerprint() == fingerprint()
