@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch; on a GPU machine use TORCH=torch.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check coverage clean
+.PHONY: demo test coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -17,6 +17,11 @@ test: $(VENV)/.installed
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
+
+# The picture in the README is that of a demo run.
+picture: demo
+	mkdir -p docs/images
+	cp runs/demo/demo.png docs/images/demo.png
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -12,16 +12,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
 from april.core.types import OnLongPrompt, OnStale, Refill
 from april.errors import ConfigError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value}")
+    return value
+
+
+# pydantic takes true for 1
+_Number = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Field(ge=1), _Number]
+NonNegativeInt = Annotated[int, Field(ge=0), _Number]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
 
 
 class _Model(BaseModel):
@@ -31,9 +41,9 @@ class _Model(BaseModel):
 class SamplingConfig(_Model):
     """How responses are drawn, in training."""
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), _Number] = 1.0
     min_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """In addition to the engine's EOS ids."""
@@ -68,9 +78,9 @@ class SimulatedEngineConfig(_Model):
     max_len: PositiveInt = 32768
     vocab_size: PositiveInt = 32000
     median_len: PositiveFloat = 2500.0
-    sigma_between: Annotated[float, Field(ge=0)] = 0.6
+    sigma_between: NonNegativeFloat = 0.6
     """Spread of log length between prompts."""
-    sigma_within: Annotated[float, Field(ge=0)] = 0.5
+    sigma_within: NonNegativeFloat = 0.5
     """Spread of log length within a prompt."""
 
 
@@ -183,10 +193,13 @@ class Config(_Model):
     @classmethod
     def from_mapping(cls, values: Any) -> Self:
         """From a plain mapping or an OmegaConf container (resolved)."""
-        if not isinstance(values, Mapping) and "omegaconf" in sys.modules:
+        if "omegaconf" in sys.modules:
             omegaconf = sys.modules["omegaconf"]
             if isinstance(values, omegaconf.Container):
-                values = omegaconf.OmegaConf.to_container(values, resolve=True)
+                try:
+                    values = omegaconf.OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+                except omegaconf.errors.OmegaConfBaseException as error:
+                    raise ConfigError(" ".join(str(error).split())) from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"expected a mapping of settings, got {type(values).__name__}")
         return cls(**{str(key): value for key, value in values.items()})
@@ -202,9 +215,12 @@ class Config(_Model):
             values = yaml.safe_load(Path(path).read_text("utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-        return cls.from_mapping(values)
+        try:
+            return cls.from_mapping(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def core_settings(self, *, has_reward: bool, group_reward: bool, run_id: int) -> CoreSettings:
         """What the core needs of it."""
@@ -250,7 +266,8 @@ def _sentences(error: ValidationError) -> str:
             case "union_tag_not_found":
                 lines.append(f"{where}.kind: is required")
             case "value_error":
-                lines.append(str(item["ctx"]["error"]))
+                error_text = str(item["ctx"]["error"])
+                lines.append(f"{where}: {error_text}" if where else error_text)
             case _:
                 lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}")
     return "; ".join(lines)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from april.config import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
-from april.core.sampling import SamplingParams
-from april.core.types import SampleId
+from april.core.types import Refill, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import EvaluationResult, Evaluator
-from april.driver.llm import RolloutFunction, single_turn
-from april.driver.loop_thread import LoopThread
+from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
+from april.driver.loop_thread import LoopThread, result_of
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rollout_driver import RolloutDriver, UserFunctions
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
-from april.errors import ConfigError
+from april.errors import ConfigError, SchedulerClosed
 
 
 class RolloutScheduler:
@@ -55,6 +57,9 @@ class RolloutScheduler:
     ) -> None:
         if reward is not None and group_reward is not None:
             raise ConfigError("give reward or group_reward, not both")
+        for what, function in (("reward", reward), ("group_reward", group_reward), ("rollout", rollout)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
         self.config = config
         self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
         _check_engines(config, self._engines)
@@ -67,11 +72,16 @@ class RolloutScheduler:
         )
         functions = UserFunctions(rollout, reward, group_reward)
         self._thread = LoopThread()
-        self._driver = self._thread.call(
-            lambda: RolloutDriver(
-                settings, config.sampling_params(), self._engines, source, functions, check=check
+        try:
+            self._driver = self._thread.call(
+                lambda: RolloutDriver(
+                    settings, config.sampling_params(), self._engines, source, functions,
+                    allow_mismatch=config.allow_mismatch, check=check,
+                )
             )
-        )
+        except BaseException:
+            self._thread.stop()
+            raise
         self._evaluator = Evaluator(self._driver)
 
     # ---------------------------------------------------------------- one step
@@ -79,17 +89,24 @@ class RolloutScheduler:
     def next_batch(self) -> Batch:
         """The next batch of N groups (fewer only at the end of the data); blocks until it is there.
 
+        An interrupted call loses nothing: the next one returns the batch.
+
         Raises:
             DataExhausted: the source has ended and every prompt is settled.
             RolloutError: rollouts or rewards fail again and again, or a prompt is unusable.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
-        return self._thread.submit(self._driver.next_batch()).result()
+        return self._taken(self._thread.run(self._driver.wait_batch()))
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
-        return await asyncio.wrap_future(self._thread.submit(self._driver.next_batch()))
+        return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+
+    def _taken(self, batch: Batch) -> Batch:
+        """Tell the driver that the batch has crossed over to the trainer's thread; until then it is the next one."""
+        self._thread.call_later(lambda: self._driver.take_batch(batch))
+        return batch
 
     def weight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
         """Tell april that the trainer has updated: commits the leased batches and raises the policy version.
@@ -100,26 +117,40 @@ class RolloutScheduler:
                 Neither: the engines already have them (an embedded engine reads the model in place).
 
         Returns:
-            The new version. If ``transfer`` or a load raises, the version stays and generation goes on.
+            The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some
+            engines have loaded and others have not, training waits until a call has reached them all.
+
+        Raises:
+            EngineError: an engine could not be paused or could not load.
+            SchedulerClosed: after :meth:`close`.
         """
-        bracket = self._driver.writing_weights()
-        version = self._thread.submit(bracket.__aenter__()).result()
+        if transfer is None:
+            return self._thread.run(self._driver.update_weights(path))
+        paused: Future[None] = Future()
+        handed_over: Future[None] = Future()
+
+        async def hand_over() -> None:
+            paused.set_result(None)
+            await asyncio.wrap_future(handed_over)
+
+        update = self._thread.submit(self._driver.update_weights(path, hand_over))
+        steps: list[Future[Any]] = [paused, update]
         try:
-            if transfer is not None:
+            wait(steps, return_when=FIRST_COMPLETED)
+            if paused.done():
                 transfer()
-            self._thread.submit(self._confirm(version, path)).result()
-        except BaseException as error:
-            self._thread.submit(bracket.__aexit__(type(error), error, error.__traceback__)).result()
+        except BaseException:
+            # ends the update where it waits: the engines go on with the version they have
+            handed_over.cancel()
+            wait([update])
             raise
-        self._thread.submit(bracket.__aexit__(None, None, None)).result()
-        return version
+        with suppress(InvalidStateError):  # cancelled by close meanwhile
+            handed_over.set_result(None)
+        return result_of(update)
 
     async def aweight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
         """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
         return await asyncio.to_thread(self.weight_update, path, transfer)
-
-    async def _confirm(self, version: PolicyVersion, path: str | None) -> None:
-        await asyncio.gather(*(e.update_weights(version, path) for e in self._engines))
 
     def evaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
@@ -129,35 +160,46 @@ class RolloutScheduler:
 
         Sampling defaults to that of training. With the same weights and seed the result is the same on engines
         that honour seeds.
+
+        Raises:
+            ConfigError: an argument is out of range, or a prompt is unusable.
+            RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
+            EngineError: an engine broke off; evaluations are not resumed.
         """
-        return self._thread.submit(
-            self._evaluate(prompts, n_samples, temperature, top_p, max_tokens, seed)
-        ).result()
+        return self._thread.run(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
 
     async def aevaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
         """:meth:`evaluate` for a trainer with an event loop of its own."""
-        return await asyncio.wrap_future(
-            self._thread.submit(self._evaluate(prompts, n_samples, temperature, top_p, max_tokens, seed))
+        return await self._thread.run_async(
+            self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed)
         )
 
-    async def _evaluate(
+    def _evaluation(
         self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,
         max_tokens: int | None, seed: int,
-    ) -> EvaluationResult:  # fmt: skip
+    ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
+        """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
         if n_samples < 1:
             raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples}")
         base = self.config.sampling_params()
-        sampling = SamplingParams(
-            max_tokens=max_tokens or base.max_tokens,
+        sampling = replace(
+            base,
             temperature=base.temperature if temperature is None else temperature,
             top_p=base.top_p if top_p is None else top_p,
-            stop_token_ids=base.stop_token_ids,
+            max_tokens=base.max_tokens if max_tokens is None else max_tokens,
         )
+        wrong = wrong_sampling(sampling, self._vocab_size)
+        if wrong is not None:
+            raise ConfigError(f"evaluate: {wrong}")
+        if isinstance(prompts, (str, bytes)):
+            raise ConfigError(f"evaluate: prompts must be an iterable of prompts, got {type(prompts).__name__}")
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
-        return await self._evaluator.evaluate(checked, n_samples, sampling, seed)
+        if not checked:
+            raise ConfigError("evaluate: there are no prompts")
+        return self._evaluator.evaluate(checked, n_samples, sampling, seed)
 
     # ---------------------------------------------------------------- looking inside
 
@@ -192,14 +234,21 @@ class RolloutScheduler:
         return self._thread.call(lambda: self._driver.core.story(SampleId(group, index)))
 
     def __repr__(self) -> str:
-        if not self._thread.alive:
+        try:
+            return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver.core))}>"
+        except SchedulerClosed:
             return "<RolloutScheduler closed>"
-        return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver.core))}>"
 
     def close(self) -> None:
-        """End all requests, functions and engines; idempotent."""
-        if self._thread.alive:
-            self._thread.submit(self._driver.close()).result()
+        """End all requests, functions and engines; idempotent. Waits for plain reward functions that are running."""
+        try:
+            closing = self._thread.submit(self._driver.close())
+        except SchedulerClosed:
+            self._thread.stop()
+            return
+        try:
+            closing.result()
+        finally:
             self._thread.stop()
 
     def __enter__(self) -> Self:
@@ -230,8 +279,9 @@ def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
             raise ConfigError(
                 f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {engine.name}"
             )
-        if config.groups_in_work > config.rollout_batch_size and not c.returns_partials:
+        leaves_partials = config.groups_in_work > config.rollout_batch_size or config.refill is not Refill.NONE
+        if leaves_partials and not c.returns_partials:
             raise ConfigError(
                 f"engine {engine.name} hands over nothing when a request is aborted, so partial rollouts would lose "
-                "their tokens; set over_sampling_batch_size to rollout_batch_size"
+                "their tokens; set over_sampling_batch_size to rollout_batch_size, and refill: none"
             )

@@ -63,7 +63,7 @@ def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], P
 
 
 def test_every_check_holds(summary: tuple[dict[str, Any], Path, Silent]) -> None:
-    """Books balance against the engine's own count, prompts against the source, log-probabilities against recomputation."""
+    """Books balance against counts at the engine and the source, log-probabilities against recomputation."""
     found = summary[0]
     broken = [(m, n, c) for m, group in found["checks"].items() for n, c in group.items() if not c["holds"]]
 

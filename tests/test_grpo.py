@@ -59,8 +59,8 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(model: Any) -> None:
     advantages = group_advantages(data.rewards, GROUP)
     for prompt, response, advantage in zip(data.prompts, data.responses, advantages, strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, response))).long()[None]
-        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[0, len(prompt) - 1 :]
-        (-float(advantage) * logprobs.mean() / len(data.rewards)).backward()
+        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+        (-float(advantage) * logprobs[0, len(prompt) - 1 :].mean() / len(data.rewards)).backward()
 
     assert torch.allclose(found, gradient(model), atol=1e-6)
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = ("core", "engines", "driver")
 """From the ground up; scheduler, simulation, demo and cli are above them all."""
-IMPURE = {"asyncio", "aiohttp", "time", "random", "socket", "threading", "torch", "os", "pathlib", "secrets", "datetime"}
+IMPURE = {"asyncio", "aiohttp", "time", "datetime", "random", "secrets", "socket", "threading", "torch", "os", "pathlib"}
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 

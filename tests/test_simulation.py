@@ -43,7 +43,9 @@ def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
     assert {row["mode"]: row["digest"] for row in rows} == DIGESTS
 
 
-@pytest.mark.parametrize(("over", "refill"), [(3, Refill.NONE), (6, Refill.NONE), (4, Refill.GROUP), (3, Refill.SAMPLE)])
+@pytest.mark.parametrize(
+    ("over", "refill"), [(3, Refill.NONE), (6, Refill.NONE), (4, Refill.GROUP), (3, Refill.SAMPLE)]
+)
 def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) -> None:
     """Two accountants that know nothing of each other: the decoders' counters and the core's ledger."""
     settings = CoreSettings(3, 4, over, 600, 16, refill=refill, has_reward=False)

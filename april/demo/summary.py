@@ -161,7 +161,7 @@ def summarise(
         "warm_up_cpu_s": warm_up_cpu_s,
         "wall_s": wall_s,
         "notes": {
-            "means": "figures are means over seeds; staleness_max and max_abs_logprob_error the largest; ledgers totals",
+            "means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total",
             "bubble": "1 - busy slot-steps / (slots x decode steps); slots are the same in every mode",
             "cpu": "process CPU seconds; on a CPU a decode step costs nearly as much per sequence as per batch, so "
             "seconds gain less than decode steps do",

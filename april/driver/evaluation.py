@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.tape import AttemptTape, Int32
 from april.core.types import FinishReason, Group, Prompt, Sample
-from april.driver.llm import LLM, Completion, completion_of
-from april.driver.rewards import Response, call_user, checked_reward, checked_rewards, response_of
+from april.driver.llm import LLM, Completion, checked_call, completion_of
+from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
+from april.driver.user_code import call_user, describe, inside_user_code
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Engine, EngineFinish, Request
-from april.errors import EngineError, RolloutError
+from april.errors import EngineError, RolloutError, WireError
 
 T = TypeVar("T")
 
@@ -71,34 +72,53 @@ class Evaluator:
         settings = self._driver.core.settings
         places = asyncio.Semaphore(settings.max_in_flight)
         load = dict.fromkeys(self._driver.engines, 0)
+        states = self._driver.core.engines.states
 
         async def one(sample: Sample) -> Response:
             async def generate(params: SamplingParams, token_ids: Int32 | None) -> Completion:
                 async with places:
-                    name = min(load, key=lambda n: load[n])
+                    well = [name for name in load if not states[name].quarantined]
+                    if not well:
+                        raise EngineError(f"all engines are quarantined: {', '.join(load)}")
+                    name = min(well, key=lambda n: load[n])
                     load[name] += 1
                     try:
                         return await self._generate(self._driver.engines[name], sample, params, token_ids, seed)
                     finally:
                         load[name] -= 1
 
-            output = await functions.rollout(sample.group.prompt, LLM(sample.id, sampling, generate))
+            try:
+                with inside_user_code():
+                    output = await functions.rollout(sample.group.prompt, LLM(sample.id, sampling, generate))
+            except SystemExit as error:
+                raise RolloutError(f"the rollout function raised {describe(error)}") from error
             if sample.finish is None:
-                raise RolloutError(f"evaluation prompt {sample.id.group}: the rollout function generated nothing")
+                raise RolloutError("the rollout function generated nothing")
             return response_of(sample, output)
+
+        async def rewards(prompt: Prompt, responses: list[Response]) -> list[float]:
+            ids = [r.sample_id for r in responses]
+            if functions.group_reward is not None:
+                return checked_rewards(await call_user(functions.group_reward, prompt, responses), ids)
+            values = [await call_user(functions.reward, prompt, r) for r in responses]  # type: ignore[arg-type]
+            return [checked_reward(v, i) for v, i in zip(values, ids, strict=True)]
 
         async def group(number: int, prompt: Prompt) -> tuple[tuple[Response, ...], list[float]]:
             work = Group(number, prompt, n_samples)
-            responses = await _all(one(s) for s in work.samples)
-            ids = [s.id for s in work.samples]
-            if functions.group_reward is not None:
-                return tuple(responses), checked_rewards(
-                    await call_user(functions.group_reward, prompt, responses), ids
-                )
-            values = [await call_user(functions.reward, prompt, r) for r in responses]  # type: ignore[arg-type]
-            return tuple(responses), [checked_reward(v, i) for v, i in zip(values, ids, strict=True)]
+            what = "the rollout function"
+            try:
+                responses = await _all(one(s) for s in work.samples)
+                what = "the reward function"
+                return tuple(responses), await rewards(prompt, responses)
+            except EngineError:
+                raise
+            except RolloutError as error:
+                raise RolloutError(f"evaluation prompt {number}: {error}") from error
+            except (Exception, SystemExit) as error:
+                raise RolloutError(f"evaluation prompt {number}: {what} raised {describe(error)}") from error
 
         async with self._driver.paused():
+            self._driver.raise_if_half_updated()
             results = await _all(group(i, p) for i, p in enumerate(prompts))
         return EvaluationResult(
             tuple(responses for responses, _ in results), np.array([rewards for _, rewards in results], np.float64)
@@ -108,23 +128,34 @@ class Evaluator:
         self, engine: Engine, sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, seed: int
     ) -> Completion:
         core = self._driver.core
+        vocab_size = engine.capabilities.vocab_size
         prompt, tape = sample.group.prompt.token_ids, sample.tape
+        longest = min(len(prompt) + core.settings.max_response_len, core.engines.max_context)
+        token_ids = checked_call(sample, sampling, token_ids, vocab_size, longest)
         if token_ids is not None:
             have = len(prompt) + len(tape)
-            tape.add_environment(np.asarray(token_ids[have:], np.int32), core.clock.current)
+            tape.add_environment(token_ids[have:], core.clock.current)
         start = len(tape)
-        room = min(core.settings.max_response_len, engine.capabilities.max_context - len(prompt)) - start
+        room = longest - len(prompt) - start
         if room <= 0:
-            raise RolloutError(f"evaluation prompt {sample.id.group}: no room left for a response")
+            if start == 0:
+                raise RolloutError(f"it has {len(prompt)} tokens, which leaves no room for a response")
+            sample.finish = FinishReason.LENGTH
+            return completion_of(sample, start)
         params = sampling.after(0, attempt_seed(seed, sample.id.group, sample.id.index, start))
         params = params.capped(min(room, params.max_tokens))
         ids = np.concatenate((prompt, tape.tokens))
         attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
         attempt, finish = AttemptTape(), None
-        request = Request(attempt_id, ids, params, sample_key=sample.id, response_offset=start)
+        request = Request(attempt_id, ids, params, sample_key=sample.id)
+        version = core.clock.current
+        await self._driver.sweeps_over(engine.name)
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                check_chunk(chunk, engine.capabilities.vocab_size, params.max_tokens - attempt.count)
+                try:
+                    check_chunk(chunk, vocab_size, params.max_tokens - attempt.count, version, version)
+                except WireError as error:
+                    raise WireError(f"engine {engine.name}: {error}") from None
                 attempt.append(chunk.tokens, chunk.logprobs, chunk.version)
                 finish = chunk.finish
         if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
@@ -143,5 +174,5 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        raise first from None
+        raise first from first.__cause__
     return [task.result() for task in running]

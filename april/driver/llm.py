@@ -16,6 +16,7 @@ import numpy as np
 from april.core.sampling import SamplingParams
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.errors import RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ GenerateFunction = Callable[[SamplingParams, Int32 | None], Awaitable[Completion
 class LLM:
     """The policy, as one sample sees it."""
 
-    __slots__ = ("_generate", "_sampling", "sample_id")
+    __slots__ = ("_busy", "_generate", "_sampling", "sample_id")
 
     def __init__(self, sample_id: SampleId, sampling: SamplingParams, generate: GenerateFunction) -> None:
         self.sample_id = sample_id
         self._sampling = sampling
         self._generate = generate
+        self._busy = False
 
     async def generate(
         self,
@@ -62,8 +64,14 @@ class LLM:
         Args:
             token_ids: the conversation to continue: the prompt, everything generated so far, and what the
                 environment adds (it becomes a segment without loss). None: as it stands.
-            max_tokens: most tokens of this call; the budget of the whole response holds as well.
+            max_tokens: most tokens of this call; the budget of the whole response, in which tokens of the
+                environment count, holds as well. Where nothing is left of it, what the environment adds is cut to fit
+                and the call returns no tokens and FinishReason.LENGTH.
             min_tokens, temperature, top_p, stop_token_ids: override the configuration for this call.
+
+        Raises:
+            ValueError: an argument out of range.
+            RolloutError: another call of this sample is not complete, or ``token_ids`` rewrite what was said before.
         """
         changes: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -73,11 +81,85 @@ class LLM:
             "stop_token_ids": None if stop_token_ids is None else tuple(stop_token_ids),
         }
         changes = {name: value for name, value in changes.items() if value is not None}
-        if "max_tokens" in changes and changes["max_tokens"] < 1:
-            raise ValueError(f"llm.generate: max_tokens must be at least 1, got {max_tokens}")
         sampling = replace(self._sampling, **changes) if changes else self._sampling
-        ids = None if token_ids is None else np.asarray(token_ids, np.int32)
-        return await self._generate(sampling, ids)
+        ids = None if token_ids is None else as_token_ids(token_ids)
+        if self._busy:
+            raise RolloutError(
+                "llm.generate was called while another call of the same sample was running; a response is one "
+                "conversation: await the first call, or ask for more samples per prompt"
+            )
+        self._busy = True
+        try:
+            return await self._generate(sampling, ids)
+        finally:
+            self._busy = False
+
+
+def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
+    """A conversation as int32 [T], a copy; raises ValueError for anything but a flat list of integers."""
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:
+        array = np.empty(0)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"llm.generate: token_ids must be a flat list of integers, got {type(token_ids).__name__} of "
+            f"{array.dtype}; apply your chat template and tokenizer first"
+        )
+    if array.size and not 0 <= array.min() <= array.max() < 2**31:
+        raise ValueError("llm.generate: token_ids must be in [0, 2**31)")
+    return np.array(array, np.int32)
+
+
+def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
+    """What no engine can be asked for, or None."""
+    if sampling.max_tokens < 1:
+        return f"max_tokens must be at least 1, got {sampling.max_tokens}"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return f"min_tokens must be in [0, max_tokens={sampling.max_tokens}], got {sampling.min_tokens}"
+    if not 0 <= sampling.temperature < np.inf:
+        return f"temperature must be a finite number >= 0, got {sampling.temperature}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be in (0, 1], got {sampling.top_p}"
+    if not all(0 <= i < vocab_size for i in sampling.stop_token_ids):
+        return f"stop_token_ids must be in the vocabulary of {vocab_size}, got {sampling.stop_token_ids}"
+    return None
+
+
+def checked_call(
+    sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int
+) -> Int32 | None:
+    """The conversation to continue, cut to ``longest`` tokens of prompt and response.
+
+    Raises unless an engine can be asked for this: sampling in range, conversation appended to and never rewritten.
+    A request that is refused here would otherwise count as a failure of the engine.
+    """
+    wrong = wrong_sampling(sampling, vocab_size)
+    if wrong is not None:
+        raise ValueError(f"llm.generate: {wrong}")
+    if token_ids is None:
+        return None
+    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens))
+    if not np.array_equal(token_ids[: len(have)], have):
+        raise RolloutError(
+            "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
+            "append to the conversation (Completion.conversation), never rewrite it"
+        )
+    new = token_ids[len(have) :]
+    if len(new) and new.max() >= vocab_size:
+        raise ValueError(f"llm.generate: token id {new.max()} is outside the engine's vocabulary of {vocab_size}")
+    return token_ids[:longest]
+
+
+def check_mismatch(sampling: SamplingParams, configured: SamplingParams) -> None:
+    """Raise ValueError for a call whose log-probabilities a trainer cannot recompute, where the configuration can."""
+    for name, neutral in (("top_p", 1.0), ("min_tokens", 0), ("temperature", None)):
+        value = getattr(sampling, name)
+        if value != getattr(configured, name) and (value == 0 if neutral is None else value != neutral):
+            raise ValueError(
+                f"llm.generate: {name}={value} gives log-probabilities that a trainer cannot recompute; "
+                "leave it out, or set allow_mismatch: true if your trainer accounts for it"
+            )
 
 
 def completion_of(sample: Sample, start: int) -> Completion:
@@ -85,8 +167,8 @@ def completion_of(sample: Sample, start: int) -> Completion:
     assert sample.finish is not None
     tape = sample.tape
     return Completion(
-        tape.tokens[start:],
-        tape.logprobs[start:],
+        tape.tokens[start:].copy(),
+        tape.logprobs[start:].copy(),
         tape.version_array()[start:],
         sample.finish,
         np.concatenate((sample.group.prompt.token_ids, tape.tokens)),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from april.core.types import Prompt
+from april.driver.user_code import describe
 from april.errors import ConfigError
+
+log = logging.getLogger("april")
 
 
 class PromptSource:
@@ -17,7 +21,10 @@ class PromptSource:
     def __init__(self, prompts: Iterable[Any], vocab_size: int) -> None:
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        self._iterator = iter(prompts)
+        try:
+            self._iterator = iter(prompts)
+        except TypeError:
+            raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}") from None
         self._vocab_size = vocab_size
         self._error: str | None = None
         self.position = 0
@@ -37,6 +44,10 @@ class PromptSource:
                 item = next(self._iterator)
             except StopIteration:
                 return prompts, True, None
+            except Exception as error:
+                log.warning("the prompt source failed at prompt %d", self.position, exc_info=error)
+                self._error = f"the prompt source failed at prompt {self.position}: {describe(error)}"
+                continue
             try:
                 prompts.append(as_prompt(item, self._vocab_size, self.position))
             except ConfigError as error:
@@ -47,6 +58,7 @@ class PromptSource:
 
 def as_prompt(item: Any, vocab_size: int, position: int) -> Prompt:
     """One prompt from what a user's data set yields; raises ConfigError naming its position."""
+    ids: Any
     data: Mapping[str, Any] = {}
     if isinstance(item, Prompt):
         ids, data = item.token_ids, item.data
@@ -61,10 +73,14 @@ def as_prompt(item: Any, vocab_size: int, position: int) -> Prompt:
             f"prompt {position} is a {type(item).__name__}; expected token ids, a mapping with token_ids, "
             "or april.Prompt (apply your chat template and tokenizer first)"
         )
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0)
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise ConfigError(f"prompt {position}: token_ids must be a non-empty flat list of integers")
     if array.min() < 0 or array.max() >= vocab_size:
         bad = array[(array < 0) | (array >= vocab_size)][0]
         raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")
-    return Prompt(np.ascontiguousarray(array, np.int32), data)
+    # a copy: a data loader may use its buffer again
+    return Prompt(np.array(array, np.int32), data)

@@ -1,14 +1,9 @@
-"""Rewards: sync or async, per sample or per group, computed beside generation.
-
-Async functions run on april's loop; plain functions run in threads, so that a slow one delays nobody.
-"""
+"""Rewards: what a reward function sees, and what it may answer."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,25 +36,17 @@ GroupRewardFunction = Callable[[Prompt, Sequence[Response]], Sequence[float] | A
 
 
 def response_of(sample: Sample, output: Any) -> Response:
-    """The finished sample as a Response."""
+    """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
     assert sample.finish is not None
     tape = sample.tape
-    return Response(sample.id, tape.tokens, tape.logprobs, tape.loss_mask(), sample.finish, output)
-
-
-async def call_user(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's function: a coroutine function on this loop, a plain one in a thread."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(*args)
-    result = await asyncio.to_thread(function, *args)
-    return await result if inspect.isawaitable(result) else result
+    return Response(sample.id, tape.tokens.copy(), tape.logprobs.copy(), tape.loss_mask(), sample.finish, output)
 
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:
     """``value`` as a finite float; raises RolloutError naming the sample."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RolloutError(
             f"the reward of {sample_id} is {value!r} ({type(value).__name__}); expected a number"
         ) from None
@@ -70,11 +57,13 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
 
 def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
     """One finite float per sample of a group; raises RolloutError naming the group."""
+    # iterating over these would give keys, characters, or any order
+    unordered = isinstance(values, (Mapping, Set, str, bytes))
     try:
         count = len(values)
     except TypeError:
         count = -1
-    if count != len(sample_ids):
+    if unordered or count != len(sample_ids):
         raise RolloutError(
             f"the group reward of group {sample_ids[0].group} returned {values!r}; "
             f"expected {len(sample_ids)} numbers, one per sample"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,10 @@ from april.core.tape import Int32
 from april.core.types import Attempt, Sample, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.busy_time import BusyTime
-from april.driver.llm import LLM, Completion, RolloutFunction, completion_of
+from april.driver.llm import LLM, Completion, RolloutFunction, check_mismatch, checked_call, completion_of
 from april.driver.prompt_source import PromptSource
-from april.driver.rewards import call_user, checked_reward, checked_rewards, response_of
+from april.driver.rewards import checked_reward, checked_rewards, response_of
+from april.driver.user_code import call_user, describe, inside_user_code, own_cancellation
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Engine, EngineFinish, Request
 from april.errors import AprilError, DataExhausted, EngineError, RolloutError, SchedulerClosed, WireError
@@ -35,6 +37,10 @@ log = logging.getLogger("april")
 
 PROBE_INTERVAL_S = 1.0
 """Between two health probes of a quarantined engine."""
+PROBE_TIMEOUT_S = 10.0
+"""A probe without an answer for this long counts as unwell."""
+CLOSE_PATIENCE_S = 10.0
+"""How long close waits for cancelled functions and streams to end."""
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class _Runner:
     sample: Sample
     task: asyncio.Task[None] | None = None
     call: asyncio.Future[Completion] | None = None
+    """The llm.generate that is not complete yet."""
+    returned: bool = False
     output: Any = None
 
 
@@ -52,6 +60,8 @@ class _Stream:
     """One attempt at an engine."""
 
     attempt: Attempt
+    response_offset: int
+    """Tokens of the present llm.generate call that earlier attempts generated."""
     task: asyncio.Task[None] | None = None
     sent: bool = False
     aborted: bool = False
@@ -85,21 +95,28 @@ class RolloutDriver:
         source: PromptSource,
         functions: UserFunctions,
         *,
+        allow_mismatch: bool = False,
         check: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
         self.sampling = sampling
         self.functions = functions
+        self._allow_mismatch = allow_mismatch
         self._source = source
         self._runners: dict[SampleId, _Runner] = {}
         self._streams: dict[str, _Stream] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeps: dict[str, set[asyncio.Task[None]]] = {e.name: set() for e in engines}
         self._events: deque[ev.Event] = deque()
         self._draining = False
-        self._broken: BaseException | None = None
+        self._broken: AprilError | None = None
+        self._half_updated: str | None = None
+        self._taken: list[int] = []
         self._waiting = _Waiting()
+        self._context = copy_context()
         self._exclusive = asyncio.Lock()
+        self._vocab_size = min(e.capabilities.vocab_size for e in engines)
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
         self._execute: dict[type, Callable[[Any], None]] = {
@@ -124,8 +141,15 @@ class RolloutDriver:
 
     async def next_batch(self) -> Batch:
         """The next batch. A call that was cancelled loses nothing: the next one gets its batch."""
+        batch = await self.wait_batch()
+        self.take_batch(batch)
+        return batch
+
+    async def wait_batch(self) -> Batch:
+        """The next batch; it stays the next one until :meth:`take_batch`, as it may get lost on its way."""
         self._raise_if_broken()
         if self._waiting.batch is None:
+            self.raise_if_half_updated()
             loop = asyncio.get_running_loop()
             self._waiting.batch = loop.create_future()
             self._busy.step_started(loop.time())
@@ -133,9 +157,19 @@ class RolloutDriver:
         future = self._waiting.batch
         try:
             return await asyncio.shield(future)
-        finally:
-            if future.done() and self._waiting.batch is future:
+        except asyncio.CancelledError:
+            raise  # the result, there or not yet, is for the next call
+        except BaseException:
+            if self._waiting.batch is future:
                 self._waiting.batch = None
+            raise
+
+    def take_batch(self, batch: Batch) -> None:
+        """The trainer has this batch: the next weight update commits it."""
+        future = self._waiting.batch
+        if future is not None and future.done() and future.exception() is None and future.result() is batch:
+            self._waiting.batch = None
+            self._taken.append(batch.id)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -149,36 +183,77 @@ class RolloutDriver:
                 await future
                 yield
             finally:
-                self.post(ev.Resumed())
+                if self._half_updated is None:
+                    self.post(ev.Resumed())
 
-    @asynccontextmanager
-    async def writing_weights(self) -> AsyncIterator[PolicyVersion]:
-        """The engines are idle inside, and have the yielded version afterwards (unless the body raises)."""
+    async def update_weights(
+        self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
+    ) -> PolicyVersion:
+        """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
+
+        Raises whatever ``transfer`` or an engine raises; the version stays then. If some engines have the new weights
+        and others have not, training stays paused until an update has reached them all.
+        """
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)
-            await asyncio.gather(*(e.pause() for e in self.engines.values()))
             try:
-                yield version
-                for batch_id in list(self.core.leased):
+                _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
+                if transfer is not None:
+                    await transfer()
+                results = await self._on_all_engines(lambda engine: engine.update_weights(version, path))
+                self._note_half_update(results)
+                _raise_first(results)
+                taken, self._taken = self._taken, []
+                for batch_id in taken:
                     self.post(ev.BatchCommitted(batch_id))
                 self.post(ev.WeightsUpdated(version))
             finally:
-                await asyncio.gather(*(e.resume() for e in self.engines.values()))
+                _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
+        return version
+
+    def _note_half_update(self, results: dict[str, BaseException | None]) -> None:
+        """Engines with different weights must not generate for one version."""
+        failed = {name: error for name, error in results.items() if error is not None}
+        if not failed:
+            self._half_updated = None
+        elif len(failed) < len(results):
+            done = [name for name in results if name not in failed]
+            why = "; ".join(f"{name}: {describe(error)}" for name, error in failed.items())
+            self._half_updated = (
+                f"the last weight update reached engines {done} and not {list(failed)} ({why}); "
+                "call weight_update again before the next batch"
+            )
+
+    def raise_if_half_updated(self) -> None:
+        """EngineError while the engines hold different weights."""
+        if self._half_updated is not None:
+            raise EngineError(self._half_updated)
+
+    async def _on_all_engines(
+        self, method: Callable[[Engine], Coroutine[Any, Any, None]]
+    ) -> dict[str, BaseException | None]:
+        """Call all engines at once and wait for every one of them; the errors by engine."""
+        results = await asyncio.gather(*(method(e) for e in self.engines.values()), return_exceptions=True)
+        return dict(zip(self.engines, results, strict=True))
 
     async def close(self) -> None:
         """End everything; what was generated stays in the core's books."""
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
-        tasks = [r.task for r in self._runners.values()] + [s.task for s in self._streams.values()]
-        tasks += list(self._background)
-        live = [t for t in tasks if t is not None and not t.done()]
-        for task in live:
+        self._fail_waiting(self._broken)
+        me = asyncio.current_task()
+        tasks = [t for t in self._tasks if t is not me]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*live, return_exceptions=True)
+        if tasks:
+            _, stubborn = await asyncio.wait(tasks, timeout=CLOSE_PATIENCE_S)
+            for task in stubborn:
+                log.error("%s ignores its cancellation and is left behind", task.get_coro())
         self._runners.clear()
         self._streams.clear()
-        self._fail_waiting(self._broken)
-        await asyncio.gather(*(e.close() for e in self.engines.values()))
+        for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
+            if error is not None:
+                log.error("engine %s could not be closed", name, exc_info=error)
 
     def post(self, event: ev.Event) -> None:
         """Give one event to the core and do what it says."""
@@ -192,19 +267,34 @@ class RolloutDriver:
             while self._events:
                 for command in self.core.handle(self._events.popleft()):
                     self._execute[type(command)](command)
-        except AprilError as error:
+        except Exception as error:
             # the books do not balance: nothing that follows could be trusted
-            log.exception("april stops")
-            self._broken = error
-            self._fail_waiting(error)
+            self._break(error)
         finally:
             self._draining = False
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run in the background until done or closed."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run in the background until done or closed, in a context that no other sample's function has touched."""
+        task = asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """Nothing goes on after an error that nobody expected; everybody who waits is told."""
+        if self._broken is not None:
+            return
+        log.error("april stops", exc_info=error)
+        if not isinstance(error, AprilError):
+            cause, error = error, SchedulerClosed(f"april has stopped: {describe(error)}")
+            error.__cause__ = cause
+        self._broken = error
+        self._fail_waiting(error)
 
     # ---------------------------------------------------------------- prompts and samples
 
@@ -214,52 +304,75 @@ class RolloutDriver:
     def _start_sample(self, command: do.StartSample) -> None:
         runner = _Runner(command.sample)
         self._runners[command.sample.id] = runner
-        runner.task = asyncio.get_running_loop().create_task(self._run_sample(runner))
+        runner.task = self.spawn(self._run_sample(runner))
 
     async def _run_sample(self, runner: _Runner) -> None:
         sample = runner.sample
+        error: BaseException | None = None
 
         async def generate(sampling: SamplingParams, token_ids: Int32 | None) -> Completion:
-            runner.call = asyncio.get_running_loop().create_future()
-            if self._is_current(runner):
-                self.post(ev.CallMade(sample.id, sampling, token_ids))
-            return await runner.call
+            if runner.returned or not self._is_current(runner):
+                raise RolloutError("llm.generate was called after its rollout function had ended")
+            if runner.call is not None:
+                raise RolloutError(_ABANDONED)
+            if not self._allow_mismatch:
+                check_mismatch(sampling, self.sampling)
+            prompt_len = len(sample.group.prompt.token_ids)
+            longest = min(prompt_len + self.core.settings.max_response_len, self.core.engines.max_context)
+            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest)
+            call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            runner.call = call
+            self.post(ev.CallMade(sample.id, sampling, token_ids))
+            return await call
 
-        event: ev.Event
         try:
-            runner.output = await self.functions.rollout(
-                sample.group.prompt, LLM(sample.id, self.sampling, generate)
-            )
-            event = ev.SampleReturned(sample.id)
-        except Exception as error:
+            with inside_user_code():
+                runner.output = await self.functions.rollout(
+                    sample.group.prompt, LLM(sample.id, self.sampling, generate)
+                )
+            if runner.call is not None:
+                error = RolloutError(f"it returned, but {_ABANDONED}")
+        except (Exception, SystemExit) as raised:
+            error = raised
+        except asyncio.CancelledError as raised:
+            error = own_cancellation(raised)
+        runner.returned = True
+        if not self._is_current(runner):
+            return
+        if error is None:
+            self.post(ev.SampleReturned(sample.id))
+        else:
             log.warning("rollout function failed for %s", sample.id, exc_info=error)
-            event = ev.SampleFailed(sample.id, f"the rollout function raised {describe(error)}")
-        if self._is_current(runner):
-            self.post(event)
+            self.post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
 
     def _is_current(self, runner: _Runner) -> bool:
         return self._runners.get(runner.sample.id) is runner
 
     def _call_completed(self, command: do.CallCompleted) -> None:
-        call = self._runners[command.sample.id].call
+        runner = self._runners[command.sample.id]
+        call, runner.call = runner.call, None
         assert call is not None
         if not call.done():
             call.set_result(completion_of(command.sample, command.start))
 
     def _cancel_sample(self, command: do.CancelSample) -> None:
         runner = self._runners.pop(command.sample.id, None)
-        if runner is not None and runner.task is not None:
+        if runner is None:
+            return
+        if runner.task is not None:
             runner.task.cancel()
+        if runner.call is not None:
+            runner.call.cancel()  # it may be awaited by a task of the user's own
 
     # ---------------------------------------------------------------- rewards
 
     def _score_sample(self, command: do.ScoreSample) -> None:
         runner = self._runners[command.sample.id]
-        runner.task = asyncio.get_running_loop().create_task(self._run_reward([runner]))
+        runner.task = self.spawn(self._run_reward([runner]))
 
     def _score_group(self, command: do.ScoreGroup) -> None:
         runners = [self._runners[s.id] for s in command.group.samples]
-        task = asyncio.get_running_loop().create_task(self._run_reward(runners))
+        task = self.spawn(self._run_reward(runners))
         for runner in runners:
             runner.task = task
 
@@ -267,7 +380,8 @@ class RolloutDriver:
         samples = [r.sample for r in runners]
         prompt = samples[0].group.prompt
         responses = [response_of(r.sample, r.output) for r in runners]
-        event: ev.Event
+        error: BaseException | None = None
+        rewards: list[float] = []
         try:
             if self.functions.group_reward is not None:
                 values = await call_user(self.functions.group_reward, prompt, responses)
@@ -275,32 +389,44 @@ class RolloutDriver:
             else:
                 assert self.functions.reward is not None
                 rewards = [checked_reward(await call_user(self.functions.reward, prompt, responses[0]), samples[0].id)]
-            event = ev.Scored(samples[0].id.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)])
-        except Exception as error:
+        except (Exception, SystemExit) as raised:
+            error = raised
+        except asyncio.CancelledError as raised:
+            error = own_cancellation(raised)
+        if not all(self._is_current(r) for r in runners):
+            return
+        if error is None:
+            scores = [(s.id.index, reward) for s, reward in zip(samples, rewards, strict=True)]
+            self.post(ev.Scored(samples[0].id.group, scores))
+        else:
             log.warning("reward failed for %s", samples[0].id, exc_info=error)
-            event = ev.SampleFailed(samples[0].id, f"the reward function failed: {describe(error)}")
-        if all(self._is_current(r) for r in runners):
-            self.post(event)
+            self.post(ev.SampleFailed(samples[0].id, f"the reward function failed: {describe(error)}"))
 
     # ---------------------------------------------------------------- attempts
 
     def _submit(self, command: do.Submit) -> None:
-        stream = _Stream(command.attempt)
+        sample = command.attempt.sample
+        assert sample.call is not None
+        stream = _Stream(command.attempt, len(sample.tape) - sample.call.start)
         self._streams[command.attempt.id] = stream
-        loop = asyncio.get_running_loop()
-        self._busy.change(+1, loop.time())
-        stream.task = loop.create_task(self._run_attempt(stream))
+        self._busy.change(+1, asyncio.get_running_loop().time())
+        stream.task = self.spawn(self._run_attempt(stream))
 
     async def _run_attempt(self, stream: _Stream) -> None:
         attempt = stream.attempt
         event: ev.Event
         try:
+            # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
+            await self.sweeps_over(attempt.engine, self.core.settings.abort_resend_s)
             event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
         except _Rejected as rejected:
-            event = ev.AttemptFailed(attempt.id, rejected.error, corrupt=True, rejected=rejected.tokens)
+            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
+            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=True, rejected=rejected.tokens)
         except Exception as error:
             log.warning("attempt %s of %s broke off", attempt.id, attempt.sample.id, exc_info=error)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
+        except asyncio.CancelledError as error:
+            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
         if self._streams.pop(attempt.id, None) is stream:
             self._busy.change(-1, asyncio.get_running_loop().time())
             self.post(event)
@@ -309,29 +435,35 @@ class RolloutDriver:
         """Append the stream's chunks to the attempt's tape; returns why it ended."""
         attempt = stream.attempt
         engine = self.engines[attempt.engine]
-        vocab_size, budget = engine.capabilities.vocab_size, attempt.sampling.max_tokens
+        vocab_size = engine.capabilities.vocab_size
+        oldest = attempt.sample.tape.newest_version
         request = Request(
             attempt.id,
             attempt.token_ids,
             attempt.sampling,
             priority=0 if attempt.urgent else 1,
             sample_key=attempt.sample.id,
-            response_offset=len(attempt.sample.tape),
+            response_offset=stream.response_offset,
         )
         stream.sent = True
         finish: EngineFinish | None = None
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
+                if self._streams.get(attempt.id) is not stream:
+                    break  # fenced: its tape is closed, whatever the engine makes of the cancellation
+                room = attempt.sampling.max_tokens - attempt.tape.count
                 try:
-                    check_chunk(chunk, vocab_size, budget - attempt.tape.count)
+                    if finish is not None:
+                        raise WireError(f"a chunk came after the one that ended the stream ({finish})")
+                    check_chunk(chunk, vocab_size, room, oldest, self.core.clock.current)
                 except WireError as error:
                     raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
                 attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
-                finish = chunk.finish
+                oldest, finish = chunk.version, chunk.finish
         if finish is None:
             raise EngineError("the stream ended without a finish reason")
-        if finish is EngineFinish.STOP and attempt.tape.count == 0:
-            raise EngineError("the engine reports a stop token and sent no token")
+        if attempt.tape.count == 0 and not (finish is EngineFinish.ABORT and stream.aborted):
+            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
         return str(finish)
 
     def _abort(self, command: do.Abort) -> None:
@@ -341,13 +473,29 @@ class RolloutDriver:
             if stream is not None:
                 stream.aborted = True
                 sent |= stream.sent
-        if sent:
-            ids = None if command.everything else command.attempt_ids
-            self.spawn(self._ask_abort(self.engines[command.engine], ids))
+        if not sent:
+            return
+        engine = self.engines[command.engine]
+        if command.everything:
+            sweeps = self._sweeps[engine.name]
+            task = self.spawn(self._ask_abort(engine, None))
+            sweeps.add(task)
+            task.add_done_callback(sweeps.discard)
+        else:
+            self.spawn(self._ask_abort(engine, command.attempt_ids))
+
+    async def sweeps_over(self, engine: str, patience_s: float | None = None) -> None:
+        """Until no abort of everything is on its way to the engine: it would hit a request that is sent now.
+
+        ``patience_s``: the longest wait; None: abort_deadline_s, after which such a call is given up.
+        """
+        if sweeps := self._sweeps[engine]:
+            await asyncio.wait(set(sweeps), timeout=patience_s)
 
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
         try:
-            await engine.abort(attempt_ids)
+            async with asyncio.timeout(self.core.settings.abort_deadline_s):
+                await engine.abort(attempt_ids)
         except Exception as error:
             # the core asks again until every attempt has ended
             log.warning("abort on engine %s failed: %s", engine.name, describe(error))
@@ -370,7 +518,12 @@ class RolloutDriver:
         log.warning("engine %s is quarantined until a probe finds it well", name)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
-            health = await self.engines[name].health()
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    health = await self.engines[name].health()
+            except Exception as error:
+                log.warning("probe of engine %s failed: %s", name, describe(error))
+                continue
             if health.ok:
                 self.post(ev.EngineReady(name))
                 return
@@ -410,6 +563,7 @@ class RolloutDriver:
         for future in self._waiting.paused:
             if not future.done():
                 future.set_exception(error)
+                future.exception()
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -421,16 +575,22 @@ class _Rejected(Exception):
 
     def __init__(self, error: str, tokens: int) -> None:
         super().__init__(error)
-        self.error = error
         self.tokens = tokens
+
+
+_ABANDONED = (
+    "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response is still being "
+    "generated; await every call to its end, without a timeout: a parked call takes as long as the steps between"
+)
+
+
+def _raise_first(results: dict[str, BaseException | None]) -> None:
+    for error in results.values():
+        if error is not None:
+            raise error
 
 
 def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     c = engine.capabilities
     return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids)
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk
 from april.errors import WireError
 
@@ -11,9 +12,18 @@ LOGPROB_EPS = 1e-3
 """float16 and bfloat16 engines round log-probabilities of near-certain tokens to slightly above 0."""
 
 
-def check_chunk(chunk: Chunk, vocab_size: int, room: int) -> None:
-    """Raise WireError unless the chunk can be true: lengths, token ids, finite log-probabilities <= 0, budget."""
+def check_chunk(
+    chunk: Chunk, vocab_size: int, room: int, oldest: PolicyVersion | None, newest: PolicyVersion
+) -> None:
+    """Raise WireError unless the chunk can be true.
+
+    Checked: int32 and float32 arrays of one length, at most ``room`` tokens, ids in [0, vocab_size), finite
+    log-probabilities <= 0, a version between ``oldest`` (that of the tokens before; None: any) and ``newest``.
+    """
     tokens, logprobs = chunk.tokens, chunk.logprobs
+    for array, what, dtype in ((tokens, "tokens", np.int32), (logprobs, "log-probabilities", np.float32)):
+        if getattr(array, "dtype", None) != dtype or array.ndim != 1:
+            raise WireError(f"{what} must be a flat array of {dtype.__name__}, got {type(array).__name__}")
     count = len(tokens)
     if len(logprobs) != count:
         raise WireError(f"{count} tokens came with {len(logprobs)} log-probabilities")
@@ -21,6 +31,9 @@ def check_chunk(chunk: Chunk, vocab_size: int, room: int) -> None:
         raise WireError(f"{count} tokens came where {room} were left of the budget")
     if count == 0:
         return
+    if chunk.version > newest or (oldest is not None and chunk.version < oldest):
+        since = "any" if oldest is None else str(oldest)
+        raise WireError(f"policy version {chunk.version} came where {since} to {newest} was possible")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise WireError(f"token id {bad} is outside the vocabulary of {vocab_size}")

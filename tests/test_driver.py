@@ -1,0 +1,576 @@
+"""The driver on virtual time: what is delivered, when, and what survives pauses, cancellation and weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.types import DropReason, OnStale, Prompt, Refill, SampleState
+from april.core.versions import PolicyVersion
+from april.driver.rewards import Response
+from april.engines.response_lengths import LognormalLengths
+from april.errors import DataExhausted, EngineError, RolloutError, SchedulerClosed
+from april.testing.virtual_clock import run_virtual
+
+LENGTHS = LognormalLengths(30, 0.6, 0.6, seed=3)
+
+
+# ---------------------------------------------------------------- what is delivered
+
+
+@pytest.mark.parametrize("refill", list(Refill))
+@pytest.mark.parametrize("interval", [None, 4.0])
+def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interval: float | None) -> None:
+    """Over many steps, cut and resumed on two engines, every sample is its uncut sequence with exact provenance."""
+
+    async def program() -> None:
+        engines = [RecordingEngine(LENGTHS.sample, f"e{i}", stream_interval_s=interval) for i in range(2)]
+        rollouts = Rollouts(
+            LENGTHS.sample, n=3, samples=4, over=5, engines=engines, refill=refill, max_response_len=120
+        )
+        batches = [await rollouts.step() for _ in range(8)]
+
+        assert [b.version for b in batches] == [PolicyVersion(0, i) for i in range(8)]
+        assert [b.id for b in batches] == list(range(8))
+        samples = [s for b in batches for s in b.samples]
+        assert len(samples) == len({s.id for s in samples}) == 8 * 12
+        resumed = [s for s in samples if s.attempts > 1]
+        assert len(resumed) > 10
+        assert any(len({g.engine for g in s.segments}) == 2 for s in resumed)
+        assert max(s.staleness for s in samples) >= 2
+        for batch in batches:
+            old = sum(int((s.versions[:, 1] < batch.version.n).sum()) for s in batch.samples)
+            assert batch.off_policy_share == old / sum(len(s.tokens) for s in batch.samples)
+            assert batch.metrics["staleness_max"] == max(s.staleness for s in batch.samples)
+            assert 0 <= batch.metrics["bubble"] <= 1
+            assert [s.reward for s in batch.samples] == [
+                float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples
+            ]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_versions_over_weight_updates() -> None:
+    """Tokens carry the version of the weights that made them; the sample's versions never decrease."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
+        await rollouts.step()
+        await rollouts.step()
+        batch = await rollouts.step()
+
+        (sample,) = batch.samples
+        assert sample.id == (0, 0)
+        assert [(s.version.n, s.count) for s in sample.segments] == [(0, 10), (1, 10), (2, 5)]
+        assert sample.versions.tolist() == [[0, 0]] * 10 + [[0, 1]] * 10 + [[0, 2]] * 5
+        assert sample.staleness == 2
+        assert batch.off_policy_share == 20 / 25
+        assert rollouts.engines[0].inner._version == PolicyVersion(0, 3)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_resumed_requests_continue_exactly() -> None:
+    """A resumed request sends prompt + everything so far, with the budget that is left and another seed."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
+        for _ in range(3):
+            await rollouts.step()
+        first, second, third = (r for r in rollouts.engines[0].requests.values() if r.sample_key == (0, 0))
+        assert [len(r.token_ids) - 3 for r in (first, second, third)] == [0, 10, 20]
+        assert [r.response_offset for r in (first, second, third)] == [0, 10, 20]
+        assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
+        assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
+        assert len({r.sampling.seed for r in (first, second, third)}) == 3
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_the_same_run_twice_is_the_same() -> None:
+    """Same settings, same virtual world: same batches at the same times."""
+
+    def run() -> list[tuple[float, Any]]:
+        seen: list[tuple[float, Any]] = []
+
+        async def program() -> None:
+            rollouts = Rollouts(LENGTHS.sample, n=2, samples=3, over=4)
+            for _ in range(5):
+                batch = await rollouts.step()
+                seen.append((now(), [(s.id, s.tokens.tolist(), s.versions.tolist()) for s in batch.samples]))
+            await rollouts.close()
+
+        virtual(program)
+        return seen
+
+    assert run() == run()
+
+
+def test_delivered_tensors_are_not_shared_with_the_user() -> None:
+    """A reward or rollout function that writes into what it was given changes no delivered token."""
+
+    async def vandal(prompt: Prompt, llm: Any) -> None:
+        completion = await llm.generate()
+        completion.tokens[:] = completion.conversation[:] = completion.versions[:] = 1
+        completion.logprobs[:] = -9
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        response.tokens[:] = response.loss_mask[:] = 0
+        response.logprobs[:] = -9
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, rollout=vandal, reward=reward)
+        batch = await rollouts.step()
+        assert all(s.loss_mask.all() for s in batch.samples)
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- rewards beside generation
+
+
+def test_slow_rewards_overlap_generation() -> None:
+    """While a reward is awaited, others generate; a step does not wait for a reward that it can do without."""
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        await asyncio.sleep({5: 20.0, 3: 500.0}.get(len(response.tokens), 0.0))
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 5, (1, 0): 3, (2, 0): 90}), n=1, over=3, reward=reward)
+        batch = await rollouts.step()
+        assert now() == pytest.approx(5 + 20, abs=1e-6)
+        assert batch.samples[0].id == (0, 0)
+        # the straggler went on during the 20 s of the reward, and was stopped at once when it came
+        assert len(rollouts.sample(2, 0).tape) == 25
+        assert rollouts.sample(1, 0).state is SampleState.SCORING
+
+        await asyncio.sleep(1000)  # the trainer trains; the reward of group 1 arrives meanwhile
+        assert rollouts.sample(1, 0).state is SampleState.FINISHED
+        batch = await rollouts.step()
+        assert now() == pytest.approx(1025, abs=1e-6)  # surplus: delivered without waiting
+        assert batch.samples[0].id == (1, 0)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_group_rewards_are_one_call_per_group() -> None:
+    """group_reward gets the n responses in order, once, when the last has returned."""
+    calls: list[tuple[float, int, list[int]]] = []
+
+    async def group_reward(prompt: Prompt, responses: list[Response]) -> list[float]:
+        calls.append((now(), responses[0].sample_id.group, [len(r.tokens) for r in responses]))
+        await asyncio.sleep(2)
+        return [r.sample_id.group * 10.0 + r.sample_id.index for r in responses]
+
+    async def program() -> None:
+        lengths = {(0, 0): 4, (0, 1): 9, (0, 2): 6, (1, 0): 30}
+        rollouts = Rollouts(table(lengths), n=2, samples=3, group_reward=group_reward)
+        batch = await rollouts.step()
+        assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
+        assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_group_rewards_with_restarts_of_stale_samples() -> None:
+    """on_stale: restart together with group rewards: every group is scored as a whole, again if need be."""
+
+    async def group_reward(prompt: Prompt, responses: list[Response]) -> list[float]:
+        return [float(len(r.tokens)) for r in responses]
+
+    async def program() -> None:
+        rollouts = Rollouts(
+            LENGTHS.sample, n=2, samples=3, over=6, group_reward=group_reward, max_staleness=1, on_stale=OnStale.RESTART
+        )
+        for _ in range(12):
+            batch = await rollouts.step()
+            assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
+            assert max(s.staleness for s in batch.samples) <= 1
+        assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_without_a_reward_function() -> None:
+    """No reward function: samples are finished when they have returned."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 8}), n=2, samples=2, reward=None)
+        batch = await rollouts.step()
+        assert now() == pytest.approx(8, abs=1e-6)
+        assert batch.rewards.tolist() == [0.0] * 4
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- cancellation
+
+
+def test_a_cancelled_next_batch_loses_nothing_wherever_it_is_cancelled() -> None:
+    """Cut next_batch at many times and loop turns around the delivery: the next call returns the very same batch."""
+
+    def run(at: float, turns: int) -> list[Any]:
+        seen: list[Any] = []
+
+        async def program() -> None:
+            rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=3)
+            waiter = asyncio.create_task(rollouts.driver.next_batch())
+            await asyncio.sleep(at)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiter.cancel()
+            outcome = (await asyncio.gather(waiter, return_exceptions=True))[0]
+            rollouts.core.validate()
+            batch = outcome if isinstance(outcome, Batch) else await rollouts.driver.next_batch()
+            rollouts.check(batch)
+            await rollouts.driver.update_weights()
+            second = await rollouts.step()
+            seen.extend([[s.id, len(s.tokens)] for s in (*batch.samples, *second.samples)])
+            seen.append(isinstance(outcome, Batch))
+            await rollouts.close()
+
+        virtual(program)
+        return seen
+
+    async def uncut() -> float:
+        rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=3)
+        await rollouts.driver.next_batch()
+        end = now()
+        await rollouts.close()
+        return end
+
+    end = run_virtual(uncut())
+    expected = run(end + 100, 0)
+    assert expected[-1] is True
+    cut = 0
+    for at, turns in itertools.chain(
+        ((0.0, i) for i in range(8)), ((end / 3, 0), (end - 1, 0)), ((end, i) for i in range(24))
+    ):
+        got = run(at, turns)
+        assert got[:-1] == expected[:-1], (at, turns)
+        cut += not got[-1]
+    assert 10 <= cut < 34  # both kinds happened
+
+
+def test_a_batch_that_nobody_took_is_not_committed() -> None:
+    """A weight update commits what the trainer has; the batch of a call that was cancelled waits for the next call."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(2)
+        waiter.cancel()
+        await asyncio.sleep(50)
+        assert list(rollouts.core.leased) == [0]
+        await rollouts.driver.update_weights()
+        assert list(rollouts.core.leased) == [0]
+        batch = await rollouts.driver.next_batch()
+        assert batch.id == 0
+        await rollouts.driver.update_weights()
+        assert not rollouts.core.leased
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_two_waiters_get_the_same_batch() -> None:
+    """A second next_batch while one waits asks for no second step."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1)
+        first, second = await asyncio.gather(rollouts.driver.next_batch(), rollouts.driver.next_batch())
+        assert first is second
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- pauses and weight updates
+
+
+def test_pause_and_resume_in_the_middle_of_a_step() -> None:
+    """Inside a pause nothing generates; afterwards the same samples go on where they were."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 20, (1, 0): 30}), n=2)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        async with rollouts.driver.paused():
+            assert not rollouts.core.attempts
+            assert [len(rollouts.sample(g, 0).tape) for g in (0, 1)] == [7, 7]
+            made = rollouts.engines[0].tokens
+            await asyncio.sleep(100)
+            assert rollouts.engines[0].tokens == made
+            rollouts.core.validate()
+        batch = await waiter
+        rollouts.check(batch)
+        assert now() == pytest.approx(7.5 + 100 + 23, abs=1.01)
+        assert all(s.attempts == 2 for s in batch.samples)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_cancelled_pause_goes_on() -> None:
+    """Whoever gives up waiting for a pause leaves training running."""
+
+    class Slow(RecordingEngine):
+        async def abort(self, attempt_ids: Any = None) -> None:
+            await asyncio.sleep(5)
+            await super().abort(attempt_ids)
+
+    async def program() -> None:
+        lengths = table({(0, 0): 20})
+        rollouts = Rollouts(lengths, n=1, engines=[Slow(lengths)])
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(3)
+
+        async def hold() -> None:
+            async with rollouts.driver.paused():
+                pytest.fail("the pause was cancelled before")
+
+        holder = asyncio.create_task(hold())
+        await asyncio.sleep(1)
+        holder.cancel()
+        rollouts.check(await waiter)
+        async with rollouts.driver.paused():  # the lock was given back
+            pass
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_weight_update_in_the_middle_of_a_step() -> None:
+    """An asynchronous trainer may update while a step runs: the sample is cut there, and its versions say so."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 20}), n=1)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(8.5)
+        assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
+        batch = await waiter
+        rollouts.check(batch)
+        assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_transfer_that_raises_leaves_the_version() -> None:
+    """The trainer's error comes out, engines are resumed, the version and the lease stay, generation goes on."""
+
+    async def transfer() -> None:
+        raise OSError("no route")
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(1, 0): 20}), n=1, over=2)
+        await rollouts.driver.next_batch()
+        with pytest.raises(OSError, match="no route"):
+            await rollouts.driver.update_weights(transfer=transfer)
+        assert rollouts.core.clock.current == PolicyVersion(0, 0)
+        assert list(rollouts.core.leased) == [0]
+        batch = await rollouts.driver.next_batch()
+        assert {s.version for x in batch.samples for s in x.segments} == {PolicyVersion(0, 0)}
+        assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+class FailsOnce(RecordingEngine):
+    """An engine whose ``broken`` method raises the first time, late."""
+
+    def __init__(self, *args: Any, broken: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.broken = broken
+
+    async def _maybe(self, what: str) -> None:
+        if self.broken == what:
+            self.broken = ""
+            raise EngineError(f"{self.name} cannot {what}")
+
+    async def pause(self) -> None:
+        await self._maybe("pause")
+        await super().pause()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self._maybe("load")
+        await super().update_weights(version, path)
+
+
+def test_an_engine_that_cannot_pause_leaves_no_other_paused() -> None:
+    """weight_update fails before anything was written; all engines are open again."""
+
+    async def program() -> None:
+        lengths = table({})
+        engines = [FailsOnce(lengths, "bad", broken="pause"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        await rollouts.driver.next_batch()
+        with pytest.raises(EngineError, match="bad cannot pause"):
+            await rollouts.driver.update_weights()
+        batch = await rollouts.driver.next_batch()
+        assert {s.engine for x in batch.samples for s in x.segments} == {"bad", "good"}
+        assert batch.version == PolicyVersion(0, 0)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
+    """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
+
+    async def program() -> None:
+        lengths = table({(2, 0): 30, (3, 0): 30})
+        engines = [
+            FailsOnce(lengths, "bad", broken="load"),
+            RecordingEngine(lengths, "good", weight_update_s=5.0),
+        ]
+        rollouts = Rollouts(lengths, n=2, over=4, engines=engines)
+        await rollouts.driver.next_batch()
+        made = sum(e.tokens for e in engines)
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await rollouts.driver.update_weights("weights")
+        assert now() == pytest.approx(10, abs=0.01)  # nobody resumed while the other engine was loading
+        with pytest.raises(EngineError, match=r"reached engines \['good'\] and not \['bad'\].*weight_update again"):
+            await rollouts.driver.next_batch()
+        assert sum(e.tokens for e in engines) == made
+        assert await rollouts.driver.update_weights("weights") == PolicyVersion(0, 1)
+        batch = await rollouts.step()
+        assert batch.version == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- the end of the data, and of the driver
+
+
+def test_the_end_of_the_data() -> None:
+    """Every prompt is delivered once; the last batch may be short; then DataExhausted, again and again."""
+
+    async def program() -> None:
+        rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=4, prompts=8)
+        sizes, groups = [], []
+        for _ in range(3):
+            batch = await rollouts.step()
+            sizes.append(len(batch.group_sizes))
+            groups += batch.group_ids.tolist()
+        assert sizes == [3, 3, 2]
+        assert sorted(groups) == sorted(2 * list(range(8)))
+        for _ in range(2):
+            with pytest.raises(DataExhausted, match="every prompt is settled"):
+                await rollouts.driver.next_batch()
+        assert rollouts.core.prompts.as_dict() == {"observed": 8, "delivered": 8, "held": 0, "dropped": {}}
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])
+def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
+    """The trainer is told which prompt; good prompts around it are not lost."""
+
+    def source() -> Iterator[Any]:
+        yield from (prompt_ids(i) for i in range(3))
+        if bad is None:
+            raise OSError("disk gone")
+        yield from bad
+        yield from (prompt_ids(i) for i in range(4, 6))
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, prompts=source())
+        await rollouts.step()
+        with pytest.raises(RolloutError, match="prompt 3"):
+            await rollouts.driver.next_batch()
+        rollouts.check_ledger()
+        if bad is None:  # a generator that has raised is at its end
+            batch = await rollouts.step()
+            assert batch.group_ids.tolist() == [2]
+            with pytest.raises(DataExhausted):
+                await rollouts.driver.next_batch()
+        else:
+            firsts = [int(s.prompt.token_ids[0]) for _ in range(2) for s in (await rollouts.step()).samples]
+            assert sorted(firsts) == [3, 5, 6]
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
+def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
+    """Streams, parked functions, rewards and waiters are ended; whoever waits is told; no task is left."""
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        await asyncio.sleep(4)
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(1, 0): 500}), n=3, reward=reward)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(at)
+        await rollouts.driver.close()
+        with pytest.raises(SchedulerClosed, match="closed"):
+            await waiter
+        await rollouts.close()  # idempotent, and checks that nothing is left
+        with pytest.raises(SchedulerClosed):
+            await rollouts.driver.next_batch()
+        with pytest.raises(SchedulerClosed):
+            await rollouts.driver.update_weights()
+        rollouts.driver.post(ev.PauseRequested())  # late events change nothing
+
+    virtual(program)
+
+
+def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    """A mistake in april itself must not leave the trainer waiting for ever: it is told, with the cause."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1)
+
+        def explode(command: Any) -> None:
+            raise ZeroDivisionError("a bug")
+
+        rollouts.driver._execute = dict.fromkeys(rollouts.driver._execute, explode)
+        with pytest.raises(SchedulerClosed, match="ZeroDivisionError: a bug") as caught:
+            await rollouts.driver.next_batch()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        await rollouts.close()
+
+    virtual(program)
+    assert "april stops" in caplog.text
+
+
+def test_prompts_are_copied() -> None:
+    """A data loader may use its buffer again."""
+
+    def source() -> Iterator[Any]:
+        buffer = np.zeros(3, np.int32)
+        for i in range(100):
+            buffer[:] = prompt_ids(i)
+            yield buffer
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=4, prompts=source())
+        batch = await rollouts.step()
+        assert [s.prompt.token_ids.tolist() for s in batch.samples] == [prompt_ids(i).tolist() for i in range(4)]
+        await rollouts.close()
+
+    virtual(program)

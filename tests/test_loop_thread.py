@@ -1,0 +1,247 @@
+"""The background loop: submits, waits, survives, and ends without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from april.driver.loop_thread import LoopThread, result_of
+from april.driver.user_code import call_user, inside_user_code
+from april.errors import RolloutError, SchedulerClosed
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    loop_thread = LoopThread("test-loop")
+    yield loop_thread
+    loop_thread.stop()
+    gc.collect(1)  # a forgotten task or coroutine complains now
+
+
+async def where() -> str:
+    return threading.current_thread().name
+
+
+async def for_ever(ended: list[str] | None = None) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        if ended is not None:
+            ended.append("ended")
+
+
+def test_run_and_call(thread: LoopThread) -> None:
+    """Coroutines and plain functions run on the loop's own daemon thread, and errors come back."""
+    assert thread.run(where()) == "test-loop"
+    assert thread.call(lambda: threading.current_thread().name) == "test-loop"
+    assert thread.call(lambda: threading.current_thread().daemon)
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 / 0)
+
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        thread.run(fail())
+
+
+def test_call_later_keeps_its_place_in_the_line(thread: LoopThread) -> None:
+    """After everything submitted before, before everything submitted after."""
+    seen: list[int] = []
+    thread.call_later(lambda: seen.append(1))
+    thread.call(lambda: seen.append(2))
+    thread.call_later(lambda: seen.append(3))
+    thread.call(lambda: None)
+    assert seen == [1, 2, 3]
+
+
+def test_waiting_on_the_loop_for_the_loop_is_refused(thread: LoopThread) -> None:
+    """A blocking call from the loop's own thread would never end; a plain function is simply called."""
+
+    async def program() -> tuple[str, int]:
+        with pytest.raises(RolloutError, match="would wait for itself"):
+            thread.run(where())
+        with pytest.raises(RolloutError, match="would wait for itself"):
+            await thread.run_async(where())
+        return await where(), thread.call(lambda: 5)
+
+    assert thread.run(program()) == ("test-loop", 5)
+
+
+def test_waiting_inside_user_code_is_refused_in_threads_too(thread: LoopThread) -> None:
+    """A plain reward function runs in a thread, where a blocking call would also wait for itself."""
+
+    def reward() -> str:
+        with pytest.raises(RolloutError, match="cannot be called inside a rollout or reward function"):
+            thread.run(where())
+        return thread.call(lambda: "looking inside is allowed")
+
+    assert thread.run(call_user(reward)) == "looking inside is allowed"
+    with inside_user_code(), pytest.raises(RolloutError, match="call them where the trainer runs"):
+        thread.run(where())
+    assert thread.run(where()) == "test-loop"
+
+
+def test_after_stop(thread: LoopThread) -> None:
+    """Everything is refused with SchedulerClosed; stop is idempotent; the thread has ended."""
+    assert thread.alive
+    thread.stop()
+    thread.stop()
+    assert not thread.alive
+    assert not any(t.name == "test-loop" for t in threading.enumerate())
+    for refused in (lambda: thread.run(where()), lambda: thread.submit(where()), lambda: thread.call(lambda: 1)):
+        with pytest.raises(SchedulerClosed, match="create a new one"):
+            refused()
+    thread.call_later(lambda: pytest.fail("the loop is gone"))
+
+
+def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
+    """Tasks end through their finally blocks, async generators are closed, waiters get SchedulerClosed."""
+    ended: list[str] = []
+
+    async def generator() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            ended.append("generator")
+
+    async def iterate() -> None:
+        async for _ in generator():
+            await asyncio.Event().wait()
+
+    waiting = [thread.submit(for_ever(ended)), thread.submit(iterate())]
+    thread.call(lambda: None)
+    thread.stop()
+    assert sorted(ended) == ["ended", "generator"]
+    for future in waiting:
+        with pytest.raises(SchedulerClosed):
+            result_of(future)
+
+
+def test_stop_from_two_threads_at_once(thread: LoopThread) -> None:
+    """Both return when it is over."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: thread.stop(), range(4)))
+    assert not thread.alive
+
+
+def test_stop_is_not_held_up_by_a_task_that_ignores_it(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function that swallows its cancellation is named in the log and left behind."""
+    monkeypatch.setattr("april.driver.loop_thread.STOP_PATIENCE_S", 0.01)
+    release = threading.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                continue
+
+    async def main() -> None:
+        task = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
+        thread_tasks.append(task)
+
+    thread_tasks: list[asyncio.Task[None]] = []
+    thread.run(main())
+    thread.stop()
+    assert "stubborn" in caplog.text
+    # asyncio would complain about a pending task; this one is meant to be
+    thread_tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]
+    coroutine = thread_tasks[0].get_coro()
+    release.set()
+    with pytest.raises((StopIteration, RuntimeError)):
+        coroutine.throw(asyncio.CancelledError())  # type: ignore[union-attr]
+
+
+def test_a_task_that_exits_does_not_end_the_loop(thread: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit in a background task stops an ordinary loop; here the others go on, and the log tells."""
+
+    async def exits() -> None:
+        raise SystemExit(2)
+
+    caplog.set_level(logging.ERROR)
+    other = thread.submit(asyncio.sleep(0.01, "fine"))
+    future = thread.submit(exits())
+    with pytest.raises(SystemExit):
+        result_of(future)
+    assert other.result() == "fine"
+    assert thread.run(where()) == "test-loop"
+    assert "tried to end the process" in caplog.text
+
+
+def test_an_interrupted_wait_cancels_the_coroutine(thread: LoopThread) -> None:
+    """What nobody waits for any more does not go on in the dark."""
+    ended: list[str] = []
+
+    class Interrupted(concurrent.futures.Future):  # type: ignore[type-arg]
+        def __init__(self, inner: concurrent.futures.Future[None]) -> None:
+            self.inner = inner
+
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        def cancel(self) -> bool:
+            return self.inner.cancel()
+
+    future = thread.submit(for_ever(ended))
+    thread.call(lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        result_of(Interrupted(future))
+    thread.run(asyncio.sleep(0))
+    assert ended == ["ended"]
+
+
+@pytest.mark.asyncio
+async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
+    """A plain function has returned a coroutine when its caller is cancelled: nothing is left un-awaited."""
+    returning = threading.Event()
+
+    def lazy() -> object:
+        coroutine = where()
+        returning.set()
+        return coroutine
+
+    assert await call_user(lazy) == threading.current_thread().name
+    for _ in range(20):
+        returning.clear()
+        task = asyncio.create_task(call_user(lazy))
+        await asyncio.sleep(0)
+        returning.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    gc.collect(1)
+
+
+@pytest.mark.asyncio
+async def test_run_async(thread: LoopThread) -> None:
+    """From another event loop: results, errors; a cancelled caller cancels the coroutine."""
+    ended: list[str] = []
+    assert await thread.run_async(where()) == "test-loop"
+    waiter = asyncio.create_task(thread.run_async(for_ever(ended)))
+    await asyncio.sleep(0)
+    await thread.run_async(asyncio.sleep(0))
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    await thread.run_async(asyncio.sleep(0))
+    assert ended == ["ended"]
+
+
+@pytest.mark.asyncio
+async def test_run_async_over_a_stop(thread: LoopThread) -> None:
+    """A waiter of another loop gets SchedulerClosed, not a cancellation that it would take for its own."""
+    waiter = asyncio.create_task(thread.run_async(for_ever()))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(thread.stop)
+    with pytest.raises(SchedulerClosed):
+        await waiter

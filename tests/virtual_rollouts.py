@@ -1,0 +1,258 @@
+"""The real driver on simulated engines and virtual time, with a record of what the engines really handed over.
+
+One decode step takes one virtual second, so a response of 7 tokens that starts at t = 0 ends at t = 7.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+
+from april.core.batch import Batch, DeliveredSample
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings
+from april.core.tape import SegmentKind
+from april.core.types import DropReason, FinishReason, Prompt, Sample
+from april.core.versions import PolicyVersion
+from april.driver.llm import RolloutFunction, single_turn
+from april.driver.prompt_source import PromptSource
+from april.driver.rollout_driver import RolloutDriver, UserFunctions
+from april.engines.decode_cost import DecodeCost
+from april.engines.protocol import Capabilities, Chunk, Health, Request
+from april.engines.simulated import SimulatedEngine, synthetic_response
+from april.testing.virtual_clock import run_virtual
+
+VOCAB, EOS = 1000, 0
+SECOND_PER_TOKEN = DecodeCost(1.0, 0.0, 0.0)
+
+LengthOf = Callable[[int, int], int]
+
+
+def prompt_ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Ids of the ``number``-th prompt; no two prompts are equal."""
+    return np.array([number % 900 + 1, number // 900 + 1, 7], np.int32)
+
+
+class RecordingEngine:
+    """A simulated engine behind glass: everything passes through and is written down. Faults are overrides."""
+
+    def __init__(self, length_of: LengthOf, name: str = "e0", **options: Any) -> None:
+        self.inner = SimulatedEngine(
+            name,
+            SECOND_PER_TOKEN,
+            lambda request: length_of(*(request.sample_key or (0, 0))),
+            **({"max_running": 64, "vocab_size": VOCAB, "eos_token_id": EOS} | options),
+        )
+        self.requests: dict[str, Request] = {}
+        self.handed_over: dict[str, list[Chunk]] = defaultdict(list)
+        self.aborts: list[tuple[float, tuple[str, ...] | None]] = []
+        """(virtual time, ids or None for everything)"""
+        self.open_streams = 0
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        assert request.attempt_id not in self.requests, "an attempt id was used twice"
+        self.requests[request.attempt_id] = request
+        self.open_streams += 1
+        try:
+            async with aclosing(self.inner.generate(request)) as chunks:
+                async for chunk in chunks:
+                    chunk = self.alter(request, chunk)
+                    self.handed_over[request.attempt_id].append(chunk)
+                    yield chunk
+        finally:
+            self.open_streams -= 1
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        """Where a test lets the engine lie or break."""
+        return chunk
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        self.aborts.append((now(), None if attempt_ids is None else tuple(attempt_ids)))
+        await self.inner.abort(attempt_ids)
+
+    async def pause(self) -> None:
+        await self.inner.pause()
+
+    async def resume(self) -> None:
+        await self.inner.resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self.inner.update_weights(version, path)
+
+    async def health(self) -> Health:
+        return await self.inner.health()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    @property
+    def tokens(self) -> int:
+        """All tokens that ever left the engine."""
+        return sum(len(c.tokens) for chunks in self.handed_over.values() for c in chunks)
+
+    def tokens_of(self, sample: tuple[int, int]) -> list[int]:
+        """Tokens handed over per attempt of one sample, in order."""
+        return [
+            sum(len(c.tokens) for c in self.handed_over[attempt_id])
+            for attempt_id, request in self.requests.items()
+            if request.sample_key == sample
+        ]
+
+
+def virtual(program: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's program on virtual time; a task or stream that it forgot complains before the test is over."""
+
+    async def main() -> None:
+        await program()
+
+    run_virtual(main())
+    gc.collect(1)  # only what is young: a full collection costs more than most tests
+
+
+def now() -> float:
+    """Virtual seconds."""
+    return asyncio.get_running_loop().time()
+
+
+async def by_first_token(prompt: Prompt, response: Any) -> float:
+    """A reward that depends on what it was given."""
+    return float(response.tokens[0] + len(response.tokens) / 1024)
+
+
+class Rollouts:
+    """A driver, its engines, and checks of what comes out of it. ``changes`` are core settings."""
+
+    def __init__(
+        self,
+        length_of: LengthOf,
+        *,
+        n: int = 1,
+        samples: int = 1,
+        over: int | None = None,
+        engines: Sequence[RecordingEngine] | None = None,
+        prompts: Iterable[Any] | int = 10_000,
+        reward: Callable[..., Any] | None = by_first_token,
+        group_reward: Callable[..., Any] | None = None,
+        rollout: RolloutFunction = single_turn,
+        allow_mismatch: bool = False,
+        **changes: Any,
+    ) -> None:
+        over = over or n
+        values: dict[str, Any] = {
+            "rollout_batch_size": n,
+            "n_samples_per_prompt": samples,
+            "over_sampling_batch_size": over,
+            "max_response_len": 1000,
+            "max_in_flight": max(n, over) * samples,
+            "has_reward": reward is not None or group_reward is not None,
+            "group_reward": group_reward is not None,
+        }
+        self.settings = CoreSettings(**(values | changes))
+        self.length_of = length_of
+        self.engines = list(engines or [RecordingEngine(length_of)])
+        if isinstance(prompts, int):
+            prompts = [prompt_ids(i) for i in range(prompts)]
+        functions = UserFunctions(rollout, None if group_reward else reward, group_reward)
+        self.driver = RolloutDriver(
+            self.settings,
+            SamplingParams(max_tokens=self.settings.max_response_len),
+            self.engines,
+            PromptSource(prompts, VOCAB),
+            functions,
+            allow_mismatch=allow_mismatch,
+            check=True,
+        )
+        self.core = self.driver.core
+
+    async def step(self) -> Batch:
+        """The next batch, checked, and a weight update."""
+        batch = await self.driver.next_batch()
+        self.check(batch)
+        await self.driver.update_weights()
+        return batch
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self, batch: Batch) -> None:
+        """Every sample of a single-turn batch is the uncut synthetic response, with the versions of its chunks."""
+        for sample in batch.samples:
+            length = self.length_of(*sample.id)
+            cut = length > self.settings.max_response_len
+            count = min(length, self.settings.max_response_len)
+            tokens, logprobs = synthetic_response(sample.prompt.token_ids, sample.id, 0, count, VOCAB, (EOS,))
+            if not cut:
+                tokens[-1] = EOS
+            assert sample.tokens.tolist() == tokens.tolist(), sample.id
+            assert sample.logprobs.tolist() == logprobs.tolist(), sample.id
+            assert sample.finish is (FinishReason.LENGTH if cut else FinishReason.STOP)
+            self.check_provenance(sample)
+        owners = {(s.id, g.attempt_id) for s in batch.samples for g in s.segments}
+        assert len(owners) == len({attempt_id for _, attempt_id in owners})
+        self.check_ledger()
+
+    def check_provenance(self, sample: DeliveredSample) -> None:
+        """Each generated segment is, token for token and version for version, what its attempt handed over."""
+        engines = {e.name: e for e in self.engines}
+        used: dict[str, int] = defaultdict(int)
+        for segment in sample.segments:
+            if segment.kind is SegmentKind.ENVIRONMENT:
+                assert not sample.loss_mask[segment.start : segment.start + segment.count].any()
+                continue
+            rows = [
+                (int(t), float(p), c.version)
+                for c in engines[segment.engine].handed_over[segment.attempt_id]
+                for t, p in zip(c.tokens, c.logprobs, strict=True)
+            ]
+            first = used[segment.attempt_id]
+            used[segment.attempt_id] += segment.count
+            where = slice(segment.start, segment.start + segment.count)
+            assert rows[first : first + segment.count] == [
+                (int(t), float(p), PolicyVersion(*map(int, v)))
+                for t, p, v in zip(sample.tokens[where], sample.logprobs[where], sample.versions[where], strict=True)
+            ]
+            assert {row[2] for row in rows[first : first + segment.count]} == {segment.version}
+
+    def check_ledger(self) -> None:
+        """What april says it has observed is what the engines handed over, and every token is accounted for."""
+        books = self.core.tokens
+        running = sum(a.tape.count for a in self.core.attempts.values())
+        assert books.observed + running == sum(e.tokens for e in self.engines)
+        assert books.observed == books.delivered + books.held + sum(books.dropped.values())
+        prompts = self.core.prompts
+        assert prompts.observed == prompts.delivered + prompts.held + sum(prompts.dropped.values())
+        self.core.validate()
+
+    @property
+    def dropped(self) -> dict[DropReason, int]:
+        """Tokens given up, by reason."""
+        return {reason: count for reason, count in self.core.tokens.dropped.items() if count}
+
+    def sample(self, group: int, index: int) -> Sample:
+        """A held sample."""
+        return self.core.buffer.groups[group].samples[index]
+
+    async def close(self) -> None:
+        """Close the driver; nothing may be left behind."""
+        await self.driver.close()
+        assert all(e.open_streams == 0 for e in self.engines)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+
+
+def table(lengths: dict[tuple[int, int], int], default: int = 5) -> LengthOf:
+    """Response lengths by (group, index)."""
+    return lambda group, index: lengths.get((group, index), default)
