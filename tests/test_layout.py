@@ -13,7 +13,8 @@ PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = ("core", "engines", "driver")
 """From the ground up; scheduler, simulation, demo and cli are above them all."""
-IMPURE = {"asyncio", "aiohttp", "time", "datetime", "random", "secrets", "socket", "threading", "torch", "os", "pathlib"}
+CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
+IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
