@@ -155,6 +155,17 @@ def test_returning_without_generating_is_a_named_failure() -> None:
     assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
 
 
+def test_function_that_fails_before_its_first_call_gives_its_place_back() -> None:
+    """A started sample holds a place in flight; its failure frees it, and it starts again."""
+    m = CoreMachine(settings(n=1, samples=2, max_in_flight=1), lambda g, i: 3, auto_call=False)
+    m.post(ev.StepRequested())
+    (first,) = m.to_call
+    m.post(ev.SampleFailed(first, "boom"))
+
+    assert m.core.starting == 1
+    assert m.to_call == [first, first]
+
+
 def test_two_calls_at_once_are_refused_with_the_story() -> None:
     """One sample has one conversation."""
     m = CoreMachine(settings(n=1, samples=1), lambda g, i: 30)

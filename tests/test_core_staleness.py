@@ -101,6 +101,34 @@ def test_restart_reopens_a_finished_sibling() -> None:
     assert m.core.tokens.as_dict()["dropped"] == {"stale": 12}
 
 
+def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
+    """Group rewards and restart: a finished sibling stays, and the rewards are asked for once more."""
+    m = CoreMachine(
+        settings(n=1, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1), lambda g, i: 3
+    )
+    m.post(ev.StepRequested())
+    ids = {a.sample.id: a.id for a in m.in_flight.values()}
+    m.end(ids[(1, 0)])
+    m.end(ids[(0, 0)])
+    m.end(ids[(0, 1)])
+    m.finish_aborts()
+    m.update()
+    m.post(ev.StepRequested())
+    ids = {a.sample.id: a.id for a in m.in_flight.values()}
+    m.end(ids[(2, 0)])
+    m.end(ids[(2, 1)])
+    m.end(ids[(1, 1)])  # finished in the moment of the abort: group 1 is surplus
+    m.update()
+    group = m.core.buffer.groups[1]
+    assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.FINISHED]
+
+    m.post(ev.StepRequested())
+    m.end(next(a.id for a in m.in_flight.values() if a.sample.id == (1, 0)))
+    m.finish_aborts()
+
+    assert {s.id.group for s in m.batches[-1].samples} == {1}
+
+
 def test_drop_gives_up_the_group_and_replaces_it() -> None:
     """on_stale: drop settles the prompt with the reason stale; the next step still delivers N."""
     m = one_long_group(OnStale.DROP)
