@@ -223,12 +223,18 @@ def test_something_else_than_a_mapping(values: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "word"), [("???", "n_samples_per_prompt"), ("${nowhere}", "nowhere")], ids=["missing", "interpolation"]
+    ("change", "words"),
+    [
+        ({"n_samples_per_prompt": "???"}, "n_samples_per_prompt"),
+        ({"engine": {"kind": "transformers", "model": "???"}}, "Missing mandatory value.*engine.model"),
+        ({"n_samples_per_prompt": "${nowhere}"}, "nowhere"),
+    ],
+    ids=str,
 )
-def test_unresolved_omegaconf_values(value: str, word: str) -> None:
+def test_unresolved_omegaconf_values(change: dict[str, Any], words: str) -> None:
     """A mandatory value that is missing or an interpolation that leads nowhere is a ConfigError that names it."""
-    with pytest.raises(ConfigError, match=word) as caught:
-        Config.from_mapping(OmegaConf.create({**SMALL, "n_samples_per_prompt": value}))
+    with pytest.raises(ConfigError, match=words) as caught:
+        Config.from_mapping(OmegaConf.create({**SMALL, **change}))
     assert "\n" not in str(caught.value)
 
 

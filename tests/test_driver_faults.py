@@ -13,10 +13,12 @@ import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, table, virtual
 
 from april.core import events as ev
+from april.core.sampling import SamplingParams
 from april.core.types import DropReason, Prompt, SampleState
 from april.core.versions import PolicyVersion
+from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
-from april.errors import RolloutError
+from april.errors import EngineError, RolloutError
 
 
 class BreaksOff(RecordingEngine):
@@ -318,6 +320,29 @@ def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
     virtual(program)
 
 
+def test_evaluations_stay_away_from_quarantined_engines() -> None:
+    """They go to the engines that are well; when none is, the error says so."""
+
+    async def program() -> None:
+        lengths = table({(1, 0): 400})
+        bad = IgnoresAborts(lengths, "bad", ignored=10**6, sick=10**6)
+        good = RecordingEngine(lengths, "good")
+        rollouts = Rollouts(lengths, n=1, over=4, engines=[good, bad], abort_deadline_s=4.0)
+        await rollouts.step()
+        assert rollouts.core.engines.states["bad"].quarantined
+        evaluator = Evaluator(rollouts.driver)
+        prompts = [Prompt(np.array([i], np.int32)) for i in range(1, 7)]
+        sent = len(bad.requests)
+        await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
+        assert len(bad.requests) == sent
+        rollouts.core.engines.states["good"].quarantined = True
+        with pytest.raises(EngineError, match="all engines are quarantined: good, bad"):
+            await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
+        await rollouts.close()
+
+    virtual(program)
+
+
 def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
     """engine.abort or engine.health that never returns delays the step to the deadline and no further."""
 
@@ -420,10 +445,16 @@ def test_chunks_after_a_fence_change_nothing() -> None:
         lengths = table({(1, 0): 40}, 5)
         engine = Undead(lengths, stream_interval_s=2.0)
         rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_deadline_s=4.0)
-        await rollouts.step()
-        tape = rollouts.sample(1, 0).tape
-        held = tape.tokens.tolist()
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(4)
+        fenced = next(a for a in rollouts.core.attempts.values() if a.sample.id == (1, 0))
+        await waiter
+        await rollouts.driver.update_weights()
+        held = rollouts.sample(1, 0).tape.tokens.tolist()
+        assert fenced.tape.count == len(held)
         await asyncio.sleep(20)
+        assert fenced.tape.count == len(held)
+        assert len(rollouts.driver.streams) == 0
         assert rollouts.sample(1, 0).tape.tokens.tolist() == held
         rollouts.check_ledger()
         assert rollouts.sample(1, 0).state is SampleState.QUEUED

@@ -14,7 +14,8 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.errors import RolloutError
+from april.driver.rollout_driver import CLOSE_PATIENCE_S
+from april.errors import RolloutError, SchedulerClosed
 
 
 async def cancelled() -> float:
@@ -392,6 +393,76 @@ def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
         await rollouts.close()
 
     virtual(program)
+
+
+@pytest.mark.parametrize("ending", [returns(None), raises(ValueError("cleaning up failed"))], ids=["returns", "raises"])
+def test_a_cancelled_function_that_swallows_its_end_changes_nothing(ending: Callable[[], Awaitable[Any]]) -> None:
+    """Functions of a dropped group that swallow their end, rollout and reward alike, are no events any more."""
+    swallowed: list[SampleId] = []
+
+    async def swallow(sample_id: SampleId) -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            swallowed.append(sample_id)
+            await ending()
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        if llm.sample_id == (0, 0):
+            await llm.generate()
+            await swallow(llm.sample_id)
+        elif llm.sample_id == (0, 1):
+            await asyncio.sleep(7)
+            raise ValueError("no")
+        else:
+            await llm.generate()
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        if response.sample_id == (0, 2):
+            await swallow(response.sample_id)
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, samples=3, rollout=rollout, reward=reward, max_attempt_failures=1)
+        batch = await rollouts.step()
+        assert set(batch.group_ids.tolist()) == {1}
+        assert swallowed == [(0, 0), (0, 2)]
+        await rollouts.step()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixture) -> None:
+    """A finally block may await; one that never ends is named in the log and left behind after CLOSE_PATIENCE_S."""
+    ended: list[float] = []
+    release = asyncio.Event()
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        try:
+            await llm.generate()
+        finally:
+            if llm.sample_id.group == 0:
+                await asyncio.sleep(3)
+            else:
+                await release.wait()
+            ended.append(now())
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 500), n=2, rollout=rollout)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(10)
+        await rollouts.driver.close()
+        assert ended == [13.0]
+        assert now() == 10 + CLOSE_PATIENCE_S
+        release.set()
+        await asyncio.sleep(0)
+        with pytest.raises(SchedulerClosed):
+            await waiter
+        await rollouts.close()
+
+    virtual(program)
+    assert "ignores its cancellation" in caplog.text
 
 
 def test_functions_do_not_see_each_others_context() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import subprocess
 import sys
@@ -14,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, reward, scheduler
 
 import april
-from april.core.types import DropReason, FinishReason
+from april.core.types import DropReason
 from april.driver.rewards import Response
-from april.engines.decode_cost import DecodeCost
-from april.engines.protocol import Capabilities, Request
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.protocol import Capabilities
+from april.engines.simulated import SimulatedEngine, by_sample_key
 from april.errors import (
     ConfigError,
     DataExhausted,
@@ -30,64 +28,11 @@ from april.errors import (
     SchedulerClosed,
 )
 
-LENGTHS = LognormalLengths(20, 0.7, 0.7, seed=5)
-FAST = DecodeCost(1e-5, 0.0, 0.0)
-VOCAB = 1000
-
-
-def engine(name: str = "e0", **options: Any) -> SimulatedEngine:
-    return SimulatedEngine(name, FAST, by_sample_key(LENGTHS), **({"max_running": 64, "vocab_size": VOCAB} | options))
-
-
-def config(**changes: Any) -> april.Config:
-    values: dict[str, Any] = {
-        "rollout_batch_size": 3,
-        "n_samples_per_prompt": 2,
-        "over_sampling_batch_size": 5,
-        "max_response_len": 100,
-        "seed": 1,
-    }
-    return april.Config(**(values | changes))
-
-
-def endless() -> Iterator[list[int]]:
-    number = 0
-    while True:
-        number += 1
-        yield [number % 900 + 1, 7]
-
-
-async def reward(prompt: april.Prompt, response: Response) -> float:
-    return float(len(response.tokens))
-
-
-def scheduler(**changes: Any) -> april.RolloutScheduler:
-    arguments: dict[str, Any] = {
-        "config": config(),
-        "prompts": endless(),
-        "reward": reward,
-        "engines": [engine("e0"), engine("e1", stream_interval_s=1e-4)],
-        "check": True,
-    }
-    return april.RolloutScheduler(**(arguments | changes))
-
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     yield
-    gc.collect(1)  # a forgotten task, loop or coroutine complains now
-    assert not [t.name for t in threading.enumerate() if t.name == "april-loop"]
-
-
-def check(batch: april.Batch) -> None:
-    for s in batch.samples:
-        count = min(LENGTHS.sample(*s.id), 100)
-        tokens, logprobs = synthetic_response(s.prompt.token_ids, s.id, 0, count, VOCAB, (0,))
-        if s.finish is FinishReason.STOP:
-            tokens[-1] = 0
-        assert s.tokens.tolist() == tokens.tolist()
-        assert s.logprobs.tolist() == logprobs.tolist()
-        assert s.reward == count
+    assert_nothing_is_left()
 
 
 # ---------------------------------------------------------------- the two faces
@@ -185,6 +130,22 @@ def test_an_interrupted_next_batch_loses_nothing() -> None:
         assert batch.id == 0
 
 
+def test_an_interrupt_between_delivery_and_return_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when the batch is on its way to the trainer's thread: the next call returns that very batch."""
+    with scheduler() as rollouts:
+        run = rollouts._thread.run
+
+        def interrupted(coroutine: Any) -> Any:
+            run(coroutine)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(rollouts._thread, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.next_batch()
+        monkeypatch.undo()
+        assert [rollouts.next_batch().id for _ in range(2)] == [0, 1]
+
+
 # ---------------------------------------------------------------- weight updates
 
 
@@ -238,170 +199,6 @@ def test_an_engine_that_cannot_load() -> None:
         with pytest.raises(EngineError, match="cannot pause"):
             rollouts.weight_update(transfer=lambda: pytest.fail("the engine is not paused"))
         check(rollouts.next_batch())
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-def test_evaluation_touches_nothing_and_repeats_exactly() -> None:
-    """Between and during steps: same result, no carry and no count of training changed."""
-    held_out = [[i, 8] for i in range(1, 6)]
-
-    def books(r: april.RolloutScheduler) -> Any:
-        return r.ledger(), r.version, repr(r)
-
-    with scheduler() as rollouts:
-        first = rollouts.evaluate(held_out, n_samples=3)
-        rollouts.next_batch()
-        before = books(rollouts)
-        second = rollouts.evaluate(held_out, n_samples=3)
-        assert books(rollouts) == before
-        rollouts.weight_update()
-        third = rollouts.evaluate(iter(held_out), n_samples=3)
-        check(rollouts.next_batch())
-
-    assert first.rewards.shape == (5, 3)
-    assert first.rewards.tolist() == [[min(100, LENGTHS.sample(g, i)) for i in range(3)] for g in range(5)]
-    for other in (second, third):
-        assert other.rewards.tolist() == first.rewards.tolist()
-        assert [[r.tokens.tolist() for r in row] for row in other.responses] == [
-            [r.tokens.tolist() for r in row] for row in first.responses
-        ]
-    assert first.reward_mean == first.rewards.mean()
-    means = first.rewards.mean(axis=1)
-    assert first.reward_standard_error == pytest.approx(means.std(ddof=1) / np.sqrt(5))
-
-
-def test_evaluation_while_a_step_waits() -> None:
-    """Training requests are parked, the engines are the evaluation's, then the step goes on exactly."""
-    holding = threading.Event()
-    go = threading.Event()
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        if not go.is_set():
-            holding.set()
-            go.wait()
-        return float(len(response.tokens))
-
-    with scheduler(reward=judge) as rollouts:
-        batches: list[april.Batch] = []
-        trainer = threading.Thread(target=lambda: batches.append(rollouts.next_batch()))
-        trainer.start()
-        holding.wait()
-        evaluation = threading.Thread(target=lambda: batches.append(rollouts.evaluate([[1, 2]])))  # type: ignore[arg-type]
-        evaluation.start()
-        go.set()
-        trainer.join()
-        evaluation.join()
-        check(next(b for b in batches if isinstance(b, april.Batch)))
-
-
-def test_evaluation_has_its_own_sampling() -> None:
-    """temperature, top_p, max_tokens and seed of the call reach the engine; the rest is that of training."""
-    seen: list[Request] = []
-
-    class Spy(SimulatedEngine):
-        def generate(self, request: Request) -> Any:
-            seen.append(request)
-            return super().generate(request)
-
-    spy = Spy("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-    settings = config(sampling={"stop_token_ids": [9], "min_tokens": 2}, allow_mismatch=True)
-    with scheduler(engines=[spy], config=settings) as rollouts:
-        rollouts.next_batch()
-        training = {r.attempt_id for r in seen}
-        seen.clear()
-        rollouts.evaluate([[1]], temperature=0.0, top_p=0.5, max_tokens=11, seed=3)
-        rollouts.evaluate([[1]], seed=4)
-    first, second = (r.sampling for r in seen)
-    assert (first.temperature, first.top_p, first.max_tokens, first.min_tokens) == (0.0, 0.5, 11, 2)
-    assert (second.temperature, second.top_p, second.max_tokens, second.min_tokens) == (1.0, 1.0, 100, 2)
-    assert first.stop_token_ids == second.stop_token_ids == (9,)
-    assert first.seed != second.seed
-    ids = {r.attempt_id for r in seen}
-    assert len(ids) == 2
-    assert not ids & training
-    assert len({len(i) for i in ids | training}) == 1
-
-
-def test_evaluation_of_several_turns() -> None:
-    """The same rollout function; a call without room ends with LENGTH as in training; group rewards work too."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> int:
-        done = await llm.generate()
-        done = await llm.generate([*done.conversation, 901, 902])
-        done = await llm.generate([*done.conversation, *range(400, 500)])
-        assert done.finish is FinishReason.LENGTH
-        return len(done.conversation)
-
-    async def group_reward(prompt: april.Prompt, responses: list[Response]) -> list[float]:
-        assert all(r.output == 101 == 1 + len(r.tokens) for r in responses)
-        assert all(r.loss_mask.sum() < len(r.tokens) for r in responses)
-        return [1.0, 2.0]
-
-    with scheduler(rollout=rollout, reward=None, group_reward=group_reward) as rollouts:
-        assert rollouts.evaluate([[1], [2]], n_samples=2).rewards.tolist() == [[1.0, 2.0]] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"n_samples": 0}, "n_samples must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"temperature": -1.0}, "temperature must be a finite number"),
-        ({"top_p": 0.0}, "top_p must be in"),
-        ({"prompts": []}, "there are no prompts"),
-        ({"prompts": "text"}, "must be an iterable of prompts"),
-        ({"prompts": [[1], [5000]]}, "prompt 1: token id 5000"),
-    ],
-    ids=str,
-)
-def test_evaluations_that_are_refused(arguments: dict[str, Any], words: str) -> None:
-    """A ConfigError before anything is paused."""
-    with scheduler() as rollouts, pytest.raises(ConfigError, match=words):
-        rollouts.evaluate(**({"prompts": [[1]]} | arguments))
-
-
-def test_evaluations_that_fail_name_the_prompt() -> None:
-    """Whatever a function raises comes out as RolloutError with its cause, and training goes on."""
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        if prompt.token_ids[0] == 2:
-            raise LookupError("no answer key")
-        if prompt.token_ids[0] == 3:
-            raise SystemExit(1)
-        return float("nan") if prompt.token_ids[0] == 4 else float(len(response.tokens))
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        if prompt.token_ids[0] == 5:
-            return
-        if prompt.token_ids[0] == 6:
-            raise SystemExit(1)
-        done = await llm.generate()
-        if prompt.token_ids[0] == 8:
-            await llm.generate(done.conversation[1:])
-
-    long = [1] * 200
-    prompts = (april.Prompt(np.array([7, i + 100], np.int32)) for i in range(1000))
-    engines = [engine(max_context=150)]
-    with scheduler(reward=judge, rollout=rollout, prompts=prompts, engines=engines) as rollouts:
-        for bad, words in (
-            ([2], "evaluation prompt 1: the reward function raised LookupError: no answer key"),
-            ([3], "evaluation prompt 1: the reward function raised SystemExit: 1"),
-            ([4], "evaluation prompt 1: the reward of g1.s0 is nan"),
-            ([5], "evaluation prompt 1: the rollout function generated nothing"),
-            ([6], "evaluation prompt 1: the rollout function raised SystemExit: 1"),
-            ([8], "evaluation prompt 1: llm.generate was given tokens that do not begin"),
-            (long, "evaluation prompt 1: it has 200 tokens, which leaves no room"),
-        ):
-            with pytest.raises(RolloutError) as caught:
-                rollouts.evaluate([[1], bad, [9]])
-            assert words in str(caught.value)
-            if bad == [2]:
-                assert isinstance(caught.value.__cause__, LookupError)
-        check(rollouts.next_batch())
-    with scheduler(reward=None) as rollouts, pytest.raises(RolloutError, match="needs a reward function"):
-        rollouts.evaluate([[1]])
 
 
 # ---------------------------------------------------------------- rewards in threads

@@ -149,7 +149,7 @@ class Evaluator:
         attempt, finish = AttemptTape(), None
         request = Request(attempt_id, ids, params, sample_key=sample.id)
         version = core.clock.current
-        await self._driver.sweeps_over(engine.name)
+        await self._driver.streams.sweeps_over(engine.name)
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 try:

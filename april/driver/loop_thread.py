@@ -64,8 +64,8 @@ class LoopThread:
             if threading.current_thread() is self._thread:
                 raise RolloutError("a call from april's own loop would wait for itself; call it where the trainer runs")
             return self._submit(coroutine)
-        except BaseException:
-            coroutine.close()
+        except (RolloutError, SchedulerClosed):
+            coroutine.close()  # never begun; after an interrupt it may already run
             raise
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,23 +22,19 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import Int32
-from april.core.types import Attempt, Sample, SampleId
+from april.core.types import Sample, SampleId
 from april.core.versions import PolicyVersion
+from april.driver.attempt_streams import AttemptStreams
 from april.driver.busy_time import BusyTime
 from april.driver.llm import LLM, Completion, RolloutFunction, check_mismatch, checked_call, completion_of
 from april.driver.prompt_source import PromptSource
 from april.driver.rewards import checked_reward, checked_rewards, response_of
 from april.driver.user_code import call_user, describe, inside_user_code, own_cancellation
-from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Engine, EngineFinish, Request
-from april.errors import AprilError, DataExhausted, EngineError, RolloutError, SchedulerClosed, WireError
+from april.engines.protocol import Engine
+from april.errors import AprilError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
-PROBE_INTERVAL_S = 1.0
-"""Between two health probes of a quarantined engine."""
-PROBE_TIMEOUT_S = 10.0
-"""A probe without an answer for this long counts as unwell."""
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
 
@@ -53,18 +49,6 @@ class _Runner:
     """The llm.generate that is not complete yet."""
     returned: bool = False
     output: Any = None
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One attempt at an engine."""
-
-    attempt: Attempt
-    response_offset: int
-    """Tokens of the present llm.generate call that earlier attempts generated."""
-    task: asyncio.Task[None] | None = None
-    sent: bool = False
-    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +89,7 @@ class RolloutDriver:
         self._allow_mismatch = allow_mismatch
         self._source = source
         self._runners: dict[SampleId, _Runner] = {}
-        self._streams: dict[str, _Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sweeps: dict[str, set[asyncio.Task[None]]] = {e.name: set() for e in engines}
         self._events: deque[ev.Event] = deque()
         self._draining = False
         self._broken: AprilError | None = None
@@ -119,18 +101,19 @@ class RolloutDriver:
         self._vocab_size = min(e.capabilities.vocab_size for e in engines)
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
+        self.streams = AttemptStreams(self.engines, self.core, self._busy, self.post, self.spawn)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._start_sample,
-            do.Submit: self._submit,
-            do.Abort: self._abort,
+            do.Submit: self.streams.submit,
+            do.Abort: self.streams.abort,
             do.CallCompleted: self._call_completed,
             do.ScoreSample: self._score_sample,
             do.ScoreGroup: self._score_group,
             do.CancelSample: self._cancel_sample,
             do.StartTimer: self._start_timer,
-            do.Fence: self._fence,
-            do.ProbeEngine: self._probe,
+            do.Fence: self.streams.fence,
+            do.ProbeEngine: self.streams.probe,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
             do.Paused: self._paused,
@@ -201,16 +184,27 @@ class RolloutDriver:
                 _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
                 if transfer is not None:
                     await transfer()
-                results = await self._on_all_engines(lambda engine: engine.update_weights(version, path))
-                self._note_half_update(results)
-                _raise_first(results)
-                taken, self._taken = self._taken, []
-                for batch_id in taken:
-                    self.post(ev.BatchCommitted(batch_id))
-                self.post(ev.WeightsUpdated(version))
+                await self._give_version(version, path)
             finally:
                 _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
         return version
+
+    async def _give_version(self, version: PolicyVersion, path: str | None) -> None:
+        """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
+        giving = asyncio.ensure_future(self._on_all_engines(lambda engine: engine.update_weights(version, path)))
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            results = await asyncio.shield(giving)
+        except asyncio.CancelledError as error:
+            cancelled, results = error, await giving
+        self._note_half_update(results)
+        _raise_first(results)
+        taken, self._taken = self._taken, []
+        for batch_id in taken:
+            self.post(ev.BatchCommitted(batch_id))
+        self.post(ev.WeightsUpdated(version))
+        if cancelled is not None:
+            raise cancelled
 
     def _note_half_update(self, results: dict[str, BaseException | None]) -> None:
         """Engines with different weights must not generate for one version."""
@@ -250,7 +244,7 @@ class RolloutDriver:
             for task in stubborn:
                 log.error("%s ignores its cancellation and is left behind", task.get_coro())
         self._runners.clear()
-        self._streams.clear()
+        self.streams.clear()
         for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
             if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
@@ -402,131 +396,9 @@ class RolloutDriver:
             log.warning("reward failed for %s", samples[0].id, exc_info=error)
             self.post(ev.SampleFailed(samples[0].id, f"the reward function failed: {describe(error)}"))
 
-    # ---------------------------------------------------------------- attempts
-
-    def _submit(self, command: do.Submit) -> None:
-        sample = command.attempt.sample
-        assert sample.call is not None
-        stream = _Stream(command.attempt, len(sample.tape) - sample.call.start)
-        self._streams[command.attempt.id] = stream
-        self._busy.change(+1, asyncio.get_running_loop().time())
-        stream.task = self.spawn(self._run_attempt(stream))
-
-    async def _run_attempt(self, stream: _Stream) -> None:
-        attempt = stream.attempt
-        event: ev.Event
-        try:
-            # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
-            await self.sweeps_over(attempt.engine, self.core.settings.abort_resend_s)
-            event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
-        except _Rejected as rejected:
-            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
-            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=True, rejected=rejected.tokens)
-        except Exception as error:
-            log.warning("attempt %s of %s broke off", attempt.id, attempt.sample.id, exc_info=error)
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
-        except asyncio.CancelledError as error:
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
-        if self._streams.pop(attempt.id, None) is stream:
-            self._busy.change(-1, asyncio.get_running_loop().time())
-            self.post(event)
-
-    async def _read(self, stream: _Stream) -> str:
-        """Append the stream's chunks to the attempt's tape; returns why it ended."""
-        attempt = stream.attempt
-        engine = self.engines[attempt.engine]
-        vocab_size = engine.capabilities.vocab_size
-        oldest = attempt.sample.tape.newest_version
-        request = Request(
-            attempt.id,
-            attempt.token_ids,
-            attempt.sampling,
-            priority=0 if attempt.urgent else 1,
-            sample_key=attempt.sample.id,
-            response_offset=stream.response_offset,
-        )
-        stream.sent = True
-        finish: EngineFinish | None = None
-        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                if self._streams.get(attempt.id) is not stream:
-                    break  # fenced: its tape is closed, whatever the engine makes of the cancellation
-                room = attempt.sampling.max_tokens - attempt.tape.count
-                try:
-                    if finish is not None:
-                        raise WireError(f"a chunk came after the one that ended the stream ({finish})")
-                    check_chunk(chunk, vocab_size, room, oldest, self.core.clock.current)
-                except WireError as error:
-                    raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
-                attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
-                oldest, finish = chunk.version, chunk.finish
-        if finish is None:
-            raise EngineError("the stream ended without a finish reason")
-        if attempt.tape.count == 0 and not (finish is EngineFinish.ABORT and stream.aborted):
-            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
-        return str(finish)
-
-    def _abort(self, command: do.Abort) -> None:
-        sent = False
-        for attempt_id in command.attempt_ids:
-            stream = self._streams.get(attempt_id)
-            if stream is not None:
-                stream.aborted = True
-                sent |= stream.sent
-        if not sent:
-            return
-        engine = self.engines[command.engine]
-        if command.everything:
-            sweeps = self._sweeps[engine.name]
-            task = self.spawn(self._ask_abort(engine, None))
-            sweeps.add(task)
-            task.add_done_callback(sweeps.discard)
-        else:
-            self.spawn(self._ask_abort(engine, command.attempt_ids))
-
-    async def sweeps_over(self, engine: str, patience_s: float | None = None) -> None:
-        """Until no abort of everything is on its way to the engine: it would hit a request that is sent now.
-
-        ``patience_s``: the longest wait; None: abort_deadline_s, after which such a call is given up.
-        """
-        if sweeps := self._sweeps[engine]:
-            await asyncio.wait(set(sweeps), timeout=patience_s)
-
-    async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
-        try:
-            async with asyncio.timeout(self.core.settings.abort_deadline_s):
-                await engine.abort(attempt_ids)
-        except Exception as error:
-            # the core asks again until every attempt has ended
-            log.warning("abort on engine %s failed: %s", engine.name, describe(error))
-
-    def _fence(self, command: do.Fence) -> None:
-        for attempt_id in command.attempt_ids:
-            stream = self._streams.pop(attempt_id, None)
-            if stream is not None and stream.task is not None:
-                self._busy.change(-1, asyncio.get_running_loop().time())
-                stream.task.cancel()
-
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(command.seconds, lambda: self.post(ev.TimerFired(command.timer)))
-
-    def _probe(self, command: do.ProbeEngine) -> None:
-        self.spawn(self._probe_until_well(command.engine))
-
-    async def _probe_until_well(self, name: str) -> None:
-        log.warning("engine %s is quarantined until a probe finds it well", name)
-        while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
-            try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    health = await self.engines[name].health()
-            except Exception as error:
-                log.warning("probe of engine %s failed: %s", name, describe(error))
-                continue
-            if health.ok:
-                self.post(ev.EngineReady(name))
-                return
 
     # ---------------------------------------------------------------- results
 
@@ -568,14 +440,6 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
-
-
-class _Rejected(Exception):
-    """A chunk that cannot be true, with the tokens it had."""
-
-    def __init__(self, error: str, tokens: int) -> None:
-        super().__init__(error)
-        self.tokens = tokens
 
 
 _ABANDONED = (

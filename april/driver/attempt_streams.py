@@ -1,0 +1,205 @@
+"""Attempt streams: every engine request, from its submission to the event that accounts for it.
+
+Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, unless it was fenced; after that
+event, or the fence, nothing is written to its tape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.state import RolloutCore
+from april.core.types import Attempt
+from april.driver.busy_time import BusyTime
+from april.driver.user_code import describe, own_cancellation
+from april.driver.wire_checks import check_chunk
+from april.engines.protocol import Engine, EngineFinish, Request
+from april.errors import EngineError, WireError
+
+log = logging.getLogger("april")
+
+PROBE_INTERVAL_S = 1.0
+"""Between two health probes of a quarantined engine."""
+PROBE_TIMEOUT_S = 10.0
+"""A probe without an answer for this long counts as unwell."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One attempt at an engine."""
+
+    attempt: Attempt
+    response_offset: int
+    """Tokens of the present llm.generate call that earlier attempts generated."""
+    task: asyncio.Task[None] | None = None
+    sent: bool = False
+    aborted: bool = False
+
+
+class AttemptStreams:
+    """The requests at all engines; ``post`` takes events, ``spawn`` starts background tasks."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        core: RolloutCore,
+        busy: BusyTime,
+        post: Callable[[ev.Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._engines = engines
+        self._core = core
+        self._busy = busy
+        self._post = post
+        self._spawn = spawn
+        self._open: dict[str, _Stream] = {}
+        self._sweeps: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def clear(self) -> None:
+        """Forget all streams; their tasks have ended."""
+        self._open.clear()
+
+    def submit(self, command: do.Submit) -> None:
+        """Send one attempt to its engine; its end is an event."""
+        sample = command.attempt.sample
+        assert sample.call is not None
+        stream = _Stream(command.attempt, len(sample.tape) - sample.call.start)
+        self._open[command.attempt.id] = stream
+        self._busy.change(+1, asyncio.get_running_loop().time())
+        stream.task = self._spawn(self._run_attempt(stream))
+
+    async def _run_attempt(self, stream: _Stream) -> None:
+        attempt = stream.attempt
+        event: ev.Event
+        try:
+            # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
+            await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
+            event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
+        except _Rejected as rejected:
+            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
+            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=True, rejected=rejected.tokens)
+        except Exception as error:
+            log.warning("attempt %s of %s broke off", attempt.id, attempt.sample.id, exc_info=error)
+            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
+        except asyncio.CancelledError as error:
+            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
+        if self._open.pop(attempt.id, None) is stream:
+            self._busy.change(-1, asyncio.get_running_loop().time())
+            self._post(event)
+
+    async def _read(self, stream: _Stream) -> str:
+        """Append the stream's chunks to the attempt's tape; returns why it ended."""
+        attempt = stream.attempt
+        engine = self._engines[attempt.engine]
+        vocab_size = engine.capabilities.vocab_size
+        oldest = attempt.sample.tape.newest_version
+        request = Request(
+            attempt.id,
+            attempt.token_ids,
+            attempt.sampling,
+            priority=0 if attempt.urgent else 1,
+            sample_key=attempt.sample.id,
+            response_offset=stream.response_offset,
+        )
+        stream.sent = True
+        finish: EngineFinish | None = None
+        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                if self._open.get(attempt.id) is not stream:
+                    break  # fenced: its tape is closed, whatever the engine makes of the cancellation
+                room = attempt.sampling.max_tokens - attempt.tape.count
+                try:
+                    if finish is not None:
+                        raise WireError(f"a chunk came after the one that ended the stream ({finish})")
+                    check_chunk(chunk, vocab_size, room, oldest, self._core.clock.current)
+                except WireError as error:
+                    raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
+                attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
+                oldest, finish = chunk.version, chunk.finish
+        if finish is None:
+            raise EngineError("the stream ended without a finish reason")
+        if attempt.tape.count == 0 and not (finish is EngineFinish.ABORT and stream.aborted):
+            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
+        return str(finish)
+
+    def abort(self, command: do.Abort) -> None:
+        """Ask for the end of attempts; one whose request was not sent yet never will be."""
+        sent = False
+        for attempt_id in command.attempt_ids:
+            stream = self._open.get(attempt_id)
+            if stream is not None:
+                stream.aborted = True
+                sent |= stream.sent
+        if not sent:
+            return
+        engine = self._engines[command.engine]
+        if command.everything:
+            sweeps = self._sweeps[engine.name]
+            task = self._spawn(self._ask_abort(engine, None))
+            sweeps.add(task)
+            task.add_done_callback(sweeps.discard)
+        else:
+            self._spawn(self._ask_abort(engine, command.attempt_ids))
+
+    async def sweeps_over(self, engine: str, patience_s: float | None = None) -> None:
+        """Until no abort of everything is on its way to the engine: it would hit a request that is sent now.
+
+        ``patience_s``: the longest wait; None: abort_deadline_s, after which such a call is given up.
+        """
+        if sweeps := self._sweeps[engine]:
+            await asyncio.wait(set(sweeps), timeout=patience_s)
+
+    async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
+        try:
+            async with asyncio.timeout(self._core.settings.abort_deadline_s):
+                await engine.abort(attempt_ids)
+        except Exception as error:
+            # the core asks again until every attempt has ended
+            log.warning("abort on engine %s failed: %s", engine.name, describe(error))
+
+    def fence(self, command: do.Fence) -> None:
+        """Close streams that did not end in time; whatever they still yield goes nowhere."""
+        for attempt_id in command.attempt_ids:
+            stream = self._open.pop(attempt_id, None)
+            if stream is not None and stream.task is not None:
+                self._busy.change(-1, asyncio.get_running_loop().time())
+                stream.task.cancel()
+
+    def probe(self, command: do.ProbeEngine) -> None:
+        """Probe a quarantined engine until it is well."""
+        self._spawn(self._probe_until_well(command.engine))
+
+    async def _probe_until_well(self, name: str) -> None:
+        log.warning("engine %s is quarantined until a probe finds it well", name)
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    health = await self._engines[name].health()
+            except Exception as error:
+                log.warning("probe of engine %s failed: %s", name, describe(error))
+                continue
+            except asyncio.CancelledError as error:
+                log.warning("probe of engine %s failed: %s", name, own_cancellation(error))
+                continue
+            if health.ok:
+                self._post(ev.EngineReady(name))
+                return
+
+
+class _Rejected(Exception):
+    """A chunk that cannot be true, with the tokens it had."""
+
+    def __init__(self, error: str, tokens: int) -> None:
+        super().__init__(error)
+        self.tokens = tokens

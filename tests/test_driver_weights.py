@@ -1,0 +1,245 @@
+"""Pauses, weight updates and evaluations in the middle of training: engines stop, agree, and go on exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+
+from april.core.sampling import SamplingParams
+from april.core.types import Prompt
+from april.core.versions import PolicyVersion
+from april.driver.evaluation import Evaluator
+from april.errors import EngineError
+
+
+def test_pause_and_resume_in_the_middle_of_a_step() -> None:
+    """Inside a pause nothing generates; afterwards the same samples go on where they were."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 20, (1, 0): 30}), n=2)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        async with rollouts.driver.paused():
+            assert not rollouts.core.attempts
+            assert [len(rollouts.sample(g, 0).tape) for g in (0, 1)] == [7, 7]
+            made = rollouts.engines[0].tokens
+            await asyncio.sleep(100)
+            assert rollouts.engines[0].tokens == made
+            rollouts.core.validate()
+        batch = await waiter
+        rollouts.check(batch)
+        assert now() == pytest.approx(7.5 + 100 + 23, abs=1.01)
+        assert all(s.attempts == 2 for s in batch.samples)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_cancelled_pause_goes_on() -> None:
+    """Whoever gives up waiting for a pause leaves training running."""
+
+    class Slow(RecordingEngine):
+        async def abort(self, attempt_ids: Any = None) -> None:
+            await asyncio.sleep(5)
+            await super().abort(attempt_ids)
+
+    async def program() -> None:
+        lengths = table({(0, 0): 20})
+        rollouts = Rollouts(lengths, n=1, engines=[Slow(lengths)])
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(3)
+
+        async def hold() -> None:
+            async with rollouts.driver.paused():
+                pytest.fail("the pause was cancelled before")
+
+        holder = asyncio.create_task(hold())
+        await asyncio.sleep(1)
+        holder.cancel()
+        rollouts.check(await waiter)
+        async with rollouts.driver.paused():  # the lock was given back
+            pass
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_weight_update_in_the_middle_of_a_step() -> None:
+    """An asynchronous trainer may update while a step runs: the sample is cut there, and its versions say so."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(0, 0): 20}), n=1)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(8.5)
+        assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
+        batch = await waiter
+        rollouts.check(batch)
+        assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_transfer_that_raises_leaves_the_version() -> None:
+    """The trainer's error comes out, engines are resumed, the version and the lease stay, generation goes on."""
+
+    async def transfer() -> None:
+        raise OSError("no route")
+
+    async def program() -> None:
+        rollouts = Rollouts(table({(1, 0): 20}), n=1, over=2)
+        await rollouts.driver.next_batch()
+        with pytest.raises(OSError, match="no route"):
+            await rollouts.driver.update_weights(transfer=transfer)
+        assert rollouts.core.clock.current == PolicyVersion(0, 0)
+        assert list(rollouts.core.leased) == [0]
+        batch = await rollouts.driver.next_batch()
+        assert {s.version for x in batch.samples for s in x.segments} == {PolicyVersion(0, 0)}
+        assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_interrupted_update_is_completed_once_engines_are_loading() -> None:
+    """Cancelled before: nothing has changed. Cancelled while engines load: they finish, and the version says so."""
+
+    async def program() -> None:
+        lengths = table({})
+        engines = [RecordingEngine(lengths, f"e{i}", weight_update_s=2.0 + i) for i in range(2)]
+        rollouts = Rollouts(lengths, n=2, engines=engines)
+        for wait, version in ((0.0, 0), (2.5, 1)):
+            await rollouts.driver.next_batch()
+            update = asyncio.create_task(rollouts.driver.update_weights("weights"))
+            await asyncio.sleep(wait)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert rollouts.core.clock.current == PolicyVersion(0, version)
+            assert {e.inner._version for e in engines} == {PolicyVersion(0, version)}
+            assert len(rollouts.core.leased) == 1 - version
+        batch = await rollouts.step()
+        assert batch.version == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+class FailsOnce(RecordingEngine):
+    """An engine whose ``broken`` method raises the first time, late."""
+
+    def __init__(self, *args: Any, broken: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.broken = broken
+
+    async def _maybe(self, what: str) -> None:
+        if self.broken == what:
+            self.broken = ""
+            raise EngineError(f"{self.name} cannot {what}")
+
+    async def pause(self) -> None:
+        await self._maybe("pause")
+        await super().pause()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self._maybe("load")
+        await super().update_weights(version, path)
+
+
+def test_an_engine_that_cannot_pause_leaves_no_other_paused() -> None:
+    """weight_update fails before anything was written; all engines are open again."""
+
+    async def program() -> None:
+        lengths = table({})
+        engines = [FailsOnce(lengths, "bad", broken="pause"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        await rollouts.driver.next_batch()
+        with pytest.raises(EngineError, match="bad cannot pause"):
+            await rollouts.driver.update_weights()
+        batch = await rollouts.driver.next_batch()
+        assert {s.engine for x in batch.samples for s in x.segments} == {"bad", "good"}
+        assert batch.version == PolicyVersion(0, 0)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
+    """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
+
+    async def program() -> None:
+        lengths = table({(2, 0): 30, (3, 0): 30})
+        engines = [
+            FailsOnce(lengths, "bad", broken="load"),
+            RecordingEngine(lengths, "good", weight_update_s=5.0),
+        ]
+        rollouts = Rollouts(lengths, n=2, over=4, engines=engines)
+        await rollouts.driver.next_batch()
+        made = sum(e.tokens for e in engines)
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await rollouts.driver.update_weights("weights")
+        assert now() == pytest.approx(10, abs=0.01)  # nobody resumed while the other engine was loading
+        with pytest.raises(EngineError, match=r"reached engines \['good'\] and not \['bad'\].*weight_update again"):
+            await rollouts.driver.next_batch()
+        assert sum(e.tokens for e in engines) == made
+        assert await rollouts.driver.update_weights("weights") == PolicyVersion(0, 1)
+        batch = await rollouts.step()
+        assert batch.version == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_half_done_weight_update_holds_a_step_that_is_running() -> None:
+    """An asynchronous trainer's pending step makes no token either until all engines agree; then it goes on."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        engines = [FailsOnce(lengths, "bad", broken="load"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await rollouts.driver.update_weights("weights")
+        made = sum(e.tokens for e in engines)
+        await asyncio.sleep(50)
+        assert sum(e.tokens for e in engines) == made == 4 * 7
+        with pytest.raises(EngineError, match="reached engines"):
+            await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
+        await rollouts.driver.update_weights("weights")
+        batch = await waiter
+        rollouts.check(batch)
+        assert [[(s.version.n, s.count) for s in x.segments] for x in batch.samples] == [[(0, 7), (1, 13)]] * 4
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_evaluation_has_the_engines_to_itself() -> None:
+    """While it runs no training request is at an engine; the step goes on afterwards, with equal books."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 20), n=4)
+        engine = rollouts.engines[0]
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        training = set(engine.requests)
+        evaluation = asyncio.create_task(
+            Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=10), 0)
+        )
+        await asyncio.sleep(5)
+        assert engine.open_streams == 2
+        assert not rollouts.core.attempts
+        assert len(set(engine.requests) - training) == 2
+        books = rollouts.core.tokens.as_dict()
+        result = await evaluation
+        assert rollouts.core.tokens.as_dict() == books
+        assert [len(r.tokens) for r in result.responses[0]] == [10, 10]
+        batch = await waiter
+        assert [[s.count for s in x.segments] for x in batch.samples] == [[7, 13]] * 4
+        await rollouts.close()
+
+    virtual(program)
