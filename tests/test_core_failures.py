@@ -54,6 +54,33 @@ def test_corrupt_attempt_is_dropped_with_a_reason_and_never_trained() -> None:
     assert len(third.token_ids) == 2 + 5
 
 
+def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
+    """Attempts that brought tokens do not count as failures of their sample: it goes on from them."""
+    m = CoreMachine(settings(n=1, samples=1, max_attempt_failures=2), lambda g, i: 20)
+    m.post(ev.StepRequested())
+    for _ in range(4):
+        (attempt_id,) = m.in_flight
+        m.tokens(attempt_id, 3)
+        fail(m, attempt_id)
+        m.post(ev.EngineReady("e0"))  # it may have been quarantined
+    m.end(min(m.in_flight))
+
+    assert len(m.batches[0].samples[0].tokens) == 20
+    assert m.core.prompts.as_dict()["dropped"] == {}
+
+
+def test_endless_source_of_long_prompts_ends_the_step_with_a_reason() -> None:
+    """With on_long_prompt: skip nothing is drawn for ever: after 1,000 in a row the trainer is told."""
+    m = CoreMachine(
+        settings(n=1, samples=1, on_long_prompt=OnLongPrompt.SKIP), lambda g, i: 5,
+        engines=(EngineLimits("a", 2, None, (EOS,)),),
+    )  # fmt: skip
+    m.post(ev.StepRequested())
+
+    assert "1000 prompts in a row leave no room" in m.errors[0]
+    assert m.core.prompts.as_dict()["dropped"] == {"too_long": 1000}
+
+
 def test_sample_that_fails_too_often_takes_its_group_along_and_is_replaced() -> None:
     """max_attempt_failures: the group is dropped for the reason failed, its siblings are aborted, N is still met."""
     m = CoreMachine(settings(n=1, samples=2, max_attempt_failures=2), lambda g, i: 20)

@@ -87,6 +87,15 @@ def test_min_tokens_counts_the_whole_response() -> None:
     assert cut_once(m, 30).sampling.min_tokens == 0
 
 
+def test_min_tokens_never_exceeds_the_rest_of_the_budget() -> None:
+    """Near the end of the budget an engine is not asked for more tokens than it may generate."""
+    m = machine(max_response_len=20)
+    m.sampling = SamplingParams(max_tokens=1000, min_tokens=18)
+    m.post(ev.StepRequested())
+    assert {(a.sampling.max_tokens, a.sampling.min_tokens) for a in m.in_flight.values()} == {(20, 18)}
+    assert SamplingParams(max_tokens=50, min_tokens=18).capped(7) == SamplingParams(max_tokens=7, min_tokens=7)
+
+
 @pytest.mark.parametrize("stop_in_request", [False, True])
 def test_partial_that_ends_in_a_stop_token_is_finished(stop_in_request: bool) -> None:
     """An abort that meets the last token must not resume after EOS."""

@@ -83,11 +83,11 @@ def test_a_stream_without_an_end_is_resumed() -> None:
 
 
 def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named() -> None:
-    """Three failures in a row close the engine; a sample that failed too often is dropped with its story."""
+    """Three failures in a row close the engine; a sample that gets no token from it is dropped with its story."""
 
     async def program() -> None:
         lengths = table({}, 20)
-        engine = BreaksOff(lengths, after=2, times=10_000)
+        engine = BreaksOff(lengths, after=0, times=10_000)
         rollouts = Rollouts(lengths, n=1, engines=[engine])
         with pytest.raises(RolloutError, match=r"8 groups failed in a row.*g7\.s0.*engine e0: ConnectionError"):
             await rollouts.driver.next_batch()

@@ -36,8 +36,8 @@ class SamplingParams:
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:
-        """The same request with another token budget."""
-        return replace(self, max_tokens=max_tokens)
+        """The same request with another token budget (min_tokens never exceeds it)."""
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
 def attempt_seed(run_seed: int, group: int, index: int, token_offset: int) -> int:

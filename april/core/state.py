@@ -44,6 +44,9 @@ from april.core.validation import validate
 from april.core.versions import VersionClock
 from april.errors import InvariantError
 
+TOO_LONG_IN_A_ROW = 1000
+"""Skipped prompts without one that fits, after which the data cannot be meant for these engines."""
+
 
 class RolloutCore:
     """Schedules the rollouts of one trainer over any number of engines.
@@ -88,6 +91,7 @@ class RolloutCore:
         self._batches = 0
         self._groups = 0
         self._failed_in_a_row = 0
+        self._long_in_a_row = 0
         self._out: list[do.Command] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
@@ -264,12 +268,20 @@ class RolloutCore:
             if len(prompt.token_ids) >= self.engines.max_context:
                 self.prompts.drop(1, DropReason.TOO_LONG)
                 self.counters["prompts_too_long"] += 1
+                self._long_in_a_row += 1
                 if self.settings.on_long_prompt is OnLongPrompt.ERROR:
                     self._fail_step(
                         f"prompt {group.id} has {len(prompt.token_ids)} tokens, which leaves no room in the engines' "
                         f"context of {self.engines.max_context}; shorten it or set on_long_prompt: skip"
                     )
+                elif self._long_in_a_row >= TOO_LONG_IN_A_ROW:
+                    self._fail_step(
+                        f"{self._long_in_a_row} prompts in a row leave no room in the engines' context of "
+                        f"{self.engines.max_context}; is it meant to be that small?"
+                    )
+                    self._long_in_a_row = 0
                 continue
+            self._long_in_a_row = 0
             self.buffer.add(group)
             for sample in group.samples:
                 self.over_sampler.push(sample)
@@ -356,7 +368,9 @@ class RolloutCore:
             self._out.append(do.ProbeEngine(attempt.engine))
         if sample.state is SampleState.DROPPED:
             return
-        sample.failures += 1
+        # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
+        progressed = attempt.tape.count > 0 and not event.corrupt
+        sample.failures = 1 if progressed else sample.failures + 1
         if sample.failures >= self.settings.max_attempt_failures:
             self._to(sample, SampleState.OUTSIDE, f"attempt failed: {event.error}")
             self._give_up(sample.group, DropReason.FAILED, f"{sample.id}: {event.error}")

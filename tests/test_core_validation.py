@@ -1,0 +1,76 @@
+"""validate() finds every kind of contradiction: each book is falsified once, and must be called out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from core_machine import CoreMachine, settings
+
+from april.core import events as ev
+from april.core.types import DropReason, SampleState
+from april.errors import InvariantError
+
+
+def machine() -> CoreMachine:
+    """Group 0 is complete (surplus), group 1 has a finished and a running sample, group 2 waits for a place."""
+    m = CoreMachine(settings(n=2, samples=2, over=3, max_in_flight=4), lambda g, i: 4 if (g, i) != (1, 1) else 40)
+    m.post(ev.StepRequested())
+    for key in [(0, 0), (0, 1), (1, 0)]:
+        m.end(next(a.id for a in m.in_flight.values() if a.sample.id == key))
+    m.core.validate()
+    return m
+
+
+def sample(m: CoreMachine, group: int, index: int):
+    """One held sample."""
+    return m.core.buffer.groups[group].samples[index]
+
+
+def set_state(group: int, index: int, state: SampleState) -> Callable[[CoreMachine], None]:
+    """Falsify one sample's state."""
+    return lambda m: setattr(sample(m, group, index), "state", state)
+
+
+def two_attempts(m: CoreMachine) -> None:
+    first, *others = m.core.attempts.values()
+    others[0].sample = first.sample
+
+
+def too_long(m: CoreMachine) -> None:
+    tape = sample(m, 1, 0).tape
+    for _ in range(400):
+        tape.add_environment(tape.tokens[:3], m.core.clock.current)
+
+
+FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
+    "two attempts": (two_attempts, "more than one attempt"),
+    "unfinished": (lambda m: setattr(m.core.buffer.groups[1], "unfinished", 2), "has 1 unfinished"),
+    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "ready_at", -1), "complete and not ready"),
+    "broken tape": (lambda m: sample(m, 1, 0).tape.segments.clear(), "segments cover 0 of 4"),
+    "settled": (set_state(1, 1, SampleState.LEASED), "settled and still held"),
+    "no attempt": (set_state(1, 1, SampleState.OUTSIDE), "in flight without an attempt"),
+    "outside the queue": (lambda m: setattr(sample(m, 1, 1), "ticket", 9), "outside the queue"),
+    "call": (lambda m: setattr(sample(m, 1, 1), "call", None), "has a call and does not wait"),
+    "too long": (too_long, "longer than max_response_len"),
+    "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
+    "places": (lambda m: setattr(m.core, "starting", 1), "places held by starting samples"),
+    "queue length": (lambda m: setattr(m.core.over_sampler, "waiting", 7), "7 in the queue"),
+    "ready list": (lambda m: m.core.monitor._ready.clear(), "the ready list is not"),
+    "aborts": (lambda m: m.core.aborts._pending.update(dict.fromkeys("abcdefgh")), "8 aborts pending"),
+    "held tokens": (lambda m: setattr(m.core.tokens, "held", 3), "3 tokens held, a recount finds 12"),
+    "held prompts": (lambda m: setattr(m.core.prompts, "held", 9), "9 prompts held"),
+    "lost tokens": (lambda m: setattr(m.core.tokens, "observed", 99), "tokens were lost or made up"),
+    "lost prompts": (lambda m: m.core.prompts.dropped.update([DropReason.FAILED]), "prompts were lost or made up"),
+}
+
+
+@pytest.mark.parametrize("what", FALSIFIED)
+def test_validate_finds_what_was_falsified(what: str) -> None:
+    """A book that is wrong is found, with words that say which."""
+    m = machine()
+    falsify, words = FALSIFIED[what]
+    falsify(m)
+
+    with pytest.raises(InvariantError, match=words):
+        m.core.validate()
