@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from april.core.settings import CoreSettings
-from april.core.types import Group, OnStale, Sample, SampleState
+from april.core.types import Group, OnStale, Sample
 from april.core.versions import VersionClock
 
 UNBOUNDED = 1 << 30
@@ -41,10 +41,6 @@ class PartialBuffer:
         """Every held sample, oldest group first."""
         for group in self.groups.values():
             yield from group.samples
-
-    def partials(self) -> Iterator[Sample]:
-        """Unfinished samples that have tokens and wait for a place."""
-        return (s for s in self.samples() if s.state is SampleState.QUEUED and len(s.tape))
 
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without.

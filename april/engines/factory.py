@@ -9,6 +9,7 @@ from april.engines.decode_cost import roofline
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
 from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.transformers import TransformersEngine
 from april.errors import ConfigError
 
 
@@ -24,12 +25,6 @@ def create_engines(config: TransformersEngineConfig | SimulatedEngineConfig, mod
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
-    try:
-        from april.engines.transformers import TransformersEngine
-    except ImportError as error:
-        raise ConfigError(
-            f"engine kind transformers needs {error.name}: pip install 'april-rl[transformers]'"
-        ) from error
     options: dict[str, Any] = {
         "slots": config.slots,
         "max_len": config.max_len,
