@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from april.core.versions import PolicyVersion
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
+    from april.driver.rewards import Response, rewards_differ
     from april.errors import (
         AprilError,
+        CheckpointError,
         ConfigError,
         DataExhausted,
         EngineError,
@@ -38,8 +40,10 @@ _HOMES = {
     "april.core.versions": ("PolicyVersion",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
+    "april.driver.rewards": ("Response", "rewards_differ"),
     "april.errors": (
         "AprilError",
+        "CheckpointError",
         "ConfigError",
         "DataExhausted",
         "EngineError",
@@ -56,6 +60,7 @@ __all__ = [
     "LLM",
     "AprilError",
     "Batch",
+    "CheckpointError",
     "Completion",
     "Config",
     "ConfigError",
@@ -67,12 +72,14 @@ __all__ = [
     "InvariantError",
     "PolicyVersion",
     "Prompt",
+    "Response",
     "RolloutError",
     "RolloutScheduler",
     "SampleId",
     "SamplingParams",
     "SchedulerClosed",
     "WireError",
+    "rewards_differ",
 ]
 
 

@@ -45,6 +45,11 @@ class EngineTable:
                 best = state
         return best
 
+    @property
+    def all_quarantined(self) -> bool:
+        """No engine is well."""
+        return all(s.quarantined for s in self.states.values())
+
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
