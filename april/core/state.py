@@ -210,8 +210,9 @@ class RolloutCore:
             "held_tokens": float(self.tokens.held),
         }
         batch = Batch(
-            self._batches, self.clock.current, tuple(samples), tuple(len(g.samples) for g in groups), metrics
-        )
+            self._batches, self.clock.current, tuple(samples), tuple(len(g.samples) for g in groups), metrics,
+            self.engines.logprob_kind,
+        )  # fmt: skip
         self._batches += 1
         self.leased[batch.id] = batch
         self._out.append(do.Deliver(batch))
