@@ -137,16 +137,18 @@ def test_the_two_layouts_of_whole_sequences() -> None:
 
 
 def test_arrays_are_the_trainers_own() -> None:
-    """Writing into the arrays changes neither the batch nor the next call's arrays."""
+    """Writing into arrays changes neither the batch nor the next call's; writing into tensors, not the arrays."""
     batch = make_batch(ROWS)
     before = {name: a.copy() for name, a in batch.padded().items()}
 
     for arrays in (batch.padded(), batch.ragged()):
         for array in arrays.values():
             array[...] = 1
-    for tensor in april.to_torch(batch.padded()).values():
+    again = batch.padded()
+    for tensor in april.to_torch(again).values():
         tensor.fill_(1)
 
+    assert all((again[name] == value).all() for name, value in before.items())
     assert batch.rewards.tolist() == [0.0, 0.5]
     assert all((batch.padded()[name] == value).all() for name, value in before.items())
 
