@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from april.arguments import add_april_arguments, config_from_arguments
     from april.config import Config
     from april.core.batch import Batch, DeliveredSample
     from april.core.sampling import SamplingParams
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
         WireError,
     )
     from april.scheduler import RolloutScheduler
+    from april.torch_arrays import to_torch
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "april.arguments": ("add_april_arguments", "config_from_arguments"),
     "april.config": ("Config",),
     "april.core.batch": ("Batch", "DeliveredSample"),
     "april.core.sampling": ("SamplingParams",),
@@ -53,6 +56,7 @@ _HOMES = {
         "WireError",
     ),
     "april.scheduler": ("RolloutScheduler",),
+    "april.torch_arrays": ("to_torch",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -79,7 +83,10 @@ __all__ = [
     "SamplingParams",
     "SchedulerClosed",
     "WireError",
+    "add_april_arguments",
+    "config_from_arguments",
     "rewards_differ",
+    "to_torch",
 ]
 
 

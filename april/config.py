@@ -35,7 +35,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # the docstrings of the fields are the help texts of the command-line flags
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 class SamplingConfig(_Model):
@@ -44,7 +45,9 @@ class SamplingConfig(_Model):
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1), _Number] = 1.0
+    """Only the most likely tokens that together have this probability; 1: all."""
     min_tokens: NonNegativeInt = 0
+    """No EOS before this many tokens."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """In addition to the engine's EOS ids."""
 
@@ -70,14 +73,19 @@ class SimulatedEngineConfig(_Model):
     count: PositiveInt = 1
     """Engines."""
     model: Literal["r1-distill-1.5b", "qwen3-4b", "qwen3-8b"] = "qwen3-4b"
+    """Whose decode cost is simulated."""
     gpu: Literal["h100", "mi300x"] = "h100"
+    """On which GPU."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     slots: PositiveInt = 256
     """Sequences decoded at the same time, per engine."""
     max_len: PositiveInt = 32768
+    """Longest prompt plus response."""
     vocab_size: PositiveInt = 32000
+    """Token ids are below it."""
     median_len: PositiveFloat = 2500.0
+    """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
     """Spread of log length between prompts."""
     sigma_within: NonNegativeFloat = 0.5
@@ -142,6 +150,7 @@ class Config(_Model):
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: NonNegativeInt = 0
+    """Of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
@@ -239,16 +248,7 @@ class Config(_Model):
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """From a YAML file."""
-        try:
-            import yaml
-        except ImportError:
-            raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
-        try:
-            values = yaml.safe_load(Path(path).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        values = read_yaml(path)
         try:
             return cls.from_mapping(values)
         except ConfigError as error:
@@ -288,6 +288,20 @@ class Config(_Model):
     def sampling_params(self) -> SamplingParams:
         """Sampling parameters of a whole response; the seed is set per attempt."""
         return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file says; raises ConfigError if it cannot be read."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
+    try:
+        return yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _sentences(error: ValidationError) -> str:

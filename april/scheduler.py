@@ -310,9 +310,20 @@ class RolloutScheduler:
 
 
 def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
-    """Refuse what cannot work with these engines, before anything starts."""
+    """Refuse what cannot work with these engines, before anything starts.
+
+    Either kind of log-probabilities is accepted: unless ``allow_mismatch`` is set, sampling is neutral (top_p 1,
+    min_tokens 0, T > 0), and the distribution sampled from is log_softmax(logits / T) itself.
+    """
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
+    kinds = {e.capabilities.logprob_kind.value: e.name for e in engines}
+    if len(kinds) > 1 and not config.allow_mismatch:
+        given = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
+        raise ConfigError(
+            f"engines: their log-probabilities are of different kinds, {given}; use engines of one kind, or set "
+            "allow_mismatch: true if your trainer tells them apart"
+        )
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")

@@ -36,6 +36,8 @@ class EngineTable:
         self.states = {e.name: EngineState(e, version) for e in engines}
         self.max_context = min(e.max_context for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
+        kinds = {e.logprob_kind for e in engines}
+        self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def pick(self, version: PolicyVersion) -> EngineState | None:
         """The least loaded engine that confirmed ``version`` and has room."""

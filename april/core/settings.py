@@ -64,3 +64,4 @@ class EngineLimits:
     max_context: int
     max_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    logprob_kind: str = "temperature"

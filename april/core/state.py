@@ -208,7 +208,8 @@ class RolloutCore:
             "held_tokens": float(books.tokens.held),
         }
         sizes = tuple(len(g.samples) for g in groups)
-        batch = Batch(books.batches, self.clock.current, tuple(samples), sizes, metrics)
+        kind = self.engines.logprob_kind
+        batch = Batch(books.batches, self.clock.current, tuple(samples), sizes, metrics, kind)
         books.batches += 1
         self.leased[batch.id] = tuple(groups)
         books.out.append(do.Deliver(batch))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from april.core import commands as do
@@ -465,7 +465,7 @@ class RolloutDriver:
         for sample in batch.samples:
             self._runners.pop(sample.id, None)
         times = self._busy.step_ended(asyncio.get_running_loop().time())
-        batch = Batch(batch.id, batch.version, batch.samples, batch.group_sizes, {**batch.metrics, **times})
+        batch = replace(batch, metrics={**batch.metrics, **times})
         if self._waiting.batch is not None:
             self._waiting.batch.set_result(batch)
 
@@ -519,4 +519,4 @@ def _raise_first(results: dict[str, BaseException | None]) -> None:
 def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     c = engine.capabilities
-    return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids)
+    return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value)
