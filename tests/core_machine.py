@@ -166,6 +166,6 @@ class CoreMachine:
     def check_ledger(self) -> None:
         """The core's books against the count kept here."""
         t = self.core.tokens
-        running = sum(a.tape.count for a in self.in_flight.values())
+        running = sum(a.tape.parsed for a in self.in_flight.values())
         assert t.observed + running == self.generated
         assert t.observed == t.delivered + t.held + sum(t.dropped.values())

@@ -229,8 +229,7 @@ class Rollouts:
     def check_ledger(self) -> None:
         """What april says it has observed is what the engines handed over, and every token is accounted for."""
         books = self.core.tokens
-        running = sum(a.tape.count for a in self.core.attempts.values())
-        assert books.observed + running == sum(e.tokens for e in self.engines)
+        assert self.core.observed_tokens() == sum(e.tokens for e in self.engines)
         assert books.observed == books.delivered + books.held + sum(books.dropped.values())
         prompts = self.core.prompts
         assert prompts.observed == prompts.delivered + prompts.held + sum(prompts.dropped.values())

@@ -97,6 +97,7 @@ class RolloutCore:
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
             ev.CallMade: self._call_made,
+            ev.StopFound: self._stop_found,
             ev.AttemptEnded: self._attempt_ended,
             ev.AttemptFailed: self._attempt_failed,
             ev.SampleReturned: self._sample_returned,
@@ -148,7 +149,7 @@ class RolloutCore:
 
     def observed_tokens(self) -> int:
         """Tokens april has parsed so far, those on running attempts included."""
-        return self.tokens.observed + sum(a.tape.count for a in self.attempts.values())
+        return self.tokens.observed + sum(a.tape.parsed for a in self.attempts.values())
 
     # ---------------------------------------------------------------- steps
 
@@ -331,6 +332,13 @@ class RolloutCore:
         self._to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         self._out.append(do.Submit(attempt))
 
+    def _stop_found(self, event: ev.StopFound) -> None:
+        attempt = self.attempts.get(event.attempt_id)
+        if attempt is None:
+            self.counters["late_events"] += 1
+        else:
+            self._stop([attempt])
+
     def _attempt_ended(self, event: ev.AttemptEnded) -> None:
         attempt = self._take_attempt(event.attempt_id)
         if attempt is None:
@@ -342,9 +350,10 @@ class RolloutCore:
             return
         call = sample.call
         assert call is not None
-        if event.finish == "stop" or (event.finish == "abort" and self.book.ends_in_stop(attempt)):
+        finish = "stop" if attempt.tape.stopped else event.finish
+        if finish == "stop" or (finish == "abort" and self.book.ends_in_stop(attempt)):
             self._complete_call(sample, FinishReason.STOP)
-        elif event.finish == "length" or self.book.budget(sample, call) <= 0:
+        elif finish == "length" or self.book.budget(sample, call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
         else:
             if not attempt.tape.count:
@@ -368,6 +377,9 @@ class RolloutCore:
             self._out.append(do.ProbeEngine(attempt.engine))
         if sample.state is SampleState.DROPPED:
             return
+        if attempt.tape.stopped and not event.corrupt:
+            self._complete_call(sample, FinishReason.STOP)
+            return
         # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
         progressed = attempt.tape.count > 0 and not event.corrupt
         sample.failures = 1 if progressed else sample.failures + 1
@@ -382,6 +394,10 @@ class RolloutCore:
         attempt = self.book.close(attempt_id)
         if attempt is None:
             self.counters["late_events"] += 1
+        elif attempt.tape.after_stop:
+            self.tokens.observe(attempt.tape.after_stop)
+            self.tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
+            self.counters["after_stop_tokens"] += attempt.tape.after_stop
         self.aborts.ended(attempt_id)
         return attempt
 
