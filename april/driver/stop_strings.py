@@ -90,10 +90,8 @@ class StopMatcher:
             found, readable = self._suspicious()
             if found:
                 for count in range(silent + 1, len(block) + 1):
-                    text = self._decode(self._ids[: old + count])
-                    if self._completed(text):
+                    if self._completed(self._decode(self._ids[: old + count])):
                         return count
-                    self._seen = max(self._seen, len(text.rstrip(GAP)))
             self._seen = max(self._seen, readable)
         if len(self._ids) > 2 * self._stride + 2 * BLOCK_TOKENS:
             self._slide()
