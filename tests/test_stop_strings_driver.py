@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
+from april.config import Config
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
@@ -20,7 +22,9 @@ from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.simulated import synthetic_response
-from april.errors import RolloutError
+from april.errors import ConfigError, RolloutError
+from april.refused import REFUSED
+from april.testing.virtual_clock import run_virtual
 
 LONG = 200
 
@@ -464,17 +468,40 @@ def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, messa
     virtual(program)
 
 
-def test_a_single_string_is_one_stop_string() -> None:
-    """stop="ab" is not a stop at a and at b."""
-    with pytest.raises(AssertionError, match="ab"):
-        virtual(lambda: _sampling_of_call(stop="ab"))
+class _Asked(Exception):
+    """Carries what an LLM would ask for."""
 
 
-async def _sampling_of_call(**arguments: Any) -> None:
+def sampling_of_call(**arguments: Any) -> SamplingParams:
+    """What a call asks for where the configuration has a stop string."""
+
     async def generate(sampling: SamplingParams, token_ids: Any) -> Completion:
-        raise AssertionError(sampling.stop)
+        raise _Asked(sampling)
 
-    await LLM(SampleId(0, 0), SamplingParams(max_tokens=5), generate).generate(**arguments)
+    llm = LLM(SampleId(0, 0), SamplingParams(max_tokens=5, stop=("configured",)), generate)
+    with pytest.raises(_Asked) as asked:
+        run_virtual(llm.generate(**arguments))
+    sampling: SamplingParams = asked.value.args[0]
+    return sampling
+
+
+def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
+    """stop="ab" is one string and not two, and an empty list is none."""
+    assert sampling_of_call().stop == ("configured",)
+    assert sampling_of_call(stop="ab").stop == ("ab",)
+    assert sampling_of_call(stop=["a", "b"]).stop == ("a", "b")
+    assert sampling_of_call(stop=[]).stop == ()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
+    """In a call and in the configuration; none of these names is an argument after all."""
+    known = list(inspect.signature(LLM.generate).parameters)[1:-1]
+    assert name not in known
+    with pytest.raises(TypeError, match=rf"^llm.generate: {name}: .+; april supports {', '.join(known)}$"):
+        run_virtual(LLM(SampleId(0, 0), SamplingParams(max_tokens=5), None).generate(**{name: 1}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^sampling.{name}: {re.escape(REFUSED[name])}; see april.Config"):
+        Config(rollout_batch_size=1, max_response_len=9, sampling={name: 1})
 
 
 def test_text_for_rewards() -> None:
