@@ -12,18 +12,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
 from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.driver.stop_strings import wrong_stop_strings
 from april.errors import ConfigError
+from april.refused import REFUSED
 
 
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {value}")
     return value
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if wrong := wrong_stop_strings(stop):
+        raise ValueError(wrong)
+    return stop
 
 
 # pydantic takes true for 1
@@ -50,6 +62,8 @@ class SamplingConfig(_Model):
     """No EOS before this many tokens."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """In addition to the engine's EOS ids."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_more), AfterValidator(_stop_strings)] = ()
+    """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""
 
 
 class TransformersEngineConfig(_Model):
@@ -313,7 +327,9 @@ def _sentences(error: ValidationError) -> str:
         given = item.get("input")
         match item["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown setting; see april.Config for the names")
+                reasons = {} if where.startswith("engine.") else REFUSED
+                why = reasons.get(str(item["loc"][-1]), "unknown setting")
+                lines.append(f"{where}: {why}; see april.Config for the names")
             case "missing":
                 lines.append(f"{where}: is required")
             case "union_tag_invalid":

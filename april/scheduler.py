@@ -16,6 +16,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Refill, SampleId
 from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
 from april.driver.loop_thread import LoopThread, result_of
@@ -40,6 +41,8 @@ class RolloutScheduler:
         rollout: ``async (prompt, llm)``; the default generates one response.
         model: the model object for an embedded engine.
         engines: engine objects, instead of those that ``config.engine`` describes.
+        tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
+            ``response.text()`` need it, nothing else does.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
 
     Raises:
@@ -57,6 +60,7 @@ class RolloutScheduler:
         rollout: RolloutFunction = single_turn,
         model: Any = None,
         engines: Sequence[Engine] | None = None,
+        tokenizer: Any = None,
         check: bool = False,
     ) -> None:
         if reward is not None and group_reward is not None:
@@ -66,6 +70,9 @@ class RolloutScheduler:
             if function is not None and not callable(function):
                 raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
         self.config = config
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        if config.sampling.stop and detokenizer is None:
+            raise ConfigError("sampling.stop: stop strings are matched on text; give the scheduler tokenizer=...")
         self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
         _check_engines(config, self._engines)
         self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
@@ -82,7 +89,7 @@ class RolloutScheduler:
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
-                    allow_mismatch=config.allow_mismatch, check=check,
+                    allow_mismatch=config.allow_mismatch, detokenizer=detokenizer, check=check,
                 )
             )
         except BaseException:

@@ -118,10 +118,14 @@ class CoreMachine:
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when its response is now complete."""
         attempt = self.in_flight[attempt_id]
-        have = len(attempt.sample.tape) + attempt.tape.count
+        have = len(attempt.sample.tape) + attempt.tape.parsed
         end = self.length(*attempt.sample.id)
-        budget = attempt.sampling.max_tokens - attempt.tape.count
+        budget = attempt.sampling.max_tokens - attempt.tape.parsed
         count = min(count, end - have, budget)
+        if attempt.tape.stopped:
+            attempt.tape.after_stop += count
+            self.generated += count
+            return have + count == end or count == budget
         ids = np.arange(10 + have, 10 + have + count, dtype=np.int32)
         if count and have + count == end:
             ids[-1] = EOS
@@ -166,6 +170,6 @@ class CoreMachine:
     def check_ledger(self) -> None:
         """The core's books against the count kept here."""
         t = self.core.tokens
-        running = sum(a.tape.count for a in self.in_flight.values())
+        running = sum(a.tape.parsed for a in self.in_flight.values())
         assert t.observed + running == self.generated
         assert t.observed == t.delivered + t.held + sum(t.dropped.values())

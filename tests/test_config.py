@@ -115,7 +115,12 @@ def test_places(n: int, over: int | None, cap: int | None, in_work: int, in_flig
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     # unknown, missing
     ({"rolout_batch_size": 3}, ["rolout_batch_size: unknown setting", "april.Config"]),
-    ({"sampling": {"top_k": 5}}, ["sampling.top_k: unknown setting"]),
+    ({"sampling": {"top_q": 5}}, ["sampling.top_q: unknown setting"]),
+    ({"sampling": {"top_k": 5}}, ["sampling.top_k: changes the distribution"]),
+    ({"n": 5}, ["n: every sample of a group is a request of its own; set n_samples_per_prompt"]),
+    ({"sampling": {"stop": ["a", ""]}}, ["sampling.stop: an empty stop string would end every response"]),
+    ({"sampling": {"stop": "\ufffd"}}, ["sampling.stop: the stop string '\ufffd' has U+FFFD in it"]),
+    ({"sampling": {"stop": [3]}}, ["sampling.stop.0: input should be a valid string"]),
     ({"engine": {"kind": "simulated", "gpus": 2}}, ["engine.gpus: unknown setting"]),
     ({"rollout_batch_size": ...}, ["rollout_batch_size: is required"]),
     ({"max_response_len": ...}, ["max_response_len: is required"]),

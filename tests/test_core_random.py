@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from april.core import events as ev
 from april.core.settings import EngineLimits
-from april.core.types import OnStale, Refill, SampleId, SampleState
+from april.core.types import FinishReason, OnStale, Refill, SampleId, SampleState
 
 ENGINES = (EngineLimits("a", 400, 5, (EOS,)), EngineLimits("b", 500, None, (EOS,)), EngineLimits("c", 450, 3, (EOS,)))
 
@@ -39,6 +39,8 @@ class Life(CoreMachine):
             auto_score=rng.random() < 0.5,
         )  # fmt: skip
         self.rejected = 0
+        self.stopped: set[SampleId] = set()
+        """Samples that completed a stop string (and may have begun again since)."""
 
     def one_event(self) -> None:
         """Something happens."""
@@ -47,9 +49,12 @@ class Life(CoreMachine):
                 self.post(ev.StepRequested())
             return
         happening = self.rng.choices(
-            ["tokens", "end", "fail", "corrupt", "late", "score", "timer", "reward_fails", "update", "pause", "probe"],
-            [30, 30, 3, 1, 2, 12, 3, 1, 4, 1, 4],
-        )[0]
+            [
+                "tokens", "end", "stop", "fail", "corrupt", "late", "score", "timer", "reward_fails", "update", "pause",
+                "probe",
+            ],
+            [30, 30, 6, 3, 1, 2, 12, 3, 1, 4, 1, 4],
+        )[0]  # fmt: skip
         getattr(self, f"_{happening}")()
 
     def _some_attempt(self) -> str | None:
@@ -64,6 +69,23 @@ class Life(CoreMachine):
         attempt_id = self._some_attempt()
         if attempt_id:
             self.end(attempt_id, 0 if attempt_id in self.abort_asked else 10**6)
+
+    def _stop(self) -> None:
+        """An attempt completes a stop string; its engine has made a few tokens more, and may go on."""
+        attempt_id = self._some_attempt()
+        if attempt_id is None or self.in_flight[attempt_id].tape.stopped:
+            return
+        complete = self.tokens(attempt_id, 3)
+        tape = self.in_flight[attempt_id].tape
+        if tape.count == 0:
+            return
+        tape.stopped = True
+        self.stopped.add(self.in_flight[attempt_id].sample.id)
+        if complete:
+            self.end(attempt_id, 0)
+        else:
+            self.tokens(attempt_id, self.rng.randint(0, 4))
+            self.post(ev.StopFound(attempt_id))
 
     def _fail(self, corrupt: bool = False) -> None:
         attempt_id = self._some_attempt()
@@ -128,6 +150,8 @@ class Life(CoreMachine):
         for batch in self.batches:
             for s in batch.samples:
                 assert s.tokens[:-1].tolist() == list(range(10, 9 + len(s.tokens)))
+                if s.finish is FinishReason.STOP and s.tokens[-1] != EOS:
+                    assert s.id in self.stopped
 
 
 @hypothesis_settings(deadline=None, max_examples=150)

@@ -20,6 +20,7 @@ from april.core.settings import CoreSettings
 from april.core.tape import SegmentKind
 from april.core.types import DropReason, FinishReason, Prompt, Sample
 from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.prompt_source import PromptSource
 from april.driver.rollout_driver import RolloutDriver, UserFunctions
@@ -149,6 +150,7 @@ class Rollouts:
         group_reward: Callable[..., Any] | None = None,
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
+        tokenizer: Any = None,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -174,6 +176,7 @@ class Rollouts:
             PromptSource(prompts, VOCAB),
             functions,
             allow_mismatch=allow_mismatch,
+            detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
             check=True,
         )
         self.core = self.driver.core
@@ -229,8 +232,7 @@ class Rollouts:
     def check_ledger(self) -> None:
         """What april says it has observed is what the engines handed over, and every token is accounted for."""
         books = self.core.tokens
-        running = sum(a.tape.count for a in self.core.attempts.values())
-        assert books.observed + running == sum(e.tokens for e in self.engines)
+        assert self.core.observed_tokens() == sum(e.tokens for e in self.engines)
         assert books.observed == books.delivered + books.held + sum(books.dropped.values())
         prompts = self.core.prompts
         assert prompts.observed == prompts.delivered + prompts.held + sum(prompts.dropped.values())

@@ -35,6 +35,13 @@ class CallMade:
 
 
 @dataclass(frozen=True, slots=True)
+class StopFound:
+    """An attempt that goes on has completed a stop string: its tape is ``stopped``, whatever ends it now."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEnded:
     """The engine ended an attempt. ``finish`` is "stop", "length" or "abort"; its tokens are on its tape."""
 
@@ -134,6 +141,7 @@ Event = (
     StepRequested
     | PromptsDrawn
     | CallMade
+    | StopFound
     | AttemptEnded
     | AttemptFailed
     | SampleReturned

@@ -133,6 +133,14 @@ class Generation:
         books.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         books.out.append(do.Submit(attempt))
 
+    def stop_found(self, event: ev.StopFound) -> None:
+        """The text of an attempt has a stop string: its response is complete, the engine may rest."""
+        attempt = self._books.attempts.in_flight.get(event.attempt_id)
+        if attempt is None:
+            self._books.counters["late_events"] += 1
+        else:
+            self._books.stop([attempt])
+
     def attempt_ended(self, event: ev.AttemptEnded) -> None:
         """An attempt is over, by itself or because it was asked to end."""
         books = self._books
@@ -146,9 +154,10 @@ class Generation:
         sample = attempt.sample
         call = sample.call
         assert call is not None
-        if event.finish == "stop" or (event.finish == "abort" and books.attempts.ends_in_stop(sample, call)):
+        finish = "stop" if attempt.tape.stopped else event.finish
+        if finish == "stop" or (finish == "abort" and books.attempts.ends_in_stop(sample, call)):
             self._complete_call(sample, FinishReason.STOP)
-        elif event.finish == "length" or books.attempts.budget(sample, call) <= 0:
+        elif finish == "length" or books.attempts.budget(sample, call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
         else:
             if not attempt.tape.count:
@@ -174,6 +183,9 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
+        if attempt.tape.stopped and not event.corrupt:
+            self._complete_call(sample, FinishReason.STOP)
+            return
         # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
         progressed = attempt.tape.count > 0 and not event.corrupt
         sample.failures = 1 if progressed else sample.failures + 1
@@ -183,10 +195,15 @@ class Generation:
 
     def _take(self, attempt_id: str) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""
-        attempt = self._books.attempts.close(attempt_id)
+        books = self._books
+        attempt = books.attempts.close(attempt_id)
         if attempt is None:
-            self._books.counters["late_events"] += 1
-        self._books.aborts.ended(attempt_id)
+            books.counters["late_events"] += 1
+        elif attempt.tape.after_stop:
+            books.tokens.observe(attempt.tape.after_stop)
+            books.tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
+            books.counters["after_stop_tokens"] += attempt.tape.after_stop
+        books.aborts.ended(attempt_id)
         return attempt
 
     def _keep(self, attempt: Attempt) -> None:

@@ -17,6 +17,7 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1].
         stop_token_ids: ids that end the response, EOS included; the id itself is kept in the tokens.
         seed: seed of this request, or None for the engine's own stream.
+        stop: strings that end the response once its text has them; april's affair, engines never see them.
     """
 
     max_tokens: int
@@ -25,6 +26,7 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """The same request with ``tokens_held`` tokens of its response already there."""

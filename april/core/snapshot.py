@@ -68,7 +68,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         tokens.delivered -= sum(s.tape.generated for s in group.samples)
     # what attempts in flight have is observed the moment it is written down
     for attempt in core.attempts.values():
-        tokens.observe(attempt.tape.count)
+        tokens.observe(attempt.tape.parsed)
+        tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
         if attempt.dropped_for is not None:
             tokens.drop(attempt.tape.count, attempt.dropped_for)
     ready = [*again, *core.monitor]
@@ -108,11 +109,16 @@ def _group_out(core: RolloutCore, group: Group) -> State:
 
 
 def _sample_out(core: RolloutCore, sample: Sample) -> State:
-    tape = sample.tape
-    if sample.state is SampleState.IN_FLIGHT:
-        tape = _with_attempt(tape, core.attempts[sample.attempt_id])
-    replay = sample.replay
+    tape, replay = sample.tape, sample.replay
+    calls = [*sample.calls, *(replay.calls if replay is not None else ())]
     open_start = sample.call.start if sample.call is not None else replay.open_start if replay is not None else None
+    if sample.state is SampleState.IN_FLIGHT:
+        attempt = core.attempts[sample.attempt_id]
+        tape = _with_attempt(tape, attempt)
+        if attempt.tape.stopped and open_start is not None:
+            # complete, and only the engine does not know yet
+            calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
+            open_start = None
     return {
         "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
         "tokens": _ints(tape.tokens),
@@ -121,7 +127,7 @@ def _sample_out(core: RolloutCore, sample: Sample) -> State:
             [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
             for s in tape.segments
         ],
-        "calls": [[c.start, c.end, str(c.finish)] for c in (*sample.calls, *(replay.calls if replay else ()))],
+        "calls": [[c.start, c.end, str(c.finish)] for c in calls],
         "open_call": open_start,
         "finish": None if sample.finish is None else str(sample.finish),
         "reward": sample.reward,

@@ -72,6 +72,7 @@ class RolloutCore:
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
             ev.CallMade: generation.call_made,
+            ev.StopFound: generation.stop_found,
             ev.AttemptEnded: generation.attempt_ended,
             ev.AttemptFailed: generation.attempt_failed,
             ev.SampleReturned: scoring.sample_returned,
@@ -135,7 +136,7 @@ class RolloutCore:
 
     def observed_tokens(self) -> int:
         """Tokens april has parsed so far, those on running attempts included."""
-        return self.tokens.observed + sum(a.tape.count for a in self.attempts.values())
+        return self.tokens.observed + sum(a.tape.parsed for a in self.attempts.values())
 
     # ---------------------------------------------------------------- steps
 

@@ -14,6 +14,7 @@ STEP_METRICS = (
     "failed_samples",
     "fenced_attempts",
     "late_events",
+    "after_stop_tokens",
     "prompts_drawn",
     "prompts_too_long",
     "groups_dropped_failed",

@@ -54,13 +54,22 @@ def versions_of(segments: Sequence[Segment]) -> Int32:
 class AttemptTape:
     """Chunks of one attempt, appended as they arrive; packed when the attempt has ended."""
 
-    __slots__ = ("_logprobs", "_spans", "_tokens", "count")
+    __slots__ = ("_logprobs", "_spans", "_tokens", "after_stop", "count", "stopped")
 
     def __init__(self) -> None:
         self._tokens: list[Int32] = []
         self._logprobs: list[Float32] = []
         self._spans: list[tuple[PolicyVersion, int]] = []
         self.count = 0
+        self.stopped = False
+        """The last token completes a stop string: nothing may be appended any more."""
+        self.after_stop = 0
+        """Tokens that came after it, looked at and counted, to be dropped."""
+
+    @property
+    def parsed(self) -> int:
+        """All tokens that came."""
+        return self.count + self.after_stop
 
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion) -> None:
         """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``."""

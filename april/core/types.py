@@ -53,7 +53,7 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """EOS or a stop token."""
+    """EOS, a stop token or a stop string."""
     LENGTH = "length"
     """Its budget, or the engine's context, is used up."""
 
@@ -67,6 +67,8 @@ class DropReason(StrEnum):
     """The rollout, the reward or the engine failed too often."""
     CORRUPT = "corrupt"
     """The engine sent numbers that cannot be true."""
+    AFTER_STOP = "after_stop"
+    """The engine generated them before it heard that a stop string was complete."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for a response."""
     FILTERED = "filtered"

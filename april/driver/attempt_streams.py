@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from april.core import commands as do
@@ -18,10 +18,12 @@ from april.core import events as ev
 from april.core.state import RolloutCore
 from april.core.types import Attempt
 from april.driver.busy_time import BusyTime
+from april.driver.detokenizer import Detokenizer
+from april.driver.stop_strings import StopMatcher
 from april.driver.user_code import describe, own_cancellation
 from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Engine, EngineFinish, Request
-from april.errors import EngineError, WireError
+from april.engines.protocol import Chunk, Engine, EngineFinish, Request
+from april.errors import EngineError, RolloutError, WireError
 
 log = logging.getLogger("april")
 
@@ -53,12 +55,14 @@ class AttemptStreams:
         busy: BusyTime,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self._engines = engines
         self._core = core
         self._busy = busy
         self._post = post
         self._spawn = spawn
+        self._detokenizer = detokenizer
         self._open: dict[str, _Stream] = {}
         self._sweeps: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
 
@@ -87,7 +91,9 @@ class AttemptStreams:
             event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
-            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=True, rejected=rejected.tokens)
+            # what a stop string has ended was found good before
+            corrupt = not attempt.tape.stopped
+            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=corrupt, rejected=rejected.tokens)
         except Exception as error:
             log.warning("attempt %s of %s broke off", attempt.id, attempt.sample.id, exc_info=error)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
@@ -103,13 +109,15 @@ class AttemptStreams:
         engine = self._engines[attempt.engine]
         vocab_size = engine.capabilities.vocab_size
         oldest = attempt.sample.tape.newest_version
+        stops = self._stop_matcher(stream)
         request = Request(
             attempt.id,
             attempt.token_ids,
-            attempt.sampling,
+            attempt.sampling if stops is None else replace(attempt.sampling, stop=()),
             priority=0 if attempt.urgent else 1,
             sample_key=attempt.sample.id,
             response_offset=stream.response_offset,
+            stream=stops is not None,
         )
         stream.sent = True
         finish: EngineFinish | None = None
@@ -117,20 +125,50 @@ class AttemptStreams:
             async for chunk in chunks:
                 if self._open.get(attempt.id) is not stream:
                     break  # fenced: its tape is closed, whatever the engine makes of the cancellation
-                room = attempt.sampling.max_tokens - attempt.tape.count
+                room = attempt.sampling.max_tokens - attempt.tape.parsed
                 try:
                     if finish is not None:
                         raise WireError(f"a chunk came after the one that ended the stream ({finish})")
                     check_chunk(chunk, vocab_size, room, oldest, self._core.clock.current)
+                    self._append(attempt, chunk, stops)
                 except WireError as error:
                     raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
-                attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
+                except RolloutError as error:  # of the tokenizer
+                    raise _Rejected(str(error), len(chunk.tokens)) from error
                 oldest, finish = chunk.version, chunk.finish
         if finish is None:
             raise EngineError("the stream ended without a finish reason")
         if attempt.tape.count == 0 and not (finish is EngineFinish.ABORT and stream.aborted):
             raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
         return str(finish)
+
+    def _stop_matcher(self, stream: _Stream) -> StopMatcher | None:
+        attempt = stream.attempt
+        if not attempt.sampling.stop:
+            return None
+        assert self._detokenizer is not None  # calls with stop strings are refused without one
+        return StopMatcher(
+            self._detokenizer.text,
+            attempt.sampling.stop,
+            attempt.token_ids,
+            stream.response_offset,
+            attempt.sampling.min_tokens,
+        )
+
+    def _append(self, attempt: Attempt, chunk: Chunk, stops: StopMatcher | None) -> None:
+        """A chunk goes onto the tape up to the token that completes a stop string; what follows is counted only."""
+        tape, tokens = attempt.tape, chunk.tokens
+        if tape.stopped:
+            tape.after_stop += len(tokens)
+            return
+        kept = None if stops is None else stops.feed(tokens)
+        if kept is None:
+            tape.append(tokens, chunk.logprobs, chunk.version)
+            return
+        tape.append(tokens[:kept], chunk.logprobs[:kept], chunk.version)
+        tape.stopped, tape.after_stop = True, len(tokens) - kept
+        if chunk.finish is None:
+            self._post(ev.StopFound(attempt.id))
 
     def abort(self, command: do.Abort) -> None:
         """Ask for the end of attempts; one whose request was not sent yet never will be."""
@@ -145,11 +183,11 @@ class AttemptStreams:
         engine = self._engines[command.engine]
         if command.everything:
             sweeps = self._sweeps[engine.name]
-            task = self._spawn(self._ask_abort(engine, None))
+            task = self._spawn(self.ask_abort(engine, None))
             sweeps.add(task)
             task.add_done_callback(sweeps.discard)
         else:
-            self._spawn(self._ask_abort(engine, command.attempt_ids))
+            self._spawn(self.ask_abort(engine, command.attempt_ids))
 
     async def sweeps_over(self, engine: str, patience_s: float | None = None) -> None:
         """Until no abort of everything is on its way to the engine: it would hit a request that is sent now.
@@ -159,7 +197,8 @@ class AttemptStreams:
         if sweeps := self._sweeps[engine]:
             await asyncio.wait(set(sweeps), timeout=patience_s)
 
-    async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
+    async def ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
+        """One call of the engine's abort; that it failed is no error, for it is asked again if need be."""
         try:
             async with asyncio.timeout(self._core.settings.abort_deadline_s):
                 await engine.abort(attempt_ids)

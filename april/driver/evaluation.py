@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from april.core.types import FinishReason, Group, Prompt, RecordedCall, Sample
 from april.driver.llm import LLM, Completion, checked_call, completion_of
 from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
+from april.driver.stop_strings import StopMatcher
 from april.driver.user_code import call_user, describe, inside_user_code
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Engine, EngineFinish, Request
@@ -94,7 +95,7 @@ class Evaluator:
                 raise RolloutError(f"the rollout function raised {describe(error)}") from error
             if sample.finish is None:
                 raise RolloutError("the rollout function generated nothing")
-            return response_of(sample, output)
+            return response_of(sample, output, self._driver.detokenizer)
 
         async def rewards(prompt: Prompt, responses: list[Response]) -> list[float]:
             ids = [r.sample_id for r in responses]
@@ -127,11 +128,11 @@ class Evaluator:
     async def _generate(
         self, engine: Engine, sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, seed: int
     ) -> Completion:
-        core = self._driver.core
+        core, detokenizer = self._driver.core, self._driver.detokenizer
         vocab_size = engine.capabilities.vocab_size
         prompt, tape = sample.group.prompt.token_ids, sample.tape
         longest = min(len(prompt) + core.settings.max_response_len, core.engines.max_context)
-        token_ids = checked_call(sample, sampling, token_ids, vocab_size, longest)
+        token_ids = checked_call(sample, sampling, token_ids, vocab_size, longest, detokenizer is not None)
         if token_ids is not None:
             have = len(prompt) + len(tape)
             tape.add_environment(token_ids[have:], core.clock.current)
@@ -145,8 +146,11 @@ class Evaluator:
         params = params.capped(min(room, params.max_tokens))
         ids = np.concatenate((prompt, tape.tokens))
         attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
-        attempt, finish = AttemptTape(), None
-        request = Request(attempt_id, ids, params, sample_key=sample.id)
+        attempt, finish, stopped, stops = AttemptTape(), None, False, None
+        if params.stop and detokenizer is not None:
+            stops = StopMatcher(detokenizer.text, params.stop, ids, 0, params.min_tokens)
+        sent = replace(params, stop=())
+        request = Request(attempt_id, ids, sent, sample_key=sample.id, stream=stops is not None)
         version = core.clock.current
         await self._driver.streams.sweeps_over(engine.name)
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
@@ -155,8 +159,14 @@ class Evaluator:
                     check_chunk(chunk, vocab_size, params.max_tokens - attempt.count, version, version)
                 except WireError as error:
                     raise WireError(f"engine {engine.name}: {error}") from None
-                attempt.append(chunk.tokens, chunk.logprobs, chunk.version)
+                kept = None if stops is None else stops.feed(chunk.tokens)
+                attempt.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
                 finish = chunk.finish
+                if kept is not None:
+                    finish, stopped = EngineFinish.STOP, chunk.finish is None
+                    break
+        if stopped:
+            await self._driver.streams.ask_abort(engine, (attempt_id,))
         if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
             raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
         tape.add_attempt(attempt, attempt_id, engine.name, params.temperature)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
 from april.core.sampling import SamplingParams
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.driver.stop_strings import wrong_stop_strings
 from april.errors import RolloutError
+from april.refused import REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class LLM:
         temperature: float | None = None,
         top_p: float | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        **others: Never,
     ) -> Completion:
         """Continue the conversation; returns when the response is complete, however many steps that takes.
 
@@ -67,18 +71,25 @@ class LLM:
             max_tokens: most tokens of this call; the budget of the whole response, in which tokens of the
                 environment count, holds as well. Where nothing is left of it, what the environment adds is cut to fit
                 and the call returns no tokens and FinishReason.LENGTH.
-            min_tokens, temperature, top_p, stop_token_ids: override the configuration for this call.
+            stop: strings that end the response: the token that completes one is the last that is kept, so the text
+                may run on to that token's end. A match lies in this call's tokens; the first ``min_tokens`` cannot
+                complete one. Needs the scheduler's ``tokenizer``.
+            min_tokens, temperature, top_p, stop_token_ids, stop: override the configuration for this call.
 
         Raises:
+            TypeError: an argument that april does not know; the message says which there are.
             ValueError: an argument out of range.
             RolloutError: another call of this sample is not complete, or ``token_ids`` rewrite what was said before.
         """
+        if others:
+            raise TypeError(refused_argument(next(iter(others))))
         changes: dict[str, Any] = {
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "stop_token_ids": None if stop_token_ids is None else tuple(stop_token_ids),
+            "stop": (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop),
         }
         changes = {name: value for name, value in changes.items() if value is not None}
         sampling = replace(self._sampling, **changes) if changes else self._sampling
@@ -111,6 +122,12 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     return np.array(array, np.int32)
 
 
+def refused_argument(name: str) -> str:
+    """Why ``llm.generate`` has no such argument."""
+    known = "token_ids, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
+    return f"llm.generate: {name}: {REFUSED.get(name, 'unknown argument')}; april supports {known}"
+
+
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
     """What no engine can be asked for, or None."""
     if sampling.max_tokens < 1:
@@ -123,20 +140,23 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
         return f"top_p must be in (0, 1], got {sampling.top_p}"
     if not all(0 <= i < vocab_size for i in sampling.stop_token_ids):
         return f"stop_token_ids must be in the vocabulary of {vocab_size}, got {sampling.stop_token_ids}"
-    return None
+    return wrong_stop_strings(sampling.stop)
 
 
 def checked_call(
-    sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int
+    sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:
     """The conversation to continue, cut to ``longest`` tokens of prompt and response.
 
-    Raises unless an engine can be asked for this: sampling in range, conversation appended to and never rewritten.
+    Raises unless an engine can be asked for this: sampling in range, conversation appended to and never rewritten; stop
+    strings need a tokenizer (``can_stop``).
     A request that is refused here would otherwise count as a failure of the engine.
     """
     wrong = wrong_sampling(sampling, vocab_size)
     if wrong is not None:
         raise ValueError(f"llm.generate: {wrong}")
+    if sampling.stop and not can_stop:
+        raise ValueError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
     if token_ids is None:
         return None
     have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.told]))

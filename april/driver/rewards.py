@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.driver.detokenizer import Detokenizer
 from april.errors import RolloutError
 
 
@@ -31,18 +32,30 @@ class Response:
     """what the rollout function returned"""
     reward: float | None = None
     """set where a filter sees it"""
+    detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
+
+    def text(self, special_tokens: bool = False) -> str:
+        """The whole response as text, tool results included; with special tokens (EOS is one) or without.
+
+        Raises RolloutError without a tokenizer.
+        """
+        if self.detokenizer is None:
+            raise RolloutError("response.text() needs a tokenizer; give the scheduler tokenizer=...")
+        return self.detokenizer.text_of(self.tokens, special_tokens)
 
 
 RewardFunction = Callable[[Prompt, Response], float | Awaitable[float]]
 GroupRewardFunction = Callable[[Prompt, Sequence[Response]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
-def response_of(sample: Sample, output: Any, reward: float | None = None) -> Response:
+def response_of(
+    sample: Sample, output: Any, detokenizer: Detokenizer | None = None, reward: float | None = None
+) -> Response:
     """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
     assert sample.finish is not None
     tape = sample.tape
     tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
-    return Response(sample.id, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward)
+    return Response(sample.id, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
 
 
 FilterFunction = Callable[[Prompt, Sequence[Response]], bool | Awaitable[bool]]

@@ -27,6 +27,7 @@ from april.core.types import Sample, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.busy_time import BusyTime
+from april.driver.detokenizer import Detokenizer
 from april.driver.llm import LLM, Completion, RolloutFunction, check_mismatch, checked_call, completion_of
 from april.driver.prompt_source import PromptSource
 from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
@@ -82,12 +83,14 @@ class RolloutDriver:
         functions: UserFunctions,
         *,
         allow_mismatch: bool = False,
+        detokenizer: Detokenizer | None = None,
         check: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
         self.sampling = sampling
         self.functions = functions
+        self.detokenizer = detokenizer
         self._allow_mismatch = allow_mismatch
         self._source = source
         self._runners: dict[SampleId, _Runner] = {}
@@ -103,7 +106,7 @@ class RolloutDriver:
         self._vocab_size = min(e.capabilities.vocab_size for e in engines)
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
-        self.streams = AttemptStreams(self.engines, self.core, self._busy, self.post, self.spawn)
+        self.streams = AttemptStreams(self.engines, self.core, self._busy, self.post, self.spawn, detokenizer)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._start_sample,
@@ -348,7 +351,8 @@ class RolloutDriver:
                 check_mismatch(sampling, self.sampling)
             prompt_len = len(sample.group.prompt.token_ids)
             longest = min(prompt_len + self.core.settings.max_response_len, self.core.engines.max_context)
-            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest)
+            can_stop = self.detokenizer is not None
+            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.call = call
             self.post(ev.CallMade(sample.id, sampling, token_ids))
@@ -408,7 +412,7 @@ class RolloutDriver:
     async def _run_reward(self, runners: list[_Runner]) -> None:
         samples = [r.sample for r in runners]
         prompt = samples[0].group.prompt
-        responses = [response_of(r.sample, r.output) for r in runners]
+        responses = [response_of(r.sample, r.output, self.detokenizer) for r in runners]
         error: BaseException | None = None
         rewards: list[float] = []
         try:
@@ -436,7 +440,7 @@ class RolloutDriver:
 
     async def _run_filter(self, command: do.JudgeGroup) -> None:
         group, verdict, wrong = command.group, False, None
-        responses = [response_of(s, self._output_of(s), s.reward) for s in group.samples]
+        responses = [response_of(s, self._output_of(s), self.detokenizer, s.reward) for s in group.samples]
         error: BaseException | None = None
         try:
             assert self.functions.filter is not None

@@ -56,6 +56,8 @@ class SlotRequest:
     stop_ids: tuple[int, ...]
     seed: int
     priority: int = 0
+    stream_interval: int | None = None
+    """Hand tokens out as soon as there are so many; None: at the end."""
     slot: int = -1
     """-1 while not active."""
     taken: int = 0
@@ -186,11 +188,15 @@ class SlotDecoder:
         return self._ended
 
     @torch.inference_mode()
-    def partials(self, at_least: int) -> list[SlotOutput]:
-        """What active requests have beyond what was handed out, where that is ``at_least`` tokens."""
-        fresh = self._rows[_TOKENS]
-        slots = [r.slot for r in self._active if fresh[r.slot] - r.taken >= at_least]
-        return self._read(slots, {})
+    def partials(self) -> list[SlotOutput]:
+        """What active requests have beyond what was handed out, where that is their ``stream_interval`` or more."""
+        made = self._rows[_TOKENS]
+        streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
+        return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
+
+    def steps_until_partials(self, at_most: int) -> int:
+        """Decode steps after which a request that streams has something to hand out, ``at_most`` if none has."""
+        return min([at_most, *(r.stream_interval for r in self._active if r.stream_interval is not None)])
 
     @torch.inference_mode()
     def fail(self) -> list[SlotOutput]:

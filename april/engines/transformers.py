@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_STEPS_PER_TICK = 32
 """Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
+STREAM_INTERVAL = 16
+"""Tokens per chunk of requests that want theirs as they come, where no interval is configured."""
 YIELDS_BETWEEN_TICKS = 8
 """Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
 wall-clock wait runs would not repeat."""
@@ -238,6 +240,7 @@ class TransformersEngine:
             stop_ids=stop_ids,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             priority=request.priority,
+            stream_interval=self._stream_interval or (STREAM_INTERVAL if request.stream else None),
         )
 
     def _send(self, message: SlotRequest | list[str]) -> None:
@@ -353,10 +356,8 @@ class TransformersEngine:
             self._ticking = False
 
     def _work(self) -> list[SlotOutput]:
-        outputs = self._decoder.tick(self._steps_per_tick)
-        if self._stream_interval is None:
-            return outputs
-        return outputs + self._decoder.partials(self._stream_interval)
+        outputs = self._decoder.tick(self._decoder.steps_until_partials(self._steps_per_tick))
+        return outputs + self._decoder.partials()
 
     # ------------------------------------------------------------------ weights and life
 

@@ -1,0 +1,531 @@
+"""Stop strings through the driver: cut by aborts, found in any chunk, with books that balance to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+
+from april.config import Config
+from april.core.batch import Batch
+from april.core.sampling import SamplingParams
+from april.core.types import DropReason, FinishReason, Prompt, SampleId
+from april.driver.evaluation import Evaluator
+from april.driver.llm import LLM, Completion
+from april.driver.rewards import Response
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.simulated import synthetic_response
+from april.errors import ConfigError, RolloutError
+from april.refused import REFUSED
+from april.testing.virtual_clock import run_virtual
+
+LONG = 200
+
+
+class Angles:
+    """Token 17 is the text ``<17>``; EOS is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join("" if i == EOS and skip_special_tokens else f"<{i}>" for i in ids)
+
+
+def response(group: int, count: int) -> list[int]:
+    """The first tokens of the uncut response of a group's first sample."""
+    tokens, _ = synthetic_response(prompt_ids(group), (group, 0), 0, count, VOCAB, (EOS,))
+    return [int(t) for t in tokens]
+
+
+def stop_around(group: int, first: int, last: int) -> str:
+    """A string from the middle of token ``first`` to the middle of token ``last`` of a group's response."""
+    return Angles().decode(response(group, LONG)[first : last + 1])[1:-1]
+
+
+def stopping(stops: dict[int, str], seen: dict[SampleId, Completion] | None = None) -> Callable[..., Any]:
+    """A rollout function that gives each group its stop string."""
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        stop = stops.get(llm.sample_id.group)
+        done = await llm.generate(stop=[stop] if stop else None)
+        if seen is not None:
+            seen[llm.sample_id] = done
+
+    return rollout
+
+
+async def until_delivered(rollouts: Rollouts, group: int) -> list[Batch]:
+    """Steps, with a weight update before each, until the batch of this group."""
+    batches: list[Batch] = []
+    while not batches or group not in batches[-1].group_ids:
+        await rollouts.driver.update_weights()
+        batches.append(await rollouts.driver.next_batch())
+        rollouts.check_ledger()
+    return batches
+
+
+def after_stop(rollouts: Rollouts) -> int:
+    return rollouts.dropped.get(DropReason.AFTER_STOP, 0)
+
+
+@pytest.mark.parametrize("interval", [None, 1.0, 2.5])
+def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> None:
+    """20 of 20 stop strings cut by the end of a step are found where an uncut run has them, under two versions."""
+    honoured = 0
+
+    async def program(cut: int) -> None:
+        nonlocal honoured
+        lengths = table({(0, 0): cut, (1, 0): LONG})
+        engine = RecordingEngine(lengths, stream_interval_s=interval)
+        # the step ends at t = cut: in the middle of the string's four tokens
+        rollout = stopping({1: stop_around(1, cut - 2, cut + 1)})
+        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], rollout=rollout, tokenizer=Angles())
+        await rollouts.driver.next_batch()
+        rollouts.check_ledger()
+        assert len(rollouts.sample(1, 0).tape) == cut
+        batches = await until_delivered(rollouts, 1)
+        (sample,) = batches[-1].samples
+        assert sample.finish is FinishReason.STOP
+        assert sample.attempts == 2
+        assert [s.count for s in sample.segments] == [cut, 2]
+        assert len({s.version for s in sample.segments}) == 2
+        rollouts.check_provenance(sample)
+        wasted = sum(engine.tokens_of((1, 0))) - cut - 2
+        assert after_stop(rollouts) == sum(b.metrics["after_stop_tokens"] for b in batches) == wasted
+        honoured += sample.tokens.tolist() == response(1, cut + 2)
+        await rollouts.close()
+
+    for cut in range(3, 23):
+        virtual(lambda cut=cut: program(cut))  # type: ignore[misc]
+    assert honoured == 20
+
+
+@pytest.mark.parametrize("cut", [7, 9, 10])
+def test_more_than_one_cut_inside_a_string(cut: int) -> None:
+    """Every token of the string from another attempt, with a failed attempt among them."""
+
+    class EndsEarly(RecordingEngine):
+        async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+            short = cut - request.response_offset if request.response_offset < cut else 1
+            breaks = len(self.requests) == 2
+            async for chunk in super().generate(replace(request, sampling=replace(request.sampling, max_tokens=short))):
+                yield replace(chunk, finish=None if breaks else EngineFinish.ABORT)
+                if breaks:
+                    raise ConnectionError("reset")
+
+    async def program() -> None:
+        lengths = table({}, LONG)
+        engine = EndsEarly(lengths)
+        rollouts = Rollouts(
+            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 8, 12)}), tokenizer=Angles()
+        )
+        batch = await rollouts.driver.next_batch()
+        (sample,) = batch.samples
+        assert sample.tokens.tolist() == response(0, 13)
+        assert sample.attempts == 1 + 13 - cut
+        assert batch.metrics["failed_attempts"] == 1
+        rollouts.check_provenance(sample)
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
+    """The abort names the one attempt, the others go on; what came meanwhile is dropped by name."""
+
+    async def program() -> None:
+        lengths = table({(0, 0): LONG, (1, 0): 30, (2, 0): 40})
+        engine = RecordingEngine(lengths, stream_interval_s=4.0)
+        seen: dict[SampleId, Completion] = {}
+        rollouts = Rollouts(
+            lengths, n=3, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}, seen), tokenizer=Angles()
+        )
+        batch = await rollouts.driver.next_batch()
+        assert [ids for _, ids in engine.aborts] == [(next(iter(engine.requests)),)]
+        assert engine.aborts[0][0] == pytest.approx(8, abs=0.01)  # tokens 5 and 6 came in the second chunk
+        assert {s.id.group: len(s.tokens) for s in batch.samples} == {0: 6, 1: 30, 2: 40}
+        assert seen[SampleId(0, 0)].tokens.tolist() == response(0, 6)
+        assert seen[SampleId(0, 0)].finish is FinishReason.STOP
+        assert after_stop(rollouts) == engine.tokens_of((0, 0))[0] - 6 > 0
+        assert batch.metrics["aborted_attempts"] == 1
+        rollouts.check_ledger()
+        first, second, _ = engine.requests.values()
+        assert (first.stream, second.stream) == (True, False)
+        assert first.sampling.stop == ()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_found_in_the_chunk_that_ends_the_stream() -> None:
+    """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
+
+    async def program() -> None:
+        lengths = table({}, LONG)
+        rollouts = Rollouts(lengths, n=1, rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
+        batch = await rollouts.driver.next_batch()
+        assert batch.samples[0].tokens.tolist() == response(0, 6)
+        assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
+        assert rollouts.engines[0].aborts == []
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+class Deaf(RecordingEngine):
+    """Streams every second and ignores aborts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, stream_interval_s=1.0, **options)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        self.aborts.append((now(), attempt_ids and tuple(attempt_ids)))
+
+
+def test_an_engine_that_does_not_end_the_request() -> None:
+    """Asked again until the deadline, then fenced: the response is complete all the same, and counted exactly."""
+
+    async def program() -> None:
+        lengths = table({}, LONG)
+        engine = Deaf(lengths)
+        rollouts = Rollouts(
+            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
+            abort_resend_s=1.0, abort_deadline_s=10.0,
+        )  # fmt: skip
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(9.5)
+        (attempt,) = rollouts.core.attempts.values()
+        assert attempt.tape.count == 6
+        assert attempt.tape.after_stop >= 2
+        assert rollouts.core.observed_tokens() == engine.tokens == attempt.tape.parsed  # live
+        batch = await waiter
+        assert now() == pytest.approx(6 + 10, abs=1.1)
+        assert len(engine.aborts) == 10
+        assert batch.samples[0].tokens.tolist() == response(0, 6)
+        assert batch.samples[0].finish is FinishReason.STOP
+        assert batch.metrics["fenced_attempts"] == 1
+        assert batch.metrics["after_stop_tokens"] == attempt.tape.after_stop == engine.tokens - 6
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("budget", [LONG, 12])
+def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
+    """STOP or LENGTH of the engine, after a string was found, changes nothing: the string came first."""
+
+    async def program() -> None:
+        lengths = table({}, 15)
+        rollouts = Rollouts(
+            lengths, n=1, engines=[Deaf(lengths)], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
+            max_response_len=budget,
+        )  # fmt: skip
+        batch = await rollouts.driver.next_batch()
+        assert batch.samples[0].tokens.tolist() == response(0, 6)
+        assert batch.samples[0].finish is FinishReason.STOP
+        assert rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+class BreaksLate(Deaf):
+    """Goes wrong after ten tokens, in the way of ``fault``."""
+
+    fault = ""
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        if sum(len(c.tokens) for c in self.handed_over[request.attempt_id]) < 10:
+            return chunk
+        if self.fault == "raises":
+            raise ConnectionError("reset")
+        if self.fault == "ends without a reason":
+            return replace(chunk, finish=None)
+        return replace(chunk, tokens=chunk.tokens + np.int32(VOCAB))
+
+
+@pytest.mark.parametrize("fault", ["raises", "ends without a reason", "sends what cannot be"])
+def test_an_engine_that_fails_after_the_string(fault: str) -> None:
+    """The response is complete; the failure is counted, and nothing is generated again."""
+
+    async def program() -> None:
+        lengths = table({}, 15)
+        engine = BreaksLate(lengths)
+        engine.fault = fault
+        rollouts = Rollouts(
+            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles()
+        )
+        batch = await rollouts.driver.next_batch()
+        assert batch.samples[0].tokens.tolist() == response(0, 6)
+        assert batch.samples[0].attempts == 1
+        assert batch.metrics["failed_attempts"] == 1
+        assert sum(rollouts.dropped.values()) == engine.tokens - 6
+        assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("first", [5, 6, 7])
+@pytest.mark.parametrize("interval", [1.0, None])
+def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
+    """The other group completes the step a second before, at, or after the string's last token: one completion."""
+
+    async def program() -> None:
+        lengths = table({(0, 0): first, (1, 0): LONG})
+        engine = RecordingEngine(lengths, stream_interval_s=interval)
+        rollouts = Rollouts(
+            lengths, n=1, over=2, engines=[engine], rollout=stopping({1: stop_around(1, 4, 5)}), tokenizer=Angles()
+        )
+        batch = await rollouts.driver.next_batch()
+        rollouts.check_ledger()
+        if 1 not in batch.group_ids:
+            batch = (await until_delivered(rollouts, 1))[-1]
+        (sample,) = batch.samples
+        assert sample.tokens.tolist() == response(1, 6)
+        assert sample.finish is FinishReason.STOP
+        assert rollouts.core.story(sample.id).count("call complete") == 1
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_the_group_is_given_up_after_the_string() -> None:
+    """Tokens before the string go with the group, those after it are what they are; nothing is lost."""
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        if llm.sample_id == (0, 1):
+            await asyncio.sleep(8.5)
+            raise ValueError("no")
+        await llm.generate(stop=stop_around(0, 4, 5) if llm.sample_id == (0, 0) else None)
+
+    async def program() -> None:
+        lengths = table({}, 30)
+        engine = Deaf(lengths)
+        rollouts = Rollouts(
+            lengths, n=1, samples=2, engines=[engine], rollout=rollout, tokenizer=Angles(), max_attempt_failures=1
+        )
+        batch = await rollouts.driver.next_batch()
+        assert batch.group_ids.tolist() == [1, 1]
+        assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_turns_match_each_on_their_own() -> None:
+    """A string that lies across a tool's answer and the next turn is none; in the next turn it is one."""
+    turns: list[Completion] = []
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        turns.append(await llm.generate(max_tokens=3))
+        tool = [*turns[-1].conversation.tolist(), 500, 600]
+        following, _ = synthetic_response(np.array(tool, np.int32), (0, 0), 0, 9, VOCAB, (EOS,))
+        crossing = f"<600><{following[0]}>"
+        inside = f"<{following[2]}><{following[3]}"
+        turns.append(await llm.generate(tool, stop=[crossing, inside]))
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 50), n=1, rollout=rollout, tokenizer=Angles())
+        batch = await rollouts.driver.next_batch()
+        assert [len(t.tokens) for t in turns] == [3, 4]
+        assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_min_tokens_of_the_whole_response() -> None:
+    """A string in the first min_tokens is text, also when an abort lies between: the next one counts."""
+
+    async def program() -> None:
+        tokens = response(1, LONG)
+        stop = f"<{tokens[3]}><{tokens[4]}>"
+        lengths = table({(0, 0): 5, (1, 0): 60})
+
+        async def rollout(prompt: Prompt, llm: LLM) -> None:
+            await llm.generate(stop=[stop, stop_around(1, 8, 9)], min_tokens=6)
+
+        rollouts = Rollouts(lengths, n=1, over=2, rollout=rollout, tokenizer=Angles(), allow_mismatch=True)
+        await rollouts.driver.next_batch()
+        batches = await until_delivered(rollouts, 1)
+        assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
+        assert batches[-1].samples[0].attempts == 2
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
+    """The failure is named in the story, the tokens are counted, the group is replaced."""
+
+    class Fragile(Angles):
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            if response(0, 8)[7] in ids:
+                raise KeyError("no such token")
+            return super().decode(ids, skip_special_tokens)
+
+    async def program() -> None:
+        engine = RecordingEngine(table({}, 12), stream_interval_s=3.0)
+        rollouts = Rollouts(
+            table({}, 12), n=1, engines=[engine], rollout=stopping({0: "never"}), tokenizer=Fragile(),
+            max_attempt_failures=2,
+        )  # fmt: skip
+        batch = await rollouts.driver.next_batch()
+        assert batch.group_ids.tolist() == [1]
+        assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_evaluations_stop_too() -> None:
+    """The response is cut at the string, the request is ended at the engine, no count of training is touched."""
+
+    async def program() -> None:
+        lengths = table({}, LONG)
+        engine = RecordingEngine(lengths, stream_interval_s=4.0)
+        rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles())
+        sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
+        result = await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+        (answer,) = result.responses[0]
+        assert answer.tokens.tolist() == response(0, 6)
+        assert answer.finish is FinishReason.STOP
+        assert answer.text() == Angles().decode(response(0, 6))
+        assert now() < 9
+        (request,) = engine.requests.values()
+        assert engine.aborts[-1][1] == (request.attempt_id,)
+        assert (request.stream, request.sampling.stop) == (True, ())
+        assert rollouts.core.tokens.observed == 0
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_evaluation_of_an_engine_that_answers_at_once() -> None:
+    """One chunk: cut after the fact."""
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
+        sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
+        result = await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+        assert result.responses[0][0].tokens.tolist() == response(0, 6)
+        assert rollouts.engines[0].aborts == []
+        await rollouts.close()
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- what is refused, and text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokenizer", "message"),
+    [
+        ({"stop": ["x"]}, None, "ValueError: llm.generate: stop strings are matched on text; give the scheduler token"),
+        ({"stop": "x"}, None, "give the scheduler tokenizer="),
+        ({"stop": ["a", ""]}, Angles(), "ValueError: llm.generate: an empty stop string"),
+        ({"stop": [7]}, Angles(), "ValueError: llm.generate: stop strings must be strings, got 7"),
+        ({"stop": ["\ufffd"]}, Angles(), "has U\\+FFFD in it"),
+        ({"top_k": 5}, Angles(), "TypeError: llm.generate: top_k: changes the distribution.*april supports token_ids,"),
+        ({"n": 4}, Angles(), "TypeError: llm.generate: n: .*set n_samples_per_prompt; april supports"),
+        ({"max_new_tokens": 4}, Angles(), "max_new_tokens: is called max_tokens here"),
+        ({"colour": "red"}, Angles(), "TypeError: llm.generate: colour: unknown argument; april supports token_ids"),
+    ],
+)
+def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, message: str) -> None:
+    """One sentence where the call is made; no engine sees the request."""
+    errors: list[str] = []
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            await llm.generate(**arguments)
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+        await llm.generate()
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, rollout=rollout, tokenizer=tokenizer)
+        rollouts.check(await rollouts.driver.next_batch())
+        assert len(rollouts.engines[0].requests) == len(errors) == 1
+        assert re.search(message, errors[0])
+        await rollouts.close()
+
+    virtual(program)
+
+
+class _Asked(Exception):
+    """Carries what an LLM would ask for."""
+
+
+def sampling_of_call(**arguments: Any) -> SamplingParams:
+    """What a call asks for where the configuration has a stop string."""
+
+    async def generate(sampling: SamplingParams, token_ids: Any) -> Completion:
+        raise _Asked(sampling)
+
+    llm = LLM(SampleId(0, 0), SamplingParams(max_tokens=5, stop=("configured",)), generate)
+    with pytest.raises(_Asked) as asked:
+        run_virtual(llm.generate(**arguments))
+    sampling: SamplingParams = asked.value.args[0]
+    return sampling
+
+
+def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
+    """stop="ab" is one string and not two, and an empty list is none."""
+    assert sampling_of_call().stop == ("configured",)
+    assert sampling_of_call(stop="ab").stop == ("ab",)
+    assert sampling_of_call(stop=["a", "b"]).stop == ("a", "b")
+    assert sampling_of_call(stop=[]).stop == ()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
+    """In a call and in the configuration; none of these names is an argument after all."""
+    known = list(inspect.signature(LLM.generate).parameters)[1:-1]
+    assert name not in known
+    with pytest.raises(TypeError, match=rf"^llm.generate: {name}: .+; april supports {', '.join(known)}$"):
+        run_virtual(LLM(SampleId(0, 0), SamplingParams(max_tokens=5), None).generate(**{name: 1}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^sampling.{name}: {re.escape(REFUSED[name])}; see april.Config"):
+        Config(rollout_batch_size=1, max_response_len=9, sampling={name: 1})
+
+
+def test_text_for_rewards() -> None:
+    """The whole response as text, tools included, special tokens in or out; without a tokenizer one clear sentence."""
+    texts: list[str] = []
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        done = await llm.generate(max_tokens=2)
+        await llm.generate([*done.conversation.tolist(), 500])
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        texts.extend([response.text(), response.text(special_tokens=True)])
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 4), n=1, rollout=rollout, reward=reward, tokenizer=Angles())
+        (sample,) = (await rollouts.driver.next_batch()).samples
+        tokens = sample.tokens.tolist()
+        assert tokens[2] == 500
+        assert tokens[-1] == EOS
+        assert texts == [Angles().decode(tokens[:-1]), Angles().decode(tokens)]
+        await rollouts.close()
+
+    virtual(program)
+    response = Response(SampleId(0, 0), *[np.zeros(1)] * 3, FinishReason.STOP, None)  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"response.text\(\) needs a tokenizer; give the scheduler tokenizer="):
+        response.text()
