@@ -371,7 +371,11 @@ class RolloutCore:
         # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
         progressed = attempt.tape.count > 0 and not event.corrupt
         sample.failures = 1 if progressed else sample.failures + 1
-        if sample.failures >= self.settings.max_attempt_failures:
+        if progressed and self.book.ends_in_stop(attempt):
+            self._complete_call(sample, FinishReason.STOP)  # it broke off behind the last token
+        elif progressed and sample.call is not None and self.book.budget(sample, sample.call) <= 0:
+            self._complete_call(sample, FinishReason.LENGTH)
+        elif sample.failures >= self.settings.max_attempt_failures:
             self._to(sample, SampleState.OUTSIDE, f"attempt failed: {event.error}")
             self._give_up(sample.group, DropReason.FAILED, f"{sample.id}: {event.error}")
         else:
