@@ -273,7 +273,6 @@ class FakeEngine:
 
     def die(self, seconds: float = math.inf) -> None:
         """Break all streams now and refuse everything for ``seconds``; it comes back unpaused, same weights."""
-        self._make_all()
         self._dead_until = self._start_clock() + seconds
         self._paused = False
         self._break_all(f"engine {self._name} died")
@@ -286,6 +285,7 @@ class FakeEngine:
             raise EngineError(f"engine {self._name} is {'closed' if self._closed else 'dead'}: {what} refused")
 
     def _break_all(self, why: str) -> None:
+        self._make_all()
         for stream in self._streams.values():
             stream.error = stream.error or EngineError(why)
         self._wake_all()

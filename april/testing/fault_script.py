@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from april.engines.protocol import Request
 from april.testing.fake_tokens import conversation
+from april.testing.records import is_evaluation
 
 
 class FaultKind(StrEnum):
@@ -171,7 +172,9 @@ class AttemptFaults:
 
 
 class FaultScript:
-    """Faults for one or several engines; ``fired`` says which have hit. Evaluations are not hit.
+    """Faults for one or several engines; ``fired`` says which have hit.
+
+    Requests of evaluations are hit by the death of an engine only, and not counted as attempts.
 
     A script counts what it has done: make a new one for every run.
     """
@@ -234,6 +237,8 @@ class FaultScript:
 
     def attempt(self, engine: str, request: Request) -> AttemptFaults:
         """An attempt begins at ``engine``: the faults that may hit it."""
+        if is_evaluation(request.attempt_id):
+            return AttemptFaults(request.sample_key, 0, request.attempt_id, [])
         label = repr(request.sample_key).encode() if request.sample_key is not None else conversation(request).tobytes()
         self._attempts[label] += 1
         number = self._attempts[label]
