@@ -238,6 +238,7 @@ def test_random_scripts_lose_nothing(seed: int) -> None:
             await steps(run)
             found = run.audit()
         assert script.fired
+        assert found.handed_over == found.delivered + found.waiting + found.rejected + found.lost
         assert found.duplicated == 0
         assert found.samples == STEPS * 2 * config.n_samples_per_prompt
         assert all(e.open_streams == 0 for e in run.engines)  # type: ignore[attr-defined]
