@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,13 +20,11 @@ import numpy as np
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, LogprobKind, Request
 from april.errors import EngineError
-from april.testing.fake_tokens import conversation, fake_logprobs, fake_response
+from april.testing.fake_responses import FakeResponder, Lengths
+from april.testing.fake_tokens import fake_logprobs
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, AttemptFaults, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord
 from april.testing.wrong_chunks import made_wrong
-
-Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
-_NO_TOKENS: Int32 = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -102,13 +100,12 @@ class FakeEngine:
             if not good:
                 raise ValueError(f"FakeEngine {name}: {what}={value} is out of range")
         self._name = name
-        self._lengths, self._responses = lengths, responses
+        self._responder = FakeResponder(name, lengths, responses, vocab_size, eos_token_id)
         self.faults = faults if faults is not None else FaultScript()
         self._token_s = seconds_per_token
         self._chunk_tokens = chunk_tokens
         self._prefix_abort = prefix_abort
         self._weight_update_s = weight_update_s
-        self._eos = eos_token_id
         self._capabilities = Capabilities(
             LogprobKind.TEMPERATURE, vocab_size, max_context, (eos_token_id,), max_running, updates_from_disk=True
         )
@@ -314,7 +311,6 @@ class FakeEngine:
         """The tokens that this attempt is going to say, and why it will end; refuses what must not be asked."""
         held, total, attempt_id = request.response_offset, len(request.token_ids), request.attempt_id
         room = min(request.sampling.max_tokens, self._capabilities.max_context - total)
-        stops = {self._eos, *request.sampling.stop_token_ids}
         if attempt_id in self.attempts:
             raise self._violation(request, "the id was used before; every attempt needs a new one")
         if not attempt_id or (
@@ -324,48 +320,16 @@ class FakeEngine:
             raise self._violation(request, "the id is empty, or one id is a prefix of another")
         if not 0 <= held < total:
             raise self._violation(request, f"response_offset {held} leaves no prompt in its {total} token ids")
-        if held and int(request.token_ids[-1]) in stops:
+        if held and int(request.token_ids[-1]) in self._responder.stops(request):
             raise self._violation(request, "it continues a response that has ended in a stop token")
         if room < 1:
             raise self._violation(
                 request, f"no token may be generated: max_tokens {request.sampling.max_tokens}, context used {total}"
             )
-        whole = self._response(request, stops)
+        whole = self._responder.whole(request)
         # an engine never answers with nothing
         new = whole[held:] if held < len(whole) else whole[-1:]
         return (new, EngineFinish.STOP) if len(new) <= room else (new[:room], EngineFinish.LENGTH)
-
-    def _response(self, request: Request, stops: set[int]) -> Int32:
-        """The whole response that a request begins or continues; ends in a stop token."""
-        said, sampling = conversation(request), request.sampling
-        if self._responses is not None:
-            tokens = np.asarray(self._responses(request), np.int32)
-            ends = np.flatnonzero(np.isin(tokens, list(stops)))
-            stop = (*sampling.stop_token_ids, self._eos)[0]
-            whole = tokens[: ends[0] + 1] if ends.size else np.append(tokens, np.int32(stop))
-            if len(whole) >= request.response_offset + sampling.min_tokens:
-                return whole
-            length = request.response_offset + sampling.min_tokens
-        else:
-            whole, length = _NO_TOKENS, max(self._length(request), request.response_offset + sampling.min_tokens, 1)
-        drawn = fake_response(
-            said, request.sample_key, length, self._capabilities.vocab_size, self._eos, sampling.stop_token_ids
-        )
-        return np.concatenate((whole[:-1], drawn[max(len(whole) - 1, 0) :])).astype(np.int32)
-
-    def _length(self, request: Request) -> int:
-        if isinstance(self._lengths, int):
-            return self._lengths
-        if isinstance(self._lengths, Mapping):
-            key = request.sample_key
-            try:
-                return self._lengths[key]  # type: ignore[index]  # without a key: the error below
-            except KeyError:
-                raise EngineError(
-                    f"engine {self._name}: the table of lengths has no entry for sample {key}; add it, or give a "
-                    "number, a function or a defaultdict"
-                ) from None
-        return self._lengths(request)
 
     def _violation(self, request: Request, what: str) -> EngineError:
         text = f"engine {self._name}, request {request.attempt_id} of sample {request.sample_key}: {what}"
