@@ -373,3 +373,24 @@ def test_unusable_engines_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"{what} is out of range"):
             FakeEngine(**options)  # type: ignore[arg-type]
+
+
+def test_a_fault_after_k_tokens_is_exact_for_a_slow_reader() -> None:
+    """Tokens that a late reader finds waiting never reach beyond the point at which a fault is due."""
+
+    async def program() -> None:
+        engine = FakeEngine(lengths=20, chunk_tokens=2, faults=FaultScript(Fault("break_off", after_tokens=3)))
+        counts: list[int] = []
+
+        async def slowly() -> None:
+            async for chunk in engine.generate(ask()):
+                counts.append(len(chunk.tokens))
+                await asyncio.sleep(7)
+                await engine.pause()
+                await engine.resume()
+
+        with pytest.raises(EngineError, match="after 3 tokens"):
+            await slowly()
+        assert counts == [2, 1]
+
+    virtual(program)

@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,36 +21,11 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, LogprobKind, Request
 from april.errors import EngineError
 from april.testing.fake_responses import FakeResponder, Lengths
+from april.testing.fake_stream import FakeStream
 from april.testing.fake_tokens import fake_logprobs
-from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, AttemptFaults, Fault, FaultKind, FaultScript
+from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord
 from april.testing.wrong_chunks import made_wrong
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One request that is being served. Tokens are made as time passes, and handed over in chunks."""
-
-    record: AttemptRecord
-    script: AttemptFaults
-    tokens: Int32
-    """What this attempt is going to say."""
-    finish: EngineFinish
-    running: bool = False
-    made: int = 0
-    made_until: float = 0.0
-    """Time from which the next token counts; in the future: nothing is made before."""
-    unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
-    sent: int = 0
-    abort_at: float = math.inf
-    deaf_until: float = -math.inf
-    """Aborts have no effect before this time."""
-    error: EngineError | None = None
-    wake: asyncio.Future[None] | None = None
-
-    def wake_up(self) -> None:
-        if self.wake is not None and not self.wake.done():
-            self.wake.set_result(None)
 
 
 class FakeEngine:
@@ -110,8 +85,8 @@ class FakeEngine:
             LogprobKind.TEMPERATURE, vocab_size, max_context, (eos_token_id,), max_running, updates_from_disk=True
         )
         self._version = version
-        self._streams: dict[str, _Stream] = {}
-        self._queue: deque[_Stream] = deque()
+        self._streams: dict[str, FakeStream] = {}
+        self._queue: deque[FakeStream] = deque()
         self._running = 0
         self._paused = self._closed = False
         self._dead_until = -math.inf
@@ -186,7 +161,7 @@ class FakeEngine:
             record.end = record.end or "the caller left"
             record.ended_s = asyncio.get_running_loop().time()
             self._make(stream)
-            record.withheld += sum(count for _, count in stream.unsent)
+            stream.withhold()
             self._leave(stream)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
@@ -293,13 +268,14 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- one stream
 
-    def _admit(self, request: Request) -> _Stream:
+    def _admit(self, request: Request) -> FakeStream:
         """Check a request, write it down and queue it."""
         now = self._start_clock()
         self._raise_if_dead("request")
         tokens, finish = self._plan(request)
         record = AttemptRecord(self._name, replace(request, token_ids=request.token_ids.copy()), now)
-        stream = _Stream(record, self.faults.attempt(self._name, request), tokens, finish)
+        faults = self.faults.attempt(self._name, request)
+        stream = FakeStream(record, faults, tokens, finish, self._token_s, self._chunk_tokens)
         self.attempts[request.attempt_id] = record
         self._id_lengths.add(len(request.attempt_id))
         self._streams[request.attempt_id] = stream
@@ -345,7 +321,7 @@ class FakeEngine:
             self._running += 1
             stream.wake_up()
 
-    def _leave(self, stream: _Stream) -> None:
+    def _leave(self, stream: FakeStream) -> None:
         self._streams.pop(stream.record.attempt_id, None)
         if stream.running:
             self._running -= 1
@@ -357,31 +333,11 @@ class FakeEngine:
         for stream in self._streams.values():
             self._make(stream)
 
-    def _make(self, stream: _Stream) -> None:
-        """The tokens for which there was time since the last look."""
-        now = asyncio.get_running_loop().time()
-        if not stream.running or self._paused or stream.error is not None or stream.made_until >= now:
-            return
-        count = min(int((now - stream.made_until) / self._token_s + 1e-6), self._target(stream) - stream.made)
-        if count <= 0:
-            return
-        stream.made += count
-        stream.made_until += count * self._token_s
-        if stream.unsent and stream.unsent[-1][0] == self._version:
-            count += stream.unsent.pop()[1]
-        stream.unsent.append((self._version, count))
+    def _make(self, stream: FakeStream) -> None:
+        if not self._paused:
+            stream.make(asyncio.get_running_loop().time(), self._version)
 
-    def _target(self, stream: _Stream) -> int:
-        """Tokens of the attempt at which something happens next: a chunk is full, or a fault is due."""
-        full = len(stream.tokens) if self._chunk_tokens is None else stream.sent + self._chunk_tokens
-        due = [
-            fault.after_tokens
-            for fault in stream.script.faults
-            if fault.kind in AT_TOKENS and fault.after_tokens > stream.sent
-        ]
-        return min(full, len(stream.tokens), *due)
-
-    async def _next(self, stream: _Stream) -> Chunk | None:
+    async def _next(self, stream: FakeStream) -> Chunk | None:
         """The next chunk, or None when something else has happened; sets ``record.end`` with the last one."""
         self._make(stream)
         now = asyncio.get_running_loop().time()
@@ -391,28 +347,14 @@ class FakeEngine:
             return self._aborted(stream)
         if not stream.unsent and self._break_here(stream, now):
             return None
-        ready = stream.made >= self._target(stream) or self._paused or len(stream.unsent) > 1
+        ready = stream.made >= stream.target or self._paused or len(stream.unsent) > 1
         if ready and (stream.unsent or stream.sent == len(stream.tokens)):
             return self._chunk(stream)
-        until = stream.abort_at
-        if stream.running and not self._paused:
-            until = min(until, stream.made_until + (self._target(stream) - stream.made) * self._token_s)
-        await self._wait(stream, until)
+        makes = stream.running and not self._paused
+        await stream.wait(min(stream.abort_at, stream.due_s) if makes else stream.abort_at)
         return None
 
-    async def _wait(self, stream: _Stream, until: float) -> None:
-        """Until a time, or until something happens to the stream."""
-        loop = asyncio.get_running_loop()
-        stream.wake = loop.create_future()
-        timer = loop.call_at(until, stream.wake_up) if until < math.inf else None
-        try:
-            await stream.wake
-        finally:
-            stream.wake = None
-            if timer is not None:
-                timer.cancel()
-
-    def _break_here(self, stream: _Stream, now: float) -> bool:
+    def _break_here(self, stream: FakeStream, now: float) -> bool:
         """Faults that hit between two chunks; True when the stream has to look again."""
         if self._hits(stream, FaultKind.BREAK_OFF):
             raise EngineError(f"engine {self._name}: the fault script breaks the stream off after {stream.sent} tokens")
@@ -420,36 +362,34 @@ class FakeEngine:
         if fault is not None:
             self.die(fault.duration_s)
             return True
-        fault = self._hits(stream, FaultKind.STALL) if stream.running and not self._paused else None
+        if not stream.running or self._paused:
+            return False
+        stream.passed = stream.sent
+        fault = self._hits(stream, FaultKind.STALL)
         if fault is not None:
             stream.made_until = now + fault.duration_s
         return fault is not None
 
-    def _chunk(self, stream: _Stream) -> Chunk:
+    def _chunk(self, stream: FakeStream) -> Chunk:
         """What was made under one version; sets the end with the last token."""
-        version, count = stream.unsent.popleft() if stream.unsent else (self._version, 0)
-        tokens = stream.tokens[stream.sent : stream.sent + count].copy()
-        last = stream.sent + count == len(stream.tokens)
+        wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._hits(stream, kind)]
+        room = stream.record.request.sampling.max_tokens - stream.sent
+        tokens, version = stream.take(self._version)
+        last = stream.sent == len(stream.tokens)
         # a stream that breaks off behind its last token has to come back first
-        breaks = last and count and any(
-            f.kind in AT_TOKENS and f.after_tokens == len(stream.tokens) for f in stream.script.faults
-        )
+        breaks = len(tokens) and len(stream.tokens) in stream.marks
         finish = stream.finish if last and not breaks else None
         if finish is not None:
             stream.record.end = str(finish)
             if self._hits(stream, FaultKind.NO_FINISH):
                 finish, stream.record.end = None, "without a finish reason"
         chunk = Chunk(tokens, fake_logprobs(tokens, version), version, finish)
-        if count:
-            for kind in WRONG_CHUNKS:
-                if self._hits(stream, kind):
-                    stream.record.wrong = kind
-                    room = stream.record.request.sampling.max_tokens - stream.sent
-                    chunk = made_wrong(chunk, kind, self._capabilities.vocab_size, room)
-        stream.sent += count
+        for kind in wrong:
+            stream.record.wrong = kind
+            chunk = made_wrong(chunk, kind, self._capabilities.vocab_size, room)
         return chunk
 
-    def _hits(self, stream: _Stream, kind: FaultKind) -> Fault | None:
+    def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:
         """The fault of this kind that hits the stream now."""
         for fault in stream.script.faults:
             due = fault.kind is kind and (kind not in AT_TOKENS or fault.after_tokens <= stream.sent)
@@ -466,13 +406,14 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- aborts
 
-    def _abort(self, stream: _Stream, now: float) -> None:
+    def _abort(self, stream: FakeStream, now: float) -> None:
         """An abort arrives for a stream; the script may know better."""
         if now < stream.deaf_until:
             return
         for fault in stream.script.faults:
             until = stream.record.started_s + fault.duration_s
-            if fault.kind is FaultKind.ABORT_MISSED and now < until and self._hits(stream, fault.kind):
+            missed = fault.kind is FaultKind.ABORT_MISSED and now < until
+            if missed and self.faults.hits(fault, self._name, self._seconds(), stream.script):
                 stream.deaf_until = until
                 return
         for kind in (FaultKind.ABORT_IGNORED, FaultKind.ABORT_HANGS, FaultKind.ABORT_LATE):
@@ -489,21 +430,18 @@ class FakeEngine:
         stream.abort_at, stream.deaf_until = now, math.inf
         stream.wake_up()
 
-    def _aborted(self, stream: _Stream) -> Chunk:
+    def _aborted(self, stream: FakeStream) -> Chunk:
         """The next chunk of a stream that has to end; the last one says ABORT."""
         if self._hits(stream, FaultKind.ABORT_EMPTY):
-            stream.record.withheld += sum(count for _, count in stream.unsent)
-            stream.unsent.clear()
-        version, count = stream.unsent.popleft() if stream.unsent else (self._version, 0)
-        tokens = stream.tokens[stream.sent : stream.sent + count].copy()
-        stream.sent += count
+            stream.withhold()
+        tokens, version = stream.take(self._version)
         if stream.unsent:
             finish = None
         else:
             finish = stream.finish if stream.sent == len(stream.tokens) else EngineFinish.ABORT
             stream.record.end = str(finish)
             if finish is EngineFinish.ABORT and stream.sent and self._hits(stream, FaultKind.ABORT_REPEATS):
-                if not count:
+                if not len(tokens):
                     version = stream.record.chunks[-1].version
                 tokens = np.append(tokens, stream.tokens[stream.sent - 1 : stream.sent]).astype(np.int32)
                 stream.record.repeated += 1
