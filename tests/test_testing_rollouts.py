@@ -231,6 +231,7 @@ TAMPERED: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     "a resumed prompt": (_cut, "was not asked to continue"),
     "lengths": (lambda b: _with(b, logprobs=_long(b).logprobs[1:]), "arrays of different lengths"),
     "loss on the tool": (lambda b: _with(b, loss_mask=np.ones_like(_long(b).loss_mask)), "tokens of the environment"),
+    "a masked sample": (lambda b: _with(b, loss_mask=np.zeros_like(_long(b).loss_mask)), "has no loss on tokens"),
     "another sample": (lambda b: _with(b, id=april.SampleId(50, 0)), "which is not its own"),
     "a longer tail": (
         lambda b: _with(
@@ -272,6 +273,13 @@ def test_the_audit_catches_double_delivery_and_wrong_books() -> None:
         audit(batches, engines, ledger)
     with pytest.raises(AuditError, match=r"the ledger has \d+ tokens delivered"):
         audit(batches[:-1], engines, ledger)
+    record = next(r for e in engines for r in e.attempts.values() if r.request.response_offset)
+    first = next(r for e in engines for r in e.attempts_of(record.request.sample_key) if r is not record)  # type: ignore[arg-type]
+    original = record.request
+    record.request = replace(original, sampling=first.request.sampling)
+    with pytest.raises(AuditError, match="which began at another token"):
+        audit(batches, engines)
+    record.request = original
     engines[0].violations.append("asked for the moon")
     with pytest.raises(AuditError, match="asked for the moon"):
         audit(batches, engines)

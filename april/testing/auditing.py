@@ -115,6 +115,7 @@ class _Auditor:
             share = old / generated if generated else 0.0
             if abs(share - batch.off_policy_share) > 1e-9:
                 self.problems.append(f"batch {batch.id} says off_policy_share {batch.off_policy_share}, it is {share}")
+        self.seeds()
         waiting = rejected = lost = 0
         for record in self.records.values():
             missing = record.count - self.used[record.attempt_id]
@@ -180,6 +181,7 @@ class _Auditor:
                 self.equal(sample, what, segment.start, got, expected, record)
             if tuple(segment.version) > tuple(batch.version):
                 self.wrong(sample, f"has tokens of version {segment.version} in a batch of version {batch.version}")
+        self.masks(sample, batch)
         if last is not None:
             self.end(sample, last)
 
@@ -201,10 +203,35 @@ class _Auditor:
         if not np.array_equal(record.request.token_ids, before):
             self.wrong(sample, f"{_name(record)} was not asked to continue the {len(before)} tokens before it")
 
+    def masks(self, sample: DeliveredSample, batch: Batch) -> None:
+        """Age is the only reason to take the loss off a generated token: never off one that is new, or newer than one
+        that has it."""
+        kept = batch.version
+        for segment in sample.segments:
+            if segment.kind is SegmentKind.GENERATED and sample.loss_mask[segment.start]:
+                kept = min(kept, segment.version)
+        for segment in sample.segments:
+            mask = sample.loss_mask[segment.start : segment.start + segment.count]
+            if segment.kind is SegmentKind.GENERATED and not mask.all() and (mask.any() or segment.version >= kept):
+                self.wrong(sample, f"has no loss on tokens of version {segment.version}, and has some on {kept}")
+
     def end(self, sample: DeliveredSample, last: AttemptRecord) -> None:
         """A response that stopped ends in the stop token of its last attempt."""
         if sample.finish is FinishReason.STOP and sample.tokens[-1] != last.tokens[-1]:
             self.wrong(sample, f"is said to have stopped, and does not end where {_name(last)} ended")
+
+    def seeds(self) -> None:
+        """Attempts of a sample that begin at different tokens have different seeds: the same would repeat itself."""
+        starts: dict[tuple[object, int], tuple[int, AttemptRecord]] = {}
+        for record in self.records.values():
+            seed, start = record.request.sampling.seed, len(record.request.token_ids)
+            if seed is None:
+                continue
+            first, other = starts.setdefault((record.request.sample_key, seed), (start, record))
+            if first != start:
+                self.problems.append(
+                    f"{_name(record)} has the seed of {other.attempt_id}, which began at another token"
+                )
 
     def nothing_is_lost(self, seen: set[tuple[int, int]]) -> None:
         """Every good attempt of a delivered sample is in it, to the last token."""
