@@ -49,6 +49,8 @@ class RolloutScheduler:
         ConfigError: before anything starts, if the arguments contradict each other or the engines.
     """
 
+    _loop_type: type[LoopThread] = LoopThread
+
     def __init__(
         self,
         config: Config,
@@ -84,7 +86,7 @@ class RolloutScheduler:
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
-        self._thread = LoopThread()
+        self._thread = self._loop_type()
         try:
             self._driver = self._thread.call(
                 lambda: RolloutDriver(

@@ -45,6 +45,7 @@ def test_corrupt_attempt_is_dropped_with_a_reason_and_never_trained() -> None:
     (first,) = m.in_flight
     m.tokens(first, 5)
     fail(m, first)
+    m.post(ev.EngineReady("e0"))
     (second,) = m.in_flight
     m.tokens(second, 6)
     fail(m, second, corrupt=True, rejected=3)
@@ -88,6 +89,7 @@ def test_sample_that_fails_too_often_takes_its_group_along_and_is_replaced() -> 
     m.tokens(next(a.id for a in m.in_flight.values() if a.sample.id == (0, 1)), 4)
     for _ in range(2):
         fail(m, next(a.id for a in m.in_flight.values() if a.sample.id == (0, 0)))
+        m.post(ev.EngineReady("e0"))
 
     assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
     assert {a.sample.id.group for a in m.in_flight.values() if a.id not in m.abort_asked} == {1}
@@ -160,15 +162,15 @@ def test_groups_failing_in_a_row_end_the_step_with_a_reason_and_keep_the_rest() 
     """No endless retry: after max_failed_groups dead groups in a row the trainer is told; a new step may follow."""
     m = CoreMachine(settings(n=1, samples=1, max_attempt_failures=1, max_failed_groups=4), lambda g, i: 9)
     m.post(ev.StepRequested())
-    while not m.errors:
-        if not m.in_flight:
-            m.post(ev.EngineReady("e0"))  # it was quarantined meanwhile
+    for _ in range(4):
+        m.post(ev.EngineReady("e0"))
         fail(m, min(m.in_flight))
 
     assert m.errors == ["4 groups failed in a row, the last one: g3.s0: connection reset"]
     assert m.core.step is None
     assert m.core.prompts.as_dict()["dropped"] == {"failed": 4}
     m.errors.clear()
+    m.post(ev.EngineReady("e0"))
     assert m.step(random.Random(0)) is not None
 
 

@@ -40,6 +40,9 @@ class DeliveredSample:
     reward: float
     finish: FinishReason
     attempts: int
+    """requests to engines"""
+    resumes: int
+    """of these, continued a call in the middle"""
 
     @property
     def versions(self) -> Int32:
@@ -141,6 +144,7 @@ def deliver_sample(
         reward=sample.reward,
         finish=sample.finish,
         attempts=sample.attempts,
+        resumes=sample.resumes,
     )
 
 
@@ -148,13 +152,13 @@ def batch_metrics(
     groups: Sequence[Group], samples: Sequence[DeliveredSample], version: PolicyVersion
 ) -> dict[str, float]:
     """Metrics that can be read off the batch itself."""
-    generated = stale = masked = 0
+    generated = stale = trained = 0
     for s in samples:
         for segment in s.segments:
             if segment.kind is SegmentKind.GENERATED:
                 generated += segment.count
                 stale += segment.count if segment.version != version else 0
-        masked += int(len(s.tokens) - np.count_nonzero(s.loss_mask))
+        trained += int(np.count_nonzero(s.loss_mask))
     ages = np.array([s.staleness for s in samples], np.float64)
     lengths = np.array([len(s.tokens) for s in samples], np.float64)
     rewards = np.array([s.reward for s in samples], np.float64)
@@ -162,11 +166,11 @@ def batch_metrics(
         "groups": float(len(groups)),
         "samples": float(len(samples)),
         "trained_tokens": float(generated),
-        "masked_tokens": float(masked),
+        "masked_tokens": float(generated - trained),
         "off_policy_share": stale / generated if generated else 0.0,
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_max": float(ages.max()) if len(ages) else 0.0,
-        "resumed_samples": float(sum(1 for s in samples if s.attempts > 1)),
+        "resumed_samples": float(sum(1 for s in samples if s.resumes)),
         "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "response_len_median": float(np.median(lengths)) if len(lengths) else 0.0,
         "response_len_max": float(lengths.max()) if len(lengths) else 0.0,

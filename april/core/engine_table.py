@@ -9,7 +9,7 @@ from april.core.settings import EngineLimits
 from april.core.versions import PolicyVersion
 
 FAILURES_BEFORE_QUARANTINE = 3
-"""In a row; one broken stream is an accident, three are an engine."""
+"""Answers in a row that cannot be true; one is an accident, three are an engine."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,13 @@ class EngineTable:
         kinds = {e.logprob_kind for e in engines}
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def pick(self, version: PolicyVersion) -> EngineState | None:
-        """The least loaded engine that confirmed ``version`` and has room."""
+    def pick(self, version: PolicyVersion, avoid: str = "") -> EngineState | None:
+        """The least loaded engine that confirmed ``version`` and has room; the one to ``avoid`` only if no other has."""
         best: EngineState | None = None
-        for state in self.states.values():
-            if state.version == version and state.has_room and (best is None or state.in_flight < best.in_flight):
+        for name, state in self.states.items():
+            if state.version != version or not state.has_room or (name == avoid and best is not None):
+                continue
+            if best is None or best.limits.name == avoid or state.in_flight < best.in_flight:
                 best = state
         return best
 
@@ -56,11 +58,11 @@ class EngineTable:
         """Attempts per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
 
-    def failed(self, name: str) -> bool:
-        """Count a failure; True when the engine is now quarantined."""
+    def failed(self, name: str, *, at_once: bool) -> bool:
+        """Count a failure; True when the engine is now quarantined (``at_once``, or after several in a row)."""
         state = self.states[name]
         state.failures += 1
-        if state.failures < FAILURES_BEFORE_QUARANTINE or state.quarantined:
+        if state.quarantined or not (at_once or state.failures >= FAILURES_BEFORE_QUARANTINE):
             return False
         state.quarantined = True
         return True

@@ -128,6 +128,7 @@ class Generation:
         attempt = books.attempts.open(sample, call, engine, books.clock.current.incarnation)
         books.counters["attempts"] += 1
         if held > call.start:
+            sample.resumes += 1
             books.counters["resumed_attempts"] += 1
             books.counters["reprefill_tokens"] += len(attempt.token_ids)
         books.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
@@ -152,17 +153,25 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
-        call = sample.call
-        assert call is not None
-        finish = "stop" if attempt.tape.stopped else event.finish
-        if finish == "stop" or (finish == "abort" and books.attempts.ends_in_stop(sample, call)):
-            self._complete_call(sample, FinishReason.STOP)
-        elif finish == "length" or books.attempts.budget(sample, call) <= 0:
-            self._complete_call(sample, FinishReason.LENGTH)
-        else:
+        sample.attempt_failures, sample.avoid = 0, ""
+        if not self._is_complete(attempt, event.finish):
             if not attempt.tape.count:
                 books.counters["empty_partials"] += 1
             self._queue(sample, f"partial after {attempt.tape.count} tokens")
+
+    def _is_complete(self, attempt: Attempt, finish: str) -> bool:
+        """Complete the call if the attempt brought its last token, whatever the end of its stream looked like."""
+        sample = attempt.sample
+        call = sample.call
+        assert call is not None
+        stopped = attempt.tape.stopped or finish == "stop"
+        if stopped or (finish != "length" and self._books.attempts.ends_in_stop(sample, call)):
+            self._complete_call(sample, FinishReason.STOP)
+        elif finish == "length" or self._books.attempts.budget(sample, call) <= 0:
+            self._complete_call(sample, FinishReason.LENGTH)
+        else:
+            return False
+        return True
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
         """An attempt broke off; its tokens are kept unless they cannot be true."""
@@ -178,19 +187,20 @@ class Generation:
             books.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
         else:
             self._keep(attempt)
-        if books.engines.failed(attempt.engine):
+        # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times
+        if books.engines.failed(attempt.engine, at_once=not event.corrupt):
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
-        if attempt.tape.stopped and not event.corrupt:
-            self._complete_call(sample, FinishReason.STOP)
+        if not event.corrupt and self._is_complete(attempt, "abort"):
             return
         # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
         progressed = attempt.tape.count > 0 and not event.corrupt
-        sample.failures = 1 if progressed else sample.failures + 1
+        sample.attempt_failures = 1 if progressed else sample.attempt_failures + 1
+        sample.avoid = attempt.engine
         self._queue(sample, f"attempt failed: {event.error}")
-        if sample.failures >= books.settings.max_attempt_failures:
+        if sample.attempt_failures >= books.settings.max_attempt_failures:
             self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {event.error}")
 
     def _take(self, attempt_id: str) -> Attempt | None:

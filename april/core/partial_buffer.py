@@ -73,7 +73,7 @@ class PartialBuffer:
             slack = s.max_age - self._clock.staleness(group.drawn_under)
             if s.on_stale is OnStale.FINISH:
                 slack = min(slack, s.max_staleness - max(self.staleness(sample) for sample in group.samples))
-            if any(sample.attempts > s.max_resumes for sample in group.samples):
+            if any(sample.resumes > s.max_resumes for sample in group.samples):
                 slack = 0
             yield group, slack
 

@@ -132,6 +132,7 @@ def _sample_out(core: RolloutCore, sample: Sample) -> State:
         "finish": None if sample.finish is None else str(sample.finish),
         "reward": sample.reward,
         "attempts": sample.attempts,
+        "resumes": sample.resumes,
         "failures": sample.failures,
         "restarts": sample.restarts,
     }
@@ -225,7 +226,7 @@ def _sample_in(sample: Sample, state: State, *, keeps_finished: bool) -> None:
     tape.tokens = _int_array(state["tokens"])
     tape.logprobs = np.frombuffer(state["logprobs"], "<f4").astype(np.float32)
     sample.attempts, sample.failures = int(state["attempts"]), int(state["failures"])
-    sample.restarts = int(state["restarts"])
+    sample.resumes, sample.restarts = int(state["resumes"]), int(state["restarts"])
     calls = [RecordedCall(start, end, FinishReason(finish)) for start, end, finish in state["calls"]]
     if state["finished"] and keeps_finished:
         sample.state, sample.calls = SampleState.FINISHED, calls

@@ -245,8 +245,7 @@ class RolloutCore:
     def _start_waiting(self) -> None:
         books = self.books
         while self.over_sampler.waiting and self._free_places() > 0:
-            engine = self.engines.pick(self.clock.current)
-            if engine is None:
+            if self.engines.pick(self.clock.current) is None:
                 self._watch_outage()
                 return
             sample = self.over_sampler.pop()
@@ -256,6 +255,8 @@ class RolloutCore:
                 books.to(sample, SampleState.STARTED, "rollout function started")
                 books.out.append(do.StartSample(sample))
             else:
+                engine = self.engines.pick(self.clock.current, sample.avoid)
+                assert engine is not None
                 self._generation.submit(sample, engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:

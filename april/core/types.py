@@ -178,8 +178,8 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "replay", "restarts", "reward",
-        "state", "tape", "ticket",
+        "attempt_failures", "attempt_id", "attempts", "avoid", "call", "calls", "failures", "finish", "group", "id",
+        "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -194,7 +194,14 @@ class Sample:
         self.attempts = 0
         self.attempt_id = ""
         """Its latest attempt."""
+        self.resumes = 0
+        """Attempts that continued a call in the middle."""
+        self.attempt_failures = 0
+        """Attempts in a row that broke off without a token."""
+        self.avoid = ""
+        """Engine on which the latest attempt broke off: another one goes first."""
         self.failures = 0
+        """Failures of its rollout and reward functions."""
         self.restarts = 0
         """How often it began again from nothing."""
         self.finish: FinishReason | None = None

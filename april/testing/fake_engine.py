@@ -1,0 +1,448 @@
+"""A fake engine: no model, deterministic tokens, every fault one can think of, and a record of all that left it.
+
+Runs on the event loop's own clock, virtual or real. A token takes ``seconds_per_token`` whatever else runs, so the time
+of everything can be computed by hand.
+
+Invariant: whatever a chunk holds is in ``attempts`` before the caller gets it. Token t of a response depends only on
+(conversation before it, sample key, t), so it does not matter where and in how many attempts it was generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, LogprobKind, Request
+from april.errors import EngineError
+from april.testing.fake_responses import FakeResponder, Lengths
+from april.testing.fake_stream import FakeStream
+from april.testing.fake_tokens import fake_logprobs
+from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, Fault, FaultKind, FaultScript
+from april.testing.records import AbortRecord, AttemptRecord
+from april.testing.wrong_chunks import made_wrong
+
+
+class FakeEngine:
+    """Implements :class:`april.engines.protocol.Engine` without a model.
+
+    Args:
+        name: unique label.
+        lengths: tokens of a response (the stop token included): a number, a table by (group, index), or a function of
+            the request that looks at its sample key and :func:`conversation` only.
+        responses: what a response says, instead of ``lengths``: a function of the request, as above, that returns
+            token ids; it ends at the first stop id, and one is appended if there is none.
+        faults: what goes wrong; one script may serve several engines.
+        seconds_per_token: time per token and request.
+        chunk_tokens: tokens per chunk; None: one chunk at the end, and one at a pause.
+        max_running: requests served at the same time; more wait inside.
+        prefix_abort: an abort hits every request whose id begins with a given id, as SGLang's does.
+        weight_update_s: how long ``update_weights`` takes. A path is accepted, written down and not read.
+        vocab_size, eos_token_id, max_context, version: as in :class:`april.engines.protocol.Capabilities`.
+
+    What april asked for and must not ask for (an id used twice, a response continued behind its end) is refused and
+    written down in ``violations``.
+    """
+
+    def __init__(
+        self,
+        name: str = "fake",
+        *,
+        lengths: Lengths = 8,
+        responses: Callable[[Request], Sequence[int] | Int32] | None = None,
+        faults: FaultScript | None = None,
+        seconds_per_token: float = 1.0,
+        chunk_tokens: int | None = None,
+        max_running: int = 64,
+        prefix_abort: bool = False,
+        weight_update_s: float = 0.0,
+        vocab_size: int = 1000,
+        eos_token_id: int = 0,
+        max_context: int = 1 << 20,
+        version: PolicyVersion = FIRST_VERSION,
+    ) -> None:
+        for what, value, good in (
+            ("seconds_per_token", seconds_per_token, 0 < seconds_per_token < math.inf),
+            ("chunk_tokens", chunk_tokens, chunk_tokens is None or chunk_tokens >= 1),
+            ("max_running", max_running, max_running >= 1),
+            ("eos_token_id", eos_token_id, 0 <= eos_token_id < vocab_size),
+        ):
+            if not good:
+                raise ValueError(f"FakeEngine {name}: {what}={value} is out of range")
+        self._name = name
+        self._responder = FakeResponder(name, lengths, responses, vocab_size, eos_token_id)
+        self.faults = faults if faults is not None else FaultScript()
+        self._token_s = seconds_per_token
+        self._chunk_tokens = chunk_tokens
+        self._prefix_abort = prefix_abort
+        self._weight_update_s = weight_update_s
+        self._capabilities = Capabilities(
+            LogprobKind.TEMPERATURE, vocab_size, max_context, (eos_token_id,), max_running, updates_from_disk=True
+        )
+        self._version = version
+        self._streams: dict[str, FakeStream] = {}
+        self._queue: deque[FakeStream] = deque()
+        self._running = 0
+        self._paused = self._closed = False
+        self._dead_until = -math.inf
+        self._origin: float | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._id_lengths: set[int] = set()
+        self.attempts: dict[str, AttemptRecord] = {}
+        """Every request, by attempt id, in the order of arrival."""
+        self.aborts: list[AbortRecord] = []
+        self.updates: list[tuple[float, PolicyVersion, str | None]] = []
+        """(time, version, path) of every weight update that worked."""
+        self.probes: list[float] = []
+        self.violations: list[str] = []
+        """What april asked for against the protocol."""
+        try:
+            self._start_clock()
+        except RuntimeError:
+            return  # no loop is running yet: time begins with the first call
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "paused" if self._paused else "open"
+        return (
+            f"<FakeEngine {self._name} {state} version {self._version}: {len(self._streams)} requests in work, "
+            f"{len(self.attempts)} so far, {self.handed_over_tokens} tokens handed over, {self.faults!r}>"
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Of the weights it has."""
+        return self._version
+
+    @property
+    def handed_over_tokens(self) -> int:
+        """All tokens that ever left the engine, those of evaluations and wrong ones included."""
+        return sum(record.count for record in self.attempts.values())
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def attempts_of(self, sample: tuple[int, int]) -> list[AttemptRecord]:
+        """Attempts of one sample of the training, in order."""
+        return [r for r in self.attempts.values() if r.request.sample_key == sample and not r.evaluation]
+
+    # ---------------------------------------------------------------- the protocol
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Serve one request; raises EngineError where the script says so, and for what must not be asked."""
+        stream = self._admit(request)
+        record = stream.record
+        try:
+            while not record.end:
+                chunk = await self._next(stream)
+                if chunk is not None:
+                    yield self._write_down(record, chunk)
+            if stream.finish.value == record.end and self._hits(stream, FaultKind.CHUNK_AFTER_FINISH):
+                record.wrong = FaultKind.CHUNK_AFTER_FINISH
+                yield self._write_down(record, record.chunks[-1])
+        except EngineError as error:
+            record.end = str(error)
+            raise
+        finally:
+            record.end = record.end or "the caller left"
+            record.ended_s = asyncio.get_running_loop().time()
+            self._make(stream)
+            stream.withhold()
+            self._leave(stream)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        now = self._start_clock()
+        self.aborts.append(AbortRecord(now, None if attempt_ids is None else tuple(attempt_ids)))
+        self._raise_if_dead("abort")
+        for attempt_id, stream in list(self._streams.items()):
+            if attempt_ids is None or any(
+                attempt_id == i or (self._prefix_abort and attempt_id.startswith(i)) for i in attempt_ids
+            ):
+                self._abort(stream, now)
+
+    async def pause(self) -> None:
+        """Close admission; tokens made so far are handed over under the present version."""
+        self._start_clock()
+        self._raise_if_dead("pause")
+        self._make_all()
+        self._paused = True
+        self._wake_all()
+
+    async def resume(self) -> None:
+        now = self._start_clock()
+        self._raise_if_dead("resume")
+        if self._paused:
+            self._paused = False
+            for stream in self._streams.values():
+                stream.made_until = max(stream.made_until, now)
+            self._wake_all()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Change the version after ``weight_update_s``; raises EngineError unless paused, or as the script says."""
+        self._start_clock()
+        if self._weight_update_s > 0:
+            await asyncio.sleep(self._weight_update_s)
+        self._raise_if_dead("update_weights")
+        if not self._paused:
+            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+        if self.faults.call_fails(FaultKind.FAILED_UPDATE, self._name, self._seconds()):
+            raise EngineError(f"engine {self._name}: the fault script makes this weight update fail")
+        self._version = version
+        self.updates.append((self._start_clock(), version, path))
+
+    async def health(self) -> Health:
+        self.probes.append(self._start_clock())
+        if self._closed or self._is_dead():
+            return Health(ok=False, detail="closed" if self._closed else "dead")
+        if self.faults.call_fails(FaultKind.SICK_PROBE, self._name, self._seconds()):
+            return Health(ok=False, detail="the fault script makes this probe fail")
+        counters = {"running": float(self._running), "waiting": float(len(self._queue))}
+        return Health(ok=True, detail="paused" if self._paused else "", counters=counters)
+
+    async def close(self) -> None:
+        """Streams that are still open raise EngineError."""
+        self._closed = True
+        for timer in self._timers:
+            timer.cancel()
+        self._break_all(f"engine {self._name} was closed")
+
+    # ---------------------------------------------------------------- time and death
+
+    def _start_clock(self) -> float:
+        """Loop time; the first call begins the engine's own time and sets the deaths that come by time."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._origin is None:
+            self._origin = now
+            for fault in self.faults.faults:
+                if fault.by_time_alone and fault.engine in (None, self._name):
+                    self._timers.append(loop.call_at(now + fault.from_s, self._die_by_time, fault))
+        return now
+
+    def _seconds(self) -> float:
+        """The engine's own time."""
+        assert self._origin is not None
+        return asyncio.get_running_loop().time() - self._origin
+
+    def _die_by_time(self, fault: Fault) -> None:
+        # a real loop may call a moment early
+        if self.faults.hits(fault, self._name, max(fault.from_s, self._seconds())):
+            self.die(fault.duration_s)
+
+    def die(self, seconds: float = math.inf) -> None:
+        """Break all streams now and refuse everything for ``seconds``; it comes back unpaused, same weights."""
+        self._dead_until = self._start_clock() + seconds
+        self._paused = False
+        self._break_all(f"engine {self._name} died")
+
+    def _is_dead(self) -> bool:
+        return asyncio.get_running_loop().time() < self._dead_until
+
+    def _raise_if_dead(self, what: str) -> None:
+        if self._closed or self._is_dead():
+            raise EngineError(f"engine {self._name} is {'closed' if self._closed else 'dead'}: {what} refused")
+
+    def _break_all(self, why: str) -> None:
+        self._make_all()
+        for stream in self._streams.values():
+            stream.error = stream.error or EngineError(why)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for stream in self._streams.values():
+            stream.wake_up()
+
+    # ---------------------------------------------------------------- one stream
+
+    def _admit(self, request: Request) -> FakeStream:
+        """Check a request, write it down and queue it."""
+        now = self._start_clock()
+        self._raise_if_dead("request")
+        tokens, finish = self._plan(request)
+        record = AttemptRecord(self._name, replace(request, token_ids=request.token_ids.copy()), now)
+        faults = self.faults.attempt(self._name, request)
+        stream = FakeStream(record, faults, tokens, finish, self._token_s, self._chunk_tokens)
+        self.attempts[request.attempt_id] = record
+        self._id_lengths.add(len(request.attempt_id))
+        self._streams[request.attempt_id] = stream
+        self._queue.append(stream)
+        self._start_next()
+        return stream
+
+    def _plan(self, request: Request) -> tuple[Int32, EngineFinish]:
+        """The tokens that this attempt is going to say, and why it will end; refuses what must not be asked."""
+        held, total, attempt_id = request.response_offset, len(request.token_ids), request.attempt_id
+        room = min(request.sampling.max_tokens, self._capabilities.max_context - total)
+        if attempt_id in self.attempts:
+            raise self._violation(request, "the id was used before; every attempt needs a new one")
+        if not attempt_id or (
+            {len(attempt_id)} != self._id_lengths
+            and any(attempt_id.startswith(i) or i.startswith(attempt_id) for i in self.attempts)
+        ):
+            raise self._violation(request, "the id is empty, or one id is a prefix of another")
+        if not 0 <= held < total:
+            raise self._violation(request, f"response_offset {held} leaves no prompt in its {total} token ids")
+        if held and int(request.token_ids[-1]) in self._responder.stops(request):
+            raise self._violation(request, "it continues a response that has ended in a stop token")
+        if room < 1:
+            raise self._violation(
+                request, f"no token may be generated: max_tokens {request.sampling.max_tokens}, context used {total}"
+            )
+        whole = self._responder.whole(request)
+        # an engine never answers with nothing
+        new = whole[held:] if held < len(whole) else whole[-1:]
+        return (new, EngineFinish.STOP) if len(new) <= room else (new[:room], EngineFinish.LENGTH)
+
+    def _violation(self, request: Request, what: str) -> EngineError:
+        text = f"engine {self._name}, request {request.attempt_id} of sample {request.sample_key}: {what}"
+        self.violations.append(text)
+        return EngineError(text)
+
+    def _start_next(self) -> None:
+        """Give free places to those that wait."""
+        now = asyncio.get_running_loop().time()
+        while self._queue and self._running < (self._capabilities.max_in_flight or math.inf):
+            stream = self._queue.popleft()
+            stream.running, stream.made_until = True, now
+            self._running += 1
+            stream.wake_up()
+
+    def _leave(self, stream: FakeStream) -> None:
+        self._streams.pop(stream.record.attempt_id, None)
+        if stream.running:
+            self._running -= 1
+        elif stream in self._queue:
+            self._queue.remove(stream)
+        self._start_next()
+
+    def _make_all(self) -> None:
+        for stream in self._streams.values():
+            self._make(stream)
+
+    def _make(self, stream: FakeStream) -> None:
+        if not self._paused:
+            stream.make(asyncio.get_running_loop().time(), self._version)
+
+    async def _next(self, stream: FakeStream) -> Chunk | None:
+        """The next chunk, or None when something else has happened; sets ``record.end`` with the last one."""
+        self._make(stream)
+        now = asyncio.get_running_loop().time()
+        if stream.error is not None:
+            raise stream.error
+        if now >= stream.abort_at:
+            return self._aborted(stream)
+        if not stream.unsent and self._break_here(stream, now):
+            return None
+        ready = stream.made >= stream.target or self._paused or len(stream.unsent) > 1
+        if ready and (stream.unsent or stream.sent == len(stream.tokens)):
+            return self._chunk(stream)
+        makes = stream.running and not self._paused
+        await stream.wait(min(stream.abort_at, stream.due_s) if makes else stream.abort_at)
+        return None
+
+    def _break_here(self, stream: FakeStream, now: float) -> bool:
+        """Faults that hit between two chunks; True when the stream has to look again."""
+        if self._hits(stream, FaultKind.BREAK_OFF):
+            raise EngineError(f"engine {self._name}: the fault script breaks the stream off after {stream.sent} tokens")
+        fault = self._hits(stream, FaultKind.ENGINE_DIES)
+        if fault is not None:
+            self.die(fault.duration_s)
+            return True
+        if not stream.running or self._paused:
+            return False
+        stream.passed = stream.sent
+        fault = self._hits(stream, FaultKind.STALL)
+        if fault is not None:
+            stream.made_until = now + fault.duration_s
+        return fault is not None
+
+    def _chunk(self, stream: FakeStream) -> Chunk:
+        """What was made under one version; sets the end with the last token."""
+        wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._hits(stream, kind)]
+        room = stream.record.request.sampling.max_tokens - stream.sent
+        tokens, version = stream.take(self._version)
+        last = stream.sent == len(stream.tokens)
+        # a stream that breaks off behind its last token has to come back first
+        breaks = len(tokens) and len(stream.tokens) in stream.marks
+        finish = stream.finish if last and not breaks else None
+        if finish is not None:
+            stream.record.end = str(finish)
+            if self._hits(stream, FaultKind.NO_FINISH):
+                finish, stream.record.end = None, "without a finish reason"
+        chunk = Chunk(tokens, fake_logprobs(tokens, version), version, finish)
+        for kind in wrong:
+            stream.record.wrong = kind
+            chunk = made_wrong(chunk, kind, self._capabilities.vocab_size, room)
+        return chunk
+
+    def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:
+        """The fault of this kind that hits the stream now."""
+        for fault in stream.script.faults:
+            due = fault.kind is kind and (kind not in AT_TOKENS or fault.after_tokens <= stream.sent)
+            if due and self.faults.hits(fault, self._name, self._seconds(), stream.script):
+                return fault
+        return None
+
+    @staticmethod
+    def _write_down(record: AttemptRecord, chunk: Chunk) -> Chunk:
+        """Keep a copy, before the caller has it."""
+        record.chunks.append(replace(chunk, tokens=chunk.tokens.copy(), logprobs=chunk.logprobs.copy()))
+        record.times_s.append(asyncio.get_running_loop().time())
+        return chunk
+
+    # ---------------------------------------------------------------- aborts
+
+    def _abort(self, stream: FakeStream, now: float) -> None:
+        """An abort arrives for a stream; the script may know better."""
+        if now < stream.deaf_until:
+            return
+        for fault in stream.script.faults:
+            until = stream.record.started_s + fault.duration_s
+            missed = fault.kind is FaultKind.ABORT_MISSED and now < until
+            if missed and self.faults.hits(fault, self._name, self._seconds(), stream.script):
+                stream.deaf_until = until
+                return
+        for kind in (FaultKind.ABORT_IGNORED, FaultKind.ABORT_HANGS, FaultKind.ABORT_LATE):
+            hit = self._hits(stream, kind)
+            if hit is not None:
+                stream.deaf_until = math.inf
+                stream.abort_at = now + hit.duration_s
+                if kind is FaultKind.ABORT_HANGS:
+                    self._make(stream)
+                    stream.made_until = math.inf
+                stream.wake_up()
+                return
+        self._make(stream)
+        stream.abort_at, stream.deaf_until = now, math.inf
+        stream.wake_up()
+
+    def _aborted(self, stream: FakeStream) -> Chunk:
+        """The next chunk of a stream that has to end; the last one says ABORT."""
+        if self._hits(stream, FaultKind.ABORT_EMPTY):
+            stream.withhold()
+        tokens, version = stream.take(self._version)
+        if stream.unsent:
+            finish = None
+        else:
+            finish = stream.finish if stream.sent == len(stream.tokens) else EngineFinish.ABORT
+            stream.record.end = str(finish)
+            if finish is EngineFinish.ABORT and stream.sent and self._hits(stream, FaultKind.ABORT_REPEATS):
+                if not len(tokens):
+                    version = stream.record.chunks[-1].version
+                tokens = np.append(tokens, stream.tokens[stream.sent - 1 : stream.sent]).astype(np.int32)
+                stream.record.repeated += 1
+        return Chunk(tokens, fake_logprobs(tokens, version), version, finish)

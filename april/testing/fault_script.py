@@ -1,0 +1,307 @@
+"""Fault scripts: what goes wrong at fake engines, when, and how often. Declared beforehand, the same in every run.
+
+Invariant: whether a fault hits depends on the script, the sample, the number of the attempt, tokens and time; never on
+chance, on ids of attempts or on the order of a set. A random script draws from a hash of (seed, sample, number).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from april.engines.protocol import Request
+from april.testing.fake_tokens import conversation
+from april.testing.records import is_evaluation
+
+
+class FaultKind(StrEnum):
+    """What goes wrong."""
+
+    BREAK_OFF = "break_off"
+    """The stream raises after exactly ``after_tokens`` tokens."""
+    ENGINE_DIES = "engine_dies"
+    """All streams break; everything is refused for ``seconds``. By time (``from_s``) or when an attempt has tokens."""
+    STALL = "stall"
+    """No token for ``seconds`` (None: never again) after ``after_tokens``; an abort ends it."""
+    ABORT_IGNORED = "abort_ignored"
+    """Aborts are acknowledged and do nothing."""
+    ABORT_HANGS = "abort_hangs"
+    """At an abort generation stops, and the stream ends ``seconds`` later (None: never)."""
+    ABORT_LATE = "abort_late"
+    """Generation goes on, and ends ``seconds`` after the abort."""
+    ABORT_MISSED = "abort_missed"
+    """An abort in the first ``seconds`` of an attempt does nothing; a later one works."""
+    ABORT_EMPTY = "abort_empty"
+    """The tokens that were not handed over before the abort never are."""
+    ABORT_REPEATS = "abort_repeats"
+    """The chunk that ends an aborted stream repeats the attempt's last token."""
+    NAN_LOGPROB = "nan_logprob"
+    POSITIVE_LOGPROB = "positive_logprob"
+    UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
+    """A token id outside the vocabulary."""
+    LENGTHS_DIFFER = "lengths_differ"
+    """One log-probability more than tokens."""
+    TOO_MANY_TOKENS = "too_many_tokens"
+    """More tokens than the request asked for."""
+    FUTURE_VERSION = "future_version"
+    OLDER_VERSION = "older_version"
+    """A version before that of the attempt's earlier tokens; needs ``after_tokens`` >= 1."""
+    CHUNK_AFTER_FINISH = "chunk_after_finish"
+    """The last chunk comes twice."""
+    NO_FINISH = "no_finish"
+    """All tokens come, and then the stream ends without saying why."""
+    SICK_PROBE = "sick_probe"
+    """A health probe finds the engine unwell."""
+    FAILED_UPDATE = "failed_update"
+    """``update_weights`` raises."""
+
+
+WRONG_CHUNKS = (
+    FaultKind.NAN_LOGPROB,
+    FaultKind.POSITIVE_LOGPROB,
+    FaultKind.UNKNOWN_TOKEN,
+    FaultKind.LENGTHS_DIFFER,
+    FaultKind.TOO_MANY_TOKENS,
+    FaultKind.FUTURE_VERSION,
+    FaultKind.OLDER_VERSION,
+)
+"""Numbers that cannot be true."""
+AT_TOKENS = (FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, *WRONG_CHUNKS)
+"""Kinds that hit when ``after_tokens`` tokens were handed over."""
+_ABOUT_THE_ENGINE = frozenset({FaultKind.ENGINE_DIES, FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE})
+_SECONDS = {
+    FaultKind.ENGINE_DIES: 10.0,
+    FaultKind.STALL: math.inf,
+    FaultKind.ABORT_HANGS: math.inf,
+    FaultKind.ABORT_LATE: 5.0,
+    FaultKind.ABORT_MISSED: 2.0,
+}
+ALL_FAULTS = tuple(FaultKind)
+"""Every kind."""
+STREAM_FAULTS = tuple(
+    kind for kind in FaultKind if kind not in _ABOUT_THE_ENGINE and kind is not FaultKind.ABORT_REPEATS
+)
+"""Those that april has to deal with alone: no call of the trainer raises for a few of them, and no response changes
+(abort_repeats changes it: above an engine nobody can tell a token sent twice from one sampled twice)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        kind: a :class:`FaultKind` or its name.
+        engine: name of the engine that it hits; None: any.
+        sample: (group, index) of the sample that it hits; None: any.
+        attempt: number of the sample's attempt, counted from 1 over all engines of the script; None: any.
+        after_tokens: it hits when this many tokens of the attempt were handed over; kinds about a whole stream or
+            about an engine's other calls take no notice.
+        from_s, until_s: it hits in this time only, in seconds since the engine was made on a running loop (otherwise:
+            since its first call).
+        seconds: how long; None: the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall and
+            abort_hangs for ever).
+        times: how often it may hit.
+
+    Raises:
+        ValueError: a value that no fault can have.
+    """
+
+    kind: FaultKind
+    engine: str | None = None
+    sample: tuple[int, int] | None = None
+    attempt: int | None = None
+    after_tokens: int = 0
+    from_s: float = 0.0
+    until_s: float = math.inf
+    seconds: float | None = None
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", FaultKind(self.kind))
+        if self.seconds is not None and self.kind not in _SECONDS:
+            raise ValueError(f"fault {self.kind} has no duration; leave seconds out")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"fault {self.kind}: seconds must be positive, got {self.seconds}")
+        least = 1 if self.kind is FaultKind.OLDER_VERSION else 0
+        if self.after_tokens < least:
+            raise ValueError(f"fault {self.kind}: after_tokens must be at least {least}, got {self.after_tokens}")
+        if self.times < 1 or (self.attempt is not None and self.attempt < 1):
+            raise ValueError(f"fault {self.kind}: times and attempt count from 1, got {self.times}, {self.attempt}")
+        if not self.from_s < self.until_s:
+            raise ValueError(f"fault {self.kind}: until_s={self.until_s} is not after from_s={self.from_s}")
+
+    def __repr__(self) -> str:
+        """As it would be typed, defaults left out."""
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"Fault({', '.join([repr(str(self.kind)), *given])})"
+
+    @property
+    def duration_s(self) -> float:
+        """``seconds``, or the default of the kind."""
+        return self.seconds if self.seconds is not None else _SECONDS.get(self.kind, math.inf)
+
+    @property
+    def by_time_alone(self) -> bool:
+        """Whether it hits the engine at ``from_s``, whatever it is doing."""
+        return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """A fault that has hit."""
+
+    fault: Fault
+    engine: str
+    at_s: float
+    """Seconds of the engine's time, as in :class:`Fault`."""
+    sample: tuple[int, int] | None = None
+    attempt: int | None = None
+    """Number of the sample's attempt, from 1."""
+    attempt_id: str = ""
+
+
+@dataclass(slots=True)
+class AttemptFaults:
+    """What may hit one attempt; handed to the engine when the attempt begins."""
+
+    sample: tuple[int, int] | None
+    attempt: int
+    attempt_id: str
+    faults: list[Fault]
+
+
+class FaultScript:
+    """Faults for one or several engines; ``fired`` says which have hit.
+
+    Requests of evaluations are hit by the death of an engine only, and not counted as attempts.
+
+    A script counts what it has done: make a new one for every run.
+    """
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = faults
+        self.fired: list[Fired] = []
+        """In the order in which they hit."""
+        self._left = {id(fault): fault.times for fault in faults}
+        self._drawn: list[Fault] = []
+        """Faults of a random script; kept, so that no id is used again."""
+        self._attempts: Counter[bytes] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._seed: int | None = None
+        self._rate = 0.0
+        self._kinds: tuple[FaultKind, ...] = ()
+
+    @classmethod
+    def random(
+        cls,
+        seed: int,
+        rate: float = 0.1,
+        kinds: Iterable[FaultKind | str] = STREAM_FAULTS,
+        faults: Iterable[Fault] = (),
+    ) -> FaultScript:
+        """A mix of faults that is the same for the same seed; ``faults`` come in addition.
+
+        A share of ``rate`` of all attempts gets one fault, of each of ``kinds`` equally often; with sick_probe and
+        failed_update among them it is the share of such calls that fail, too. Tokens before a fault: 0 to 11;
+        durations: 0.25 to 16 s, so no stall is for ever. Prints its own call, so that a failed test shows the seed.
+
+        Raises:
+            ValueError: ``rate`` outside [0, 1], or an unknown kind.
+        """
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"rate must be in [0, 1], got {rate}")
+        script = cls(*faults)
+        script._seed, script._rate, script._kinds = seed, rate, tuple(FaultKind(kind) for kind in kinds)
+        print(f"april.testing: {script!r}")
+        return script
+
+    def __repr__(self) -> str:
+        faults = ", ".join(map(repr, self.faults))
+        if self._seed is None:
+            return f"FaultScript({faults})"
+        names = "" if self._kinds == STREAM_FAULTS else f", kinds={[str(kind) for kind in self._kinds]}"
+        more = f", faults=[{faults}]" if faults else ""
+        return f"FaultScript.random(seed={self._seed}, rate={self._rate}{names}{more})"
+
+    @property
+    def unfired(self) -> list[Fault]:
+        """Declared faults that have not hit as often as they may; a test of a fault wants this to be empty."""
+        return [fault for fault in self.faults if self._left[id(fault)]]
+
+    def count(self, kind: FaultKind | str) -> int:
+        """How many faults of this kind have hit."""
+        return sum(fired.fault.kind is FaultKind(kind) for fired in self.fired)
+
+    # ---------------------------------------------------------------- for engines
+
+    def attempt(self, engine: str, request: Request) -> AttemptFaults:
+        """An attempt begins at ``engine``: the faults that may hit it."""
+        if is_evaluation(request.attempt_id):
+            return AttemptFaults(request.sample_key, 0, request.attempt_id, [])
+        label = repr(request.sample_key).encode() if request.sample_key is not None else conversation(request).tobytes()
+        self._attempts[label] += 1
+        number = self._attempts[label]
+        faults = [
+            fault
+            for fault in self.faults
+            if fault.engine in (None, engine)
+            and fault.sample in (None, request.sample_key)
+            and fault.attempt in (None, number)
+            and not fault.by_time_alone
+        ]
+        drawn = self._draw(label, number)
+        if drawn is not None:
+            faults.append(drawn)
+        return AttemptFaults(request.sample_key, number, request.attempt_id, faults)
+
+    def hits(self, fault: Fault, engine: str, now_s: float, attempt: AttemptFaults | None = None) -> bool:
+        """Whether a fault that matches hits now; if so it is written down."""
+        # one that was drawn for this attempt is not among the declared ones
+        left = self._left.setdefault(id(fault), fault.times)
+        if not left or not fault.from_s <= now_s < fault.until_s:
+            return False
+        self._left[id(fault)] = left - 1
+        if attempt is None:
+            self.fired.append(Fired(fault, engine, now_s))
+        else:
+            self.fired.append(Fired(fault, engine, now_s, attempt.sample, attempt.attempt, attempt.attempt_id))
+        return True
+
+    def call_fails(self, kind: FaultKind, engine: str, now_s: float) -> bool:
+        """Whether this call of an engine's method (a probe, a weight update) fails."""
+        for fault in self.faults:
+            if fault.kind is kind and fault.engine in (None, engine) and self.hits(fault, engine, now_s):
+                return True
+        self._calls[f"{kind}/{engine}"] += 1
+        if self._seed is None or kind not in self._kinds:
+            return False
+        if self._chance(f"{kind}/{engine}/{self._calls[f'{kind}/{engine}']}".encode(), "call") >= self._rate:
+            return False
+        fault = Fault(kind, engine=engine)
+        self._drawn.append(fault)
+        return self.hits(fault, engine, now_s)
+
+    # ---------------------------------------------------------------- random scripts
+
+    def _draw(self, label: bytes, number: int) -> Fault | None:
+        """The fault of the ``number``-th attempt of a sample, if it has one."""
+        kinds = [kind for kind in self._kinds if kind not in (FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE)]
+        what = label + b"#%d" % number
+        if self._seed is None or not kinds or self._chance(what, "hit") >= self._rate:
+            return None
+        kind = kinds[int(self._chance(what, "kind") * len(kinds))]
+        least = 1 if kind in (FaultKind.OLDER_VERSION, FaultKind.ENGINE_DIES) else 0
+        after = least + int(self._chance(what, "tokens") * (12 - least)) if kind in AT_TOKENS else 0
+        seconds = 0.25 * 2 ** int(self._chance(what, "seconds") * 7) if kind in _SECONDS else None
+        fault = Fault(kind, after_tokens=after, seconds=seconds)
+        self._drawn.append(fault)
+        return fault
+
+    def _chance(self, what: bytes, purpose: str) -> float:
+        """A number in [0, 1) that depends on nothing but the seed and the arguments."""
+        digest = hashlib.blake2b(what, digest_size=8, key=f"{self._seed}/{purpose}".encode()).digest()
+        return int.from_bytes(digest, "big") / 2.0**64

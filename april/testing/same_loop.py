@@ -1,0 +1,213 @@
+"""The scheduler on the caller's own event loop, so that a test of rollout and reward functions runs on virtual time.
+
+It is the real scheduler and the real driver; only the background thread is left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from april.config import Config
+from april.core.batch import Batch
+from april.core.ledger import Ledger
+from april.core.versions import PolicyVersion
+from april.driver.evaluation import EvaluationResult
+from april.driver.llm import RolloutFunction, single_turn
+from april.driver.loop_thread import LoopThread
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.user_code import refuse_inside_user_code
+from april.engines.protocol import Engine
+from april.errors import ConfigError, RolloutError, SchedulerClosed
+from april.scheduler import RolloutScheduler
+from april.testing.auditing import Audit, audit
+from april.testing.fake_engine import FakeEngine
+
+T = TypeVar("T")
+
+
+class _SameLoop(LoopThread):
+    """Stands where the scheduler has its background thread, and runs everything where it is called."""
+
+    def __init__(self) -> None:
+        self._open = True
+
+    @property
+    def alive(self) -> bool:
+        return self._open
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        coroutine.close()
+        raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        self.submit(coroutine)
+        raise AssertionError("unreachable")
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            refuse_inside_user_code()
+            if not self._open:
+                raise SchedulerClosed("the rollouts are closed; create new ones")
+        except BaseException:
+            coroutine.close()
+            raise
+        return await coroutine
+
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def call_later(self, function: Callable[[], object]) -> None:
+        if self._open:
+            function()
+
+    def stop(self) -> None:
+        self._open = False
+
+
+class _SameLoopScheduler(RolloutScheduler):
+    _loop_type = _SameLoop
+
+    @property
+    def driver(self) -> RolloutDriver:
+        return self._driver
+
+
+class Rollouts:
+    """What :class:`april.RolloutScheduler` does, awaited on the loop on which it was made; see :func:`rollouts`."""
+
+    def __init__(self, scheduler: _SameLoopScheduler) -> None:
+        self._scheduler = scheduler
+        self._driver = scheduler.driver
+        self._loop = scheduler._thread
+        self.batches: list[Batch] = []
+        """Every batch that :meth:`next_batch` has returned."""
+
+    async def next_batch(self) -> Batch:
+        """The next batch; errors and cancellation as in ``RolloutScheduler.anext_batch``."""
+        batch = await self._scheduler.anext_batch()
+        self.batches.append(batch)
+        return batch
+
+    async def weight_update(
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None
+    ) -> PolicyVersion:
+        """Commit the taken batches and raise the version; ``transfer``, plain or async, runs while engines are paused.
+
+        Raises:
+            EngineError: an engine could not be paused or could not load; the version stays. Ask again later.
+        """
+
+        async def hand_over() -> None:
+            result = transfer() if transfer is not None else None
+            if inspect.isawaitable(result):
+                await result
+
+        return await self._loop.run_async(self._driver.update_weights(path, hand_over))
+
+    async def evaluate(self, prompts: Iterable[Any], **sampling: Any) -> EvaluationResult:
+        """As ``RolloutScheduler.evaluate``."""
+        return await self._scheduler.aevaluate(prompts, **sampling)
+
+    def audit(self) -> Audit:
+        """:func:`april.testing.audit` of everything so far, ledger included; the engines must be fake ones.
+
+        Raises:
+            AuditError: what was delivered is not what the engines handed over, or the ledger disagrees.
+        """
+        engines = [engine for engine in self.engines if isinstance(engine, FakeEngine)]
+        if len(engines) < len(self.engines):
+            raise ConfigError("an audit needs the records of fake engines; these rollouts have others too")
+        return audit(self.batches, engines, self.ledger())
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return self._scheduler.version
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine objects."""
+        return self._scheduler.engines
+
+    @property
+    def scheduler(self) -> RolloutScheduler:
+        """The scheduler inside, for what this facade does not show; its blocking calls raise RolloutError."""
+        return self._scheduler
+
+    def ledger(self) -> dict[str, Ledger]:
+        """Copies of the token and the prompt ledger."""
+        return self._scheduler.ledger()
+
+    def validate(self) -> None:
+        """Cross-check all of april's books now; raises InvariantError."""
+        self._scheduler.validate()
+
+    def story(self, group: int, index: int) -> str:
+        """What happened to one sample, one line per transition."""
+        return self._scheduler.story(group, index)
+
+    def __repr__(self) -> str:
+        return f"<Rollouts {self._driver.core!r}>"
+
+    async def close(self) -> None:
+        """End all requests, functions and engines; idempotent."""
+        self._loop.stop()
+        await self._driver.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def rollouts(
+    config: Config,
+    *,
+    engines: Sequence[Engine],
+    prompts: Iterable[Any],
+    reward: Callable[..., Any] | None = None,
+    group_reward: Callable[..., Any] | None = None,
+    rollout: RolloutFunction = single_turn,
+    check: bool = True,
+    **options: Any,
+) -> Rollouts:
+    """The real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
+
+    Plain reward functions run on the loop as well, at once and without a thread: a virtual clock waits for no thread.
+    ``check`` is on: all of april's books are cross-checked after every event. Use it as ``async with rollouts(...)``.
+
+    Raises:
+        ConfigError: as RolloutScheduler.
+    """
+    scheduler = _SameLoopScheduler(
+        config,
+        prompts=prompts,
+        reward=_on_the_loop(reward),
+        group_reward=_on_the_loop(group_reward),
+        rollout=rollout,
+        engines=engines,
+        check=check,
+        **options,
+    )
+    return Rollouts(scheduler)
+
+
+def _on_the_loop(function: Callable[..., Any] | None) -> Callable[..., Awaitable[Any]] | None:
+    """A plain function as a coroutine function; whatever is no function is refused further on."""
+    if function is None or not callable(function):
+        return function
+
+    @wraps(function, updated=())
+    async def on_the_loop(*args: Any) -> Any:
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    return on_the_loop

@@ -1,0 +1,350 @@
+"""Rollouts on the caller's loop, the audit from outside, and what importing april.testing costs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import april
+from april.core.batch import Batch
+from april.core.versions import PolicyVersion
+from april.engines.decode_cost import DecodeCost
+from april.engines.simulated import SimulatedEngine
+from april.testing import AuditError, FakeEngine, Fault, FaultScript, audit, fake_logprobs, rollouts, run_virtual
+
+CONFIG = april.Config(rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=2, max_response_len=60)
+LENGTHS = {(g, i): 1 + (11 * g + 7 * i) % 40 for g in range(60) for i in range(2)}
+
+
+def prompts() -> list[list[int]]:
+    return [[i + 1, 2] for i in range(60)]
+
+
+def by_length(prompt: april.Prompt, response: Any) -> float:
+    """A plain reward function, as most are."""
+    return float(len(response.tokens))
+
+
+def test_it_is_the_scheduler_without_its_thread() -> None:
+    """The same batches, versions and ledgers as april.RolloutScheduler with the same engines, prompts and functions."""
+
+    def facts(batches: list[Batch]) -> list[Any]:
+        return [
+            (s.id, s.tokens.tolist(), s.logprobs.tolist(), s.versions.tolist(), s.reward)
+            for batch in batches
+            for s in sorted(batch.samples, key=lambda s: s.id)
+        ]
+
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
+
+    async def program() -> tuple[list[Batch], Any]:
+        async with rollouts(config, engines=[FakeEngine(lengths=LENGTHS)], prompts=prompts(), reward=by_length) as run:
+            for n in range(3):
+                await run.next_batch()
+                assert await run.weight_update() == run.version == PolicyVersion(0, n + 1)
+            run.audit()
+            return run.batches, run.ledger()
+
+    batches, ledger = run_virtual(program())
+    engine = FakeEngine(lengths=LENGTHS, seconds_per_token=1e-4, chunk_tokens=4)
+    with april.RolloutScheduler(config, prompts=prompts(), reward=by_length, engines=[engine], check=True) as scheduler:
+        real = []
+        for _ in range(3):
+            real.append(scheduler.next_batch())
+            scheduler.weight_update()
+        assert scheduler.ledger() == ledger
+        found = audit(real, engine, scheduler.ledger())
+    assert facts(real) == facts(batches)
+    assert found.delivered == found.handed_over == sum(LENGTHS[g, i] for g in range(6) for i in range(2))
+
+
+def test_transfers_run_while_the_engines_are_paused() -> None:
+    """Plain or async; one that raises leaves the version as it is, and rollouts go on."""
+
+    async def program() -> None:
+        engine = FakeEngine(lengths=LENGTHS)
+        seen: list[str] = []
+
+        async def transfer() -> None:
+            await asyncio.sleep(2)
+            seen.append(repr(engine).split()[2])
+
+        def fails() -> None:
+            raise OSError("no such file")
+
+        async with rollouts(CONFIG, engines=[engine], prompts=prompts(), reward=by_length) as run:
+            await run.next_batch()
+            await run.weight_update("/weights", transfer)
+            with pytest.raises(OSError, match="no such file"):
+                await run.weight_update(transfer=fails)
+            assert (seen, run.version, engine.updates[0][2]) == (["paused"], PolicyVersion(0, 1), "/weights")
+            await run.next_batch()
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
+    """The next call gets the batch of a cancelled one; after close every call says so."""
+
+    async def program() -> None:
+        run = rollouts(CONFIG, engines=[FakeEngine(lengths=LENGTHS)], prompts=prompts(), reward=by_length)
+        waiter = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(2)
+        waiter.cancel()
+        assert (await run.next_batch()).id == 0
+        run.validate()
+        assert "leased in batch 0" in run.story(0, 0)
+        assert repr(run).startswith("<Rollouts <RolloutCore")
+        with pytest.raises(april.RolloutError, match="await those of the facade"):
+            run.scheduler.next_batch()
+        await run.close()
+        await run.close()
+        for call in (run.next_batch, run.weight_update):
+            with pytest.raises(april.SchedulerClosed):
+                await call()
+
+    run_virtual(program())
+
+
+def test_calls_inside_a_function_are_refused() -> None:
+    """next_batch inside a reward function would wait for itself: an error that says so, as in the scheduler."""
+
+    async def program() -> None:
+        async def reward(prompt: april.Prompt, response: Any) -> float:
+            await run.next_batch()
+            return 1.0
+
+        async with rollouts(CONFIG, engines=[FakeEngine(lengths=3)], prompts=prompts(), reward=reward) as run:
+            with pytest.raises(april.RolloutError, match="cannot be called inside a rollout or reward function"):
+                await run.next_batch()
+
+    run_virtual(program())
+
+
+def test_group_rewards_and_wrong_arguments() -> None:
+    """A plain group reward works; what is no function is refused as by the scheduler."""
+
+    async def program() -> None:
+        engines = [FakeEngine(lengths=LENGTHS)]
+
+        def ranks(prompt: april.Prompt, responses: Any) -> list[int]:
+            return list(range(len(responses)))
+
+        async with rollouts(CONFIG, engines=engines, prompts=prompts(), group_reward=ranks) as run:
+            assert (await run.next_batch()).rewards.tolist() == [0.0, 1.0] * 2
+        with pytest.raises(april.ConfigError, match="reward must be a function, got int"):
+            rollouts(CONFIG, engines=engines, prompts=prompts(), reward=3)  # type: ignore[arg-type]
+        with pytest.raises(april.ConfigError, match="names must be unique"):
+            rollouts(CONFIG, engines=engines * 2, prompts=prompts())
+
+    run_virtual(program())
+
+
+def test_an_audit_needs_fake_engines() -> None:
+    """With other engines too the counts could not be complete; said so instead of a wrong verdict."""
+
+    async def program() -> None:
+        other = SimulatedEngine("other", DecodeCost(1.0, 0.0, 0.0), lambda request: 5, max_running=8)
+        async with rollouts(CONFIG, engines=[FakeEngine(lengths=5), other], prompts=prompts(), reward=by_length) as run:
+            await run.next_batch()
+            with pytest.raises(april.ConfigError, match="an audit needs the records of fake engines"):
+                run.audit()
+
+    run_virtual(program())
+
+
+# ---------------------------------------------------------------- the audit sees what it is for
+
+
+def _some_batches() -> tuple[list[Batch], list[FakeEngine], Any]:
+    """Three batches with partials, multi-turn, and two versions in some sample."""
+
+    async def agent(prompt: april.Prompt, llm: april.LLM) -> None:
+        first = await llm.generate()
+        await llm.generate([*first.conversation.tolist(), 5, 6])
+
+    async def program() -> tuple[list[Batch], list[FakeEngine], Any]:
+        engines = [FakeEngine(f"e{i}", lengths=LENGTHS, chunk_tokens=4) for i in range(2)]
+        config = april.Config(
+            rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=2, max_response_len=100
+        )
+        async with rollouts(config, engines=engines, prompts=prompts(), reward=by_length, rollout=agent) as run:
+            for _ in range(3):
+                await run.next_batch()
+                await run.weight_update()
+            run.audit()
+            return run.batches, engines, run.ledger()
+
+    return run_virtual(program())
+
+
+def _long(batch: Batch) -> Any:
+    return max(batch.samples, key=lambda s: len(s.segments))
+
+
+def _with(batch: Batch, **changes: Any) -> Batch:
+    """The batch with its most-cut sample changed."""
+    old = _long(batch)
+    new = tuple(replace(s, **changes) if s is old else s for s in batch.samples)
+    return Batch(batch.id, batch.version, new, batch.group_sizes, batch.metrics)
+
+
+def _swapped(array: Any) -> Any:
+    """Tokens 0 and 1 change places."""
+    out = array.copy()
+    out[[0, 1]] = out[[1, 0]]
+    return out
+
+
+def _newer(batch: Batch) -> Batch:
+    """The first segment claims the version of the last."""
+    segments = _long(batch).segments
+    return _with(batch, segments=(replace(segments[0], version=segments[-1].version), *segments[1:]))
+
+
+def _cut(batch: Batch) -> Batch:
+    """The first segment is gone."""
+    sample = _long(batch)
+    gone = sample.segments[0].count
+    return _with(
+        batch,
+        tokens=sample.tokens[gone:],
+        logprobs=sample.logprobs[gone:],
+        loss_mask=sample.loss_mask[gone:],
+        segments=tuple(replace(s, start=s.start - gone) for s in sample.segments[1:]),
+    )
+
+
+TAMPERED: dict[str, tuple[Callable[[Batch], Batch], str]] = {
+    "a token": (lambda b: _with(b, tokens=_swapped(_long(b).tokens)), "has token"),
+    "a log-probability": (lambda b: _with(b, logprobs=_swapped(_long(b).logprobs)), "has log-probability"),
+    "stamped at arrival": (_newer, "has version"),
+    "a lost partial": (_cut, "of them are not in the delivered"),
+    "a resumed prompt": (_cut, "was not asked to continue"),
+    "lengths": (lambda b: _with(b, logprobs=_long(b).logprobs[1:]), "arrays of different lengths"),
+    "loss on the tool": (lambda b: _with(b, loss_mask=np.ones_like(_long(b).loss_mask)), "tokens of the environment"),
+    "a masked sample": (lambda b: _with(b, loss_mask=np.zeros_like(_long(b).loss_mask)), "has no loss on tokens"),
+    "another sample": (lambda b: _with(b, id=april.SampleId(50, 0)), "which is not its own"),
+    "a longer tail": (
+        lambda b: _with(
+            b,
+            tokens=np.append(_long(b).tokens, np.int32(3)),
+            logprobs=np.append(_long(b).logprobs, np.float32(-1)),
+            loss_mask=np.append(_long(b).loss_mask, np.uint8(1)),
+            segments=(*_long(b).segments[:-1], replace(_long(b).segments[-1], count=_long(b).segments[-1].count + 1)),
+        ),
+        "handed over",
+    ),
+    "the share": (
+        lambda b: Batch(b.id, b.version, b.samples, b.group_sizes, {**b.metrics, "off_policy_share": 0.123}),
+        "says off_policy_share 0.123",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(TAMPERED))
+def test_the_audit_catches(what: str) -> None:
+    """One change in one delivered sample is found and named."""
+    change, message = TAMPERED[what]
+    batches, engines, _ = _some_batches()
+    assert len({s.version for s in _long(batches[-1]).segments}) > 1
+    with pytest.raises(AuditError, match=message) as caught:
+        audit([*batches[:-1], change(batches[-1])], engines)
+    assert caught.value.audit.problems
+
+
+def test_the_audit_catches_double_delivery_and_wrong_books() -> None:
+    """A sample in two batches; a ledger that differs by one token; a batch kept from the audit; a broken protocol."""
+    batches, engines, ledger = _some_batches()
+    assert audit(batches, engines).problems == ()
+    with pytest.raises(AuditError, match="was delivered again, in batch 1") as caught:
+        audit([*batches, batches[1]], engines)
+    assert caught.value.audit.duplicated == sum(int(s.loss_mask.sum()) for s in batches[1].samples)
+    ledger["tokens"].observed += 1
+    with pytest.raises(AuditError, match=r"the ledger has \d+ tokens observed"):
+        audit(batches, engines, ledger)
+    with pytest.raises(AuditError, match=r"the ledger has \d+ tokens delivered"):
+        audit(batches[:-1], engines, ledger)
+    record = next(r for e in engines for r in e.attempts.values() if r.request.response_offset)
+    first = next(r for e in engines for r in e.attempts_of(record.request.sample_key) if r is not record)  # type: ignore[arg-type]
+    original = record.request
+    record.request = replace(original, sampling=first.request.sampling)
+    with pytest.raises(AuditError, match="which began at another token"):
+        audit(batches, engines)
+    record.request = original
+    engines[0].violations.append("asked for the moon")
+    with pytest.raises(AuditError, match="asked for the moon"):
+        audit(batches, engines)
+
+
+def test_what_began_again_is_lost_unless_the_ledger_names_it() -> None:
+    """on_stale: restart throws tokens away on purpose: without the ledger the audit calls them lost."""
+
+    async def program() -> None:
+        engine = FakeEngine(lengths=lambda r: 45 if r.sample_key[0] in (1, 2) else 9, chunk_tokens=4)  # type: ignore[index]
+        config = april.Config(
+            rollout_batch_size=1, over_sampling_batch_size=3, n_samples_per_prompt=1, max_response_len=60,
+            max_staleness=1, on_stale="restart", max_in_flight=3,
+        )  # fmt: skip
+        async with rollouts(config, engines=[engine], prompts=prompts()[:4], reward=by_length) as run:
+            for _ in range(4):
+                await run.next_batch()
+                await run.weight_update()
+            with pytest.raises(april.DataExhausted):
+                await run.next_batch()
+            found = run.audit()
+            assert found.lost == sum(run.ledger()["tokens"].dropped.values()) > 0
+            with pytest.raises(AuditError, match="pass ledger="):
+                audit(run.batches, engine)
+
+    run_virtual(program())
+
+
+def test_provenance_can_be_computed_again() -> None:
+    """Every log-probability of a delivered sample is that of its token under its version."""
+    batches, _, _ = _some_batches()
+    for sample in (s for b in batches for s in b.samples):
+        for segment in sample.segments:
+            where = slice(segment.start, segment.start + segment.count)
+            if segment.attempt_id:
+                assert np.array_equal(sample.logprobs[where], fake_logprobs(sample.tokens[where], segment.version))
+
+
+# ---------------------------------------------------------------- the package
+
+
+def test_importing_it_needs_no_torch_and_no_test_runner() -> None:
+    """Nor does using any of its names."""
+    code = (
+        "import sys, april.testing as t\n"
+        "[getattr(t, name) for name in t.__all__]\n"
+        "print(sorted({'torch', 'transformers', 'pytest', 'hypothesis'} & {m.split('.')[0] for m in sys.modules}))\n"
+        "assert set(t.__all__) == set(dir(t))\n"
+        "try: t.nothing\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "module 'april.testing' has no attribute 'nothing'"]
+
+
+def test_a_fault_in_real_time() -> None:
+    """The same engines and scripts serve the scheduler's own thread."""
+    script = FaultScript(
+        Fault("break_off", sample=(0, 1), after_tokens=3), Fault("nan_logprob", sample=(1, 0), after_tokens=2)
+    )
+    engines = [FakeEngine(f"e{i}", lengths=8, seconds_per_token=0.002, chunk_tokens=2, faults=script) for i in range(2)]
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=20)
+    with april.RolloutScheduler(config, prompts=prompts(), reward=by_length, engines=engines, check=True) as scheduler:
+        batch = scheduler.next_batch()
+        found = audit(batch, engines, scheduler.ledger())
+    assert found.delivered == 2 * 2 * 8
+    assert found.rejected == 4
+    assert not script.unfired
