@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,8 @@ class StepRecord:
     decode_steps: int
     busy_slot_s: float
     metrics: dict[str, float]
+    token_ages: dict[int, int]
+    """Trained tokens by age: weight updates between the token and its delivery."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Simulation:
         engines: how many.
         prompt_len: tokens of every prompt.
         check: cross-check the core's books after every event.
+        watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Simulation:
         engines: int = 1,
         prompt_len: int = 128,
         check: bool = False,
+        watch: Callable[[float, int], None] | None = None,
     ) -> None:
         slots = -(-settings.max_in_flight // engines)
         context = prompt_len + settings.max_response_len
@@ -119,6 +124,7 @@ class Simulation:
         self._group_lengths: dict[int, list[int]] = {}
         self._events: deque[ev.Event] = deque()
         self._batch: Batch | None = None
+        self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, steps: int) -> SimulationResult:
@@ -140,6 +146,8 @@ class Simulation:
             self.now = at
             for finished in self.decoders[name].advance(at):
                 self._ended(finished.request_id)
+            if self._watch is not None:
+                self._watch(at, sum(d.running for d in self.decoders.values()))
         batch: Batch = self._batch
         after = self._totals()
         self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
@@ -161,11 +169,15 @@ class Simulation:
 
     def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:
         trained = int(batch.metrics["trained_tokens"])
+        ages: dict[int, int] = {}
         self.result.steps.append(
-            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], dict(batch.metrics))
+            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], dict(batch.metrics), ages)
         )
         for sample in batch.samples:
             self._group_lengths.pop(sample.id.group, None)
+            for segment in sample.segments:
+                age = self.core.clock.staleness(segment.version)
+                ages[age] = ages.get(age, 0) + segment.count
             spans = [(s.count, s.version, s.engine) for s in sample.segments]
             self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
 
