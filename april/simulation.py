@@ -42,6 +42,8 @@ class StepRecord:
     metrics: dict[str, float]
     token_ages: dict[int, int]
     """Trained tokens by age: weight updates between the token and its delivery."""
+    lengths: list[int]
+    """Response tokens of the delivered samples."""
 
 
 @dataclass(slots=True)
@@ -170,8 +172,10 @@ class Simulation:
     def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:
         trained = int(batch.metrics["trained_tokens"])
         ages: dict[int, int] = {}
+        lengths = [len(sample.tokens) for sample in batch.samples]
+        metrics = dict(batch.metrics)
         self.result.steps.append(
-            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], dict(batch.metrics), ages)
+            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], metrics, ages, lengths)
         )
         for sample in batch.samples:
             self._group_lengths.pop(sample.id.group, None)

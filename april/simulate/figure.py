@@ -146,7 +146,7 @@ def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
             ),
             1.0,
         ),
-        ("Tokens held over a step's end (millions)", (("N' once per step", "held_tokens_mean", COLOURS["april"]),), 1e-6),
+        ("Tokens held over a step's end (M)", (("N' once per step", "held_tokens_mean", COLOURS["april"]),), 1e-6),
     )
     for column, (title, lines, scale) in enumerate(panels):
         axes = figure.add_subplot(grid[row, column])

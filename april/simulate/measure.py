@@ -1,9 +1,10 @@
 """One schedule on virtual time: run it, leave out the ramp, measure the rest.
 
-What the fraction of the limit is: (tokens generated - tokens dropped) per second of rollout, over the steps after the
-ramp, against the tokens per second of the same engines kept full for ever with the same number in flight and the same
-lengths. Tokens dropped are no gain, so they do not count; tokens held at the end of the last step are trained later, as
-those held before the first one were trained in the window, so both are left where they were generated.
+What the fraction of the limit is. Of the steps after the ramp take the tokens that were kept: generated, less those
+dropped for their age (which is the same as trained, plus held at the end, less held at the beginning). The limit is the
+time that exactly these tokens, each at its place in its response, take on the same engines when the same number of
+samples is in flight all the time: no step ends, nothing is prefilled twice. The fraction is that time over the time it
+took. So it does not depend on which responses happened to be long, and dropped work never counts.
 """
 
 from __future__ import annotations
@@ -38,16 +39,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Counts since the beginning that a window's figures are differences of."""
+    """What a window's figures are differences of."""
 
     dropped: int
     preemptions: int
+    held: list[int]
+    """Tokens of every held response that has some."""
 
     @classmethod
     def of(cls, simulation: Simulation) -> _Totals:
         """As they stand now."""
+        core = simulation.core
         preemptions = sum(d.counters().preemptions for d in simulation.decoders.values())
-        return cls(sum(simulation.core.tokens.dropped.values()), preemptions)
+        held = [len(sample.tape) for sample in core.buffer.samples() if len(sample.tape)]
+        return cls(sum(core.tokens.dropped.values()), preemptions, held)
 
 
 def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> Measured:
@@ -91,7 +96,10 @@ def _figures(
     dropped = after.dropped - before.dropped
     masked = int(sum(step.metrics["masked_tokens"] for step in steps))
     trained = int(totals["trained_tokens"]) - masked
-    limit = workload.limit(schedule.in_flight)
+    delivered = [length for step in steps for length in step.lengths]
+    kept = sum(delivered) + sum(after.held) - sum(before.held)
+    at_limit_s = workload.limit_s(delivered + after.held, schedule.in_flight)
+    at_limit_s -= workload.limit_s(before.held, schedule.in_flight)
     busy_slot_s = sum(step.busy_slot_s for step in steps)
     reprefill = totals["reprefill_tokens"]
     ages: dict[int, int] = {}
@@ -112,9 +120,10 @@ def _figures(
         "generated_tokens_per_s": generated / seconds,
         "dropped_tokens": dropped,
         "masked_tokens": masked,
-        "limit_tokens_per_s": limit,
-        "fraction_of_limit": (generated - dropped) / seconds / limit,
-        "fraction_of_limit_trained": trained / seconds / limit,
+        "kept_tokens": kept,
+        "limit_tokens_per_s": kept / at_limit_s,
+        "fraction_of_limit": at_limit_s / seconds,
+        "long_run_limit_tokens_per_s": workload.long_run_limit(schedule.in_flight),
         "bubble": 1.0 - busy_slot_s / (schedule.in_flight * seconds),
         "off_policy_share": totals["off_policy_share"],
         "staleness_mean": totals["staleness_mean"],

@@ -21,9 +21,10 @@ IDLE_WORTH_A_WORD = 0.01
 DEFINITIONS = {
     "tokens_per_s": "response tokens per second of rollout on all engines together, over the steps after the ramp; "
     "training and weight updates take no time here",
-    "limit_tokens_per_s": "the same engines kept full for ever with the same number in flight and the same lengths",
-    "fraction_of_limit": "(generated - dropped tokens) per second / limit_tokens_per_s of the same number in flight",
-    "fraction_of_limit_trained": "trained_tokens_per_s / limit_tokens_per_s; differs by what is held at both ends",
+    "kept_tokens": "generated, less those dropped for their age; trained, plus held at the end, less held at first",
+    "limit_tokens_per_s": "exactly the kept tokens, on the same engines with in_flight samples in flight all the time",
+    "fraction_of_limit": "kept_tokens per second / limit_tokens_per_s",
+    "long_run_limit_tokens_per_s": "the same for ever, with a large sample of the lengths",
     "bubble": "1 - busy slots integrated over time / (samples in flight x time), each mode against its own in_flight",
     "off_policy_share": "share of the trained tokens that weights older than those at delivery have generated",
     "staleness": "weight updates between a trained response's oldest token and its delivery",

@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("staleness, mean / max updates", lambda m: f"{m['staleness_mean']:.2f} / {m['staleness_max']}"),
     ("re-prefilled per generated token", lambda m: f"{m['reprefill_per_generated_token']:.2f}"),
     ("time spent on it", lambda m: f"{m['reprefill_time_share']:.1%}"),
-    ("tokens held over a step's end", lambda m: f"{m['held_tokens_mean'] / 1e3:,.0f} k"),
+    ("tokens held over a step's end", lambda m: f"{m['held_tokens_mean'] / 1e6:.2f} M"),
     ("seconds per step", lambda m: f"{m['step_s_mean']:.1f}"),
 )
 
@@ -83,7 +83,7 @@ def mode_table(report: dict[str, Any]) -> Table:
 
 def sweep_table(report: dict[str, Any]) -> Table:
     """N'/N, one row each; refill below, for comparison."""
-    out = Table(title="How much to over-sample: N' groups once per step", box=SIMPLE_HEAD)
+    out = Table(title="How much to over-sample: N' groups once per step", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
                    "re-\nprefill", "tokens\nheld"):  # fmt: skip
         out.add_column(column, justify="right", no_wrap=True)
@@ -95,7 +95,7 @@ def sweep_table(report: dict[str, Any]) -> Table:
             name, f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
             f"{m['fraction_of_limit']:.1%}", f"{m['off_policy_share']:.1%}",
             f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
-            f"{m['held_tokens_mean'] / 1e3:,.0f} k",
+            f"{m['held_tokens_mean'] / 1e6:.2f} M",
         )  # fmt: skip
     return out
 
@@ -104,9 +104,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
     """What the figures say, in sentences."""
     m = report["modes"]["refill"]
     return [
-        f"refill makes {m['fraction_of_limit']:.1%} of the {m['limit_tokens_per_s']:,.0f} tokens/s that the same "
-        f"engines would make if kept full with {m['in_flight']} samples for ever; {m['reprefill_time_share']:.1%} of "
-        f"the time goes to prefilling again what the ends of steps have cut, {m['bubble']:.1%} of the slots are empty",
+        f"refill reaches {m['fraction_of_limit']:.1%} of its limit: the same tokens on the same engines, with "
+        f"{m['in_flight']} samples in flight all the time; {m['reprefill_time_share']:.1%} of the time goes to "
+        f"prefilling again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
         *(f"note: {note}" for note in report["notes"]),
     ]
 

@@ -6,6 +6,7 @@ anything runs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +17,14 @@ from numpy.typing import NDArray
 from april.config import Config
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill
-from april.engines.decode_cost import DecodeCost, in_flight_that_fits, limit_tokens_per_s, roofline
+from april.engines.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
 from april.engines.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 """Lognormal with a total spread of 0.8, more of it between prompts than within."""
 LENGTH_SAMPLES = 50_000
-"""Responses drawn to know the distribution, for the limit and the histogram."""
+"""Responses drawn to know the distribution."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Workload:
             raise ValueError(f"ramp={self.ramp} leaves nothing to measure of steps={self.steps}; give more steps")
         if self.engines < 1 or self.prompt_len < 1:
             raise ValueError(f"engines={self.engines} and prompt_len={self.prompt_len} must be at least 1")
+        for name in ("median_len", "sigma_between", "sigma_within"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         if not 0.0 < self.memory_share <= 1.0:
             raise ValueError(f"memory_share={self.memory_share:g} is a share of the GPU's memory, above 0, at most 1")
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
@@ -136,8 +140,14 @@ class Workload:
         rows = np.stack([self.lengths.group(group, self.samples) for group in range(groups)])
         return np.minimum(rows, self.max_response_len).astype(np.int64)
 
-    def limit(self, in_flight: int) -> float:
-        """Tokens per second of all engines, kept full with ``in_flight`` samples for ever."""
+    def limit_s(self, lengths: list[int], in_flight: int) -> float:
+        """Seconds for these responses on all engines, kept full with ``in_flight`` samples all the time."""
+        if not lengths:
+            return 0.0
+        return limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) / self.engines
+
+    def long_run_limit(self, in_flight: int) -> float:
+        """Tokens per second of all engines, kept full for ever with responses of this distribution."""
         per_engine = in_flight / self.engines
         return self.engines * limit_tokens_per_s(self.cost, self.length_sample.ravel(), per_engine, self.prompt_len)
 
