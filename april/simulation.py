@@ -57,10 +57,10 @@ class SimulationResult:
     def summary(self, skip: int = 0) -> dict[str, float]:
         """Totals and rates over all steps but the first ``skip`` (the ramp)."""
         steps = self.steps[skip:]
-        wall = sum(s.end_s - s.start_s for s in steps)
+        wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
         trained = sum(s.trained_tokens for s in steps)
         generated = sum(s.generated_tokens for s in steps)
-        weighted = sum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
+        weighted = math.fsum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
         return {
             "steps": float(len(steps)),
             "rollout_s": wall,
@@ -70,9 +70,9 @@ class SimulationResult:
             "generated_tokens_per_s": generated / wall,
             "reprefill_tokens": sum(s.metrics["reprefill_tokens"] for s in steps),
             "decode_steps": float(sum(s.decode_steps for s in steps)),
-            "bubble": 1.0 - sum(s.busy_slot_s for s in steps) / (self.slots * wall),
+            "bubble": 1.0 - math.fsum(s.busy_slot_s for s in steps) / (self.slots * wall),
             "off_policy_share": weighted / trained,
-            "staleness_mean": sum(s.metrics["staleness_mean"] for s in steps) / len(steps),
+            "staleness_mean": math.fsum(s.metrics["staleness_mean"] for s in steps) / len(steps),
             "staleness_max": max(s.metrics["staleness_max"] for s in steps),
         }
 
@@ -166,7 +166,7 @@ class Simulation:
         return (
             sum(c.generated_tokens for c in counters),
             sum(c.decode_steps for c in counters),
-            sum(c.busy_slot_time_s for c in counters),
+            math.fsum(c.busy_slot_time_s for c in counters),
         )
 
     def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:

@@ -9,6 +9,7 @@ took. So it does not depend on which responses happened to be long, and dropped 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,7 @@ def _figures(
     kept = sum(delivered) + sum(after.held) - sum(before.held)
     at_limit_s = workload.limit_s(delivered + after.held, schedule.in_flight)
     at_limit_s -= workload.limit_s(before.held, schedule.in_flight)
-    busy_slot_s = sum(step.busy_slot_s for step in steps)
+    busy_slot_s = math.fsum(step.busy_slot_s for step in steps)
     reprefill = totals["reprefill_tokens"]
     ages: dict[int, int] = {}
     for step in steps:
