@@ -88,6 +88,7 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--over-sampling-batch-size", "0"], "'--over-sampling-batch-size'"),
         (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
         (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 holds more groups than max_staleness=5"),
+        (["--over-sampling-batch-size", "9999999", "--on-stale", "drop"], "39,999,996 samples in flight are more than"),
         (["--max-staleness", "-1"], "'--max-staleness'"),
         (["--on-stale", "pray"], "'restart', 'mask'"),
         (["--ramp", "8"], "ramp=8 leaves nothing to measure of steps=8; give more steps"),

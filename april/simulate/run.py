@@ -128,6 +128,7 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
             and workload.on_stale is OnStale.FINISH
             and m["held_groups_max"] >= bound
             and m["bubble"] >= IDLE_WORTH_A_WORD
+            and m["in_flight"] <= workload.fits  # otherwise the slots are empty for want of KV, too
         ):
             notes.append(
                 f"{name}: max_staleness={workload.max_staleness} binds: no more than {bound + workload.groups} groups "

@@ -25,6 +25,7 @@ MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 """Lognormal with a total spread of 0.8, more of it between prompts than within."""
 LENGTH_SAMPLES = 50_000
 """Responses drawn to know the distribution."""
+MOST_IN_FLIGHT = 100_000
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class Workload:
             )
         for schedule in self.modes.values():
             self.core_settings(schedule)
+            if schedule.in_flight > MOST_IN_FLIGHT:
+                raise ValueError(
+                    f"{schedule.in_flight:,} samples in flight are more than the {MOST_IN_FLIGHT:,} that can be "
+                    "simulated in reasonable time; use fewer groups or samples"
+                )
             if schedule.in_flight < self.engines:
                 raise ValueError(
                     f"{schedule.in_flight} samples in flight leave some of {self.engines} engines empty for ever; "
