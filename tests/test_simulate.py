@@ -62,7 +62,7 @@ def test_defaults_are_the_reference_workload() -> None:
 
 def test_refill_comes_close_to_the_limit_on_the_reference_workload() -> None:
     """At least 93 % of the limit with as many samples in flight, and nothing beyond max_staleness."""
-    w = Workload(steps=15, ramp=6)
+    w = Workload(steps=11, ramp=5)
 
     m = measure(w, w.modes["refill"]).figures
 
