@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from april.core.types import OnStale
+from april.errors import RolloutError
+
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-
-
-@app.callback()
-def root() -> None:
-    """Keeps ``april demo`` a sub-command while it is the only one."""
 
 
 @app.command()
@@ -41,3 +41,123 @@ def demo(
     console.print(f"wrote {out / 'summary.json'} and {out / 'demo.png'}", highlight=False, soft_wrap=True)
     if not summary["all_checks_hold"]:
         raise typer.Exit(1)
+
+
+_ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
+
+
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Option(help="Named model.", rich_help_panel=_ENGINES)] = "qwen3-4b",
+    gpu: Annotated[str, typer.Option(help="Named GPU.", rich_help_panel=_ENGINES)] = "h100",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.", rich_help_panel=_ENGINES)] = 2,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines.", rich_help_panel=_ENGINES)] = 4,
+    memory_share: Annotated[
+        float, typer.Option(help="Share of GPU memory for weights and KV cache.", rich_help_panel=_ENGINES)
+    ] = 0.8,
+    rollout_batch_size: Annotated[
+        int, typer.Option(min=1, help="N, prompt groups per batch.", rich_help_panel=_BATCH)
+    ] = 32,
+    n_samples_per_prompt: Annotated[
+        int, typer.Option(min=1, help="n, responses per prompt.", rich_help_panel=_BATCH)
+    ] = 8,
+    over_sampling_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="N' of the april mode; default 2 N.", rich_help_panel=_BATCH)
+    ] = None,
+    max_in_flight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples in flight with refill; default N x n, as sync.", rich_help_panel=_BATCH),
+    ] = None,
+    max_staleness: Annotated[
+        int, typer.Option(min=0, help="Oldest token to train, in weight updates.", rich_help_panel=_BATCH)
+    ] = 5,
+    on_stale: Annotated[
+        OnStale, typer.Option(help="What happens to a sample that would exceed it.", rich_help_panel=_BATCH)
+    ] = OnStale.FINISH,
+    max_response_len: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a response.", rich_help_panel=_LENGTHS)
+    ] = 16_384,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.", rich_help_panel=_LENGTHS)] = 128,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSONL of your own lengths, one line per prompt: {"lengths": [812, 4077]} or a number.',
+            rich_help_panel=_LENGTHS,
+        ),
+    ] = None,
+    median_len: Annotated[
+        float | None, typer.Option(min=1, help="Median, lognormal; default 2500.", rich_help_panel=_LENGTHS)
+    ] = None,
+    sigma_between: Annotated[
+        float | None,
+        typer.Option(min=0, max=5, help="Log-length spread between prompts; default 0.62.", rich_help_panel=_LENGTHS),
+    ] = None,
+    sigma_within: Annotated[
+        float | None,
+        typer.Option(min=0, max=5, help="Log-length spread within a prompt; default 0.51.", rich_help_panel=_LENGTHS),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per mode.", rich_help_panel=_RUN)] = 50,
+    ramp: Annotated[int, typer.Option(min=0, help="First steps left out of the figures.", rich_help_panel=_RUN)] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.", rich_help_panel=_RUN)] = 0,
+    sweep: Annotated[bool, typer.Option(help="Also N'/N = 1, 1.25, 1.5, 2, 3.", rich_help_panel=_RUN)] = True,
+    out: Annotated[
+        Path, typer.Option(help="Directory for simulate.json and simulate.png.", rich_help_panel=_RUN)
+    ] = Path("runs/simulate"),
+) -> None:
+    """Plan before you run: sync, april (N' = 2N) and refill for your workload, on virtual time, without a GPU."""
+    from april.simulate.run import simulate as run
+    from april.simulate.show import LiveProgress, headline, mode_table, sweep_table, verdict
+    from april.simulate.workload import Workload
+
+    try:
+        workload = Workload(
+            model=model,
+            gpu=gpu,
+            tensor_parallel=tensor_parallel,
+            memory_share=memory_share,
+            engines=engines,
+            groups=rollout_batch_size,
+            samples=n_samples_per_prompt,
+            over=over_sampling_batch_size,
+            in_flight=max_in_flight,
+            max_response_len=max_response_len,
+            prompt_len=prompt_len,
+            max_staleness=max_staleness,
+            on_stale=on_stale,
+            lengths_file=lengths,
+            median_len=median_len,
+            sigma_between=sigma_between,
+            sigma_within=sigma_within,
+            steps=steps,
+            ramp=ramp,
+            seed=seed,
+        )
+        out.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
+    console = Console(markup=False)
+    try:
+        with LiveProgress(console) as watcher:
+            report, runs = run(workload, sweep, watcher)
+    except RolloutError as error:
+        console.print(f"the simulation failed: {error}", highlight=False)
+        raise typer.Exit(1) from None
+    for line in headline(report):
+        console.print(line, highlight=False)
+    console.print(mode_table(report))
+    if sweep:
+        console.print(sweep_table(report))
+    for line in verdict(report):
+        console.print(line, highlight=False)
+    written = [out / "simulate.json"]
+    written[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if find_spec("matplotlib"):
+        from april.simulate.figure import draw
+
+        written.append(out / "simulate.png")
+        draw(report, runs, written[1])
+    else:
+        console.print("no picture: that needs matplotlib, pip install 'april-rl[plot]'", highlight=False)
+    console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,10 @@ class StepRecord:
     decode_steps: int
     busy_slot_s: float
     metrics: dict[str, float]
+    token_ages: dict[int, int]
+    """Trained tokens by age: weight updates between the token and its delivery."""
+    lengths: list[int]
+    """Response tokens of the delivered samples."""
 
 
 @dataclass(slots=True)
@@ -52,10 +57,10 @@ class SimulationResult:
     def summary(self, skip: int = 0) -> dict[str, float]:
         """Totals and rates over all steps but the first ``skip`` (the ramp)."""
         steps = self.steps[skip:]
-        wall = sum(s.end_s - s.start_s for s in steps)
+        wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
         trained = sum(s.trained_tokens for s in steps)
         generated = sum(s.generated_tokens for s in steps)
-        weighted = sum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
+        weighted = math.fsum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
         return {
             "steps": float(len(steps)),
             "rollout_s": wall,
@@ -65,9 +70,9 @@ class SimulationResult:
             "generated_tokens_per_s": generated / wall,
             "reprefill_tokens": sum(s.metrics["reprefill_tokens"] for s in steps),
             "decode_steps": float(sum(s.decode_steps for s in steps)),
-            "bubble": 1.0 - sum(s.busy_slot_s for s in steps) / (self.slots * wall),
+            "bubble": 1.0 - math.fsum(s.busy_slot_s for s in steps) / (self.slots * wall),
             "off_policy_share": weighted / trained,
-            "staleness_mean": sum(s.metrics["staleness_mean"] for s in steps) / len(steps),
+            "staleness_mean": math.fsum(s.metrics["staleness_mean"] for s in steps) / len(steps),
             "staleness_max": max(s.metrics["staleness_max"] for s in steps),
         }
 
@@ -91,6 +96,7 @@ class Simulation:
         engines: how many.
         prompt_len: tokens of every prompt.
         check: cross-check the core's books after every event.
+        watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Simulation:
         engines: int = 1,
         prompt_len: int = 128,
         check: bool = False,
+        watch: Callable[[float, int], None] | None = None,
     ) -> None:
         slots = -(-settings.max_in_flight // engines)
         context = prompt_len + settings.max_response_len
@@ -119,6 +126,7 @@ class Simulation:
         self._group_lengths: dict[int, list[int]] = {}
         self._events: deque[ev.Event] = deque()
         self._batch: Batch | None = None
+        self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, steps: int) -> SimulationResult:
@@ -140,6 +148,8 @@ class Simulation:
             self.now = at
             for finished in self.decoders[name].advance(at):
                 self._ended(finished.request_id)
+            if self._watch is not None:
+                self._watch(at, sum(d.running for d in self.decoders.values()))
         batch: Batch = self._batch
         after = self._totals()
         self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
@@ -156,16 +166,22 @@ class Simulation:
         return (
             sum(c.generated_tokens for c in counters),
             sum(c.decode_steps for c in counters),
-            sum(c.busy_slot_time_s for c in counters),
+            math.fsum(c.busy_slot_time_s for c in counters),
         )
 
     def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:
         trained = int(batch.metrics["trained_tokens"])
+        ages: dict[int, int] = {}
+        lengths = [len(sample.tokens) for sample in batch.samples]
+        metrics = dict(batch.metrics)
         self.result.steps.append(
-            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], dict(batch.metrics))
+            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], metrics, ages, lengths)
         )
         for sample in batch.samples:
             self._group_lengths.pop(sample.id.group, None)
+            for segment in sample.segments:
+                age = self.core.clock.staleness(segment.version)
+                ages[age] = ages.get(age, 0) + segment.count
             spans = [(s.count, s.version, s.engine) for s in sample.segments]
             self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
 

@@ -40,7 +40,7 @@ class EngineTable:
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def pick(self, version: PolicyVersion, avoid: str = "") -> EngineState | None:
-        """The least loaded engine that confirmed ``version`` and has room; the one to ``avoid`` only if no other has."""
+        """The least loaded engine that confirmed ``version`` and has room; ``avoid`` only if no other has."""
         best: EngineState | None = None
         for name, state in self.states.items():
             if state.version != version or not state.has_room or (name == avoid and best is not None):

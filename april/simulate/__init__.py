@@ -1,0 +1,1 @@
+"""``april simulate``: schedules compared on virtual time, before any GPU is used."""

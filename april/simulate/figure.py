@@ -1,0 +1,163 @@
+"""The picture of a simulation: busy slots, lengths, throughput against the limit, token ages, the sweep of N'/N."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april.simulate.measure import Measured
+
+COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
+SHOWN_SYNC_STEPS = 4
+"""The panels of busy slots show the time in which sync takes this many steps."""
+PIXELS = 1500
+"""Points of a panel of busy slots; more could not be seen."""
+OLDEST_SHOWN = 5
+
+
+def draw(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
+    """Write the picture to ``path`` (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 11), layout="constrained")
+    heights = [1.0] * len(runs) + [2.6] * (2 if report["sweep"] else 1)
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    _busy(figure, grid, report, runs)
+    row = len(runs)
+    _lengths(figure.add_subplot(grid[row, 0]), report)
+    _throughput(figure.add_subplot(grid[row, 1]), report)
+    _ages(figure.add_subplot(grid[row, 2]), report)
+    if report["sweep"]:
+        _sweep(figure, grid, row + 1, report)
+    for axes in figure.axes:
+        axes.tick_params(labelsize=8)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _label(report: dict[str, Any], name: str) -> str:
+    m = report["modes"][name]
+    if name == "april":
+        return f"april, N' = {m['over_sampling_batch_size']}"
+    return f"refill, {m['in_flight']} in flight" if name == "refill" else name
+
+
+def _busy(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measured]) -> None:
+    sync_ends = runs["sync"].step_ends
+    until = sync_ends[min(SHOWN_SYNC_STEPS, len(sync_ends)) - 1]
+    most = max(m["in_flight"] for m in report["modes"].values())
+    for row, (name, run) in enumerate(runs.items()):
+        m = report["modes"][name]
+        axes = figure.add_subplot(grid[row, :])
+        times, mean = _averaged(run.busy, until)
+        axes.fill_between(times, mean, step="post", color=COLOURS[name], linewidth=0)
+        axes.axhline(m["in_flight"], color="black", linewidth=0.8, linestyle=":")
+        ends = [end for end in run.step_ends if end <= until]
+        for end in ends:
+            axes.axvline(end, color="black", linewidth=0.6, alpha=0.5)
+        axes.set_xlim(0, until)
+        axes.set_ylim(0, 1.06 * most)
+        axes.set_ylabel("busy slots", fontsize=8)
+        axes.text(
+            0.995, 0.9, f"{_label(report, name)}: {len(ends)} steps; bubble {m['bubble']:.0%} of {m['in_flight']} "
+            "slots", transform=axes.transAxes, ha="right", va="top", fontsize=9,
+            bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0},
+        )  # fmt: skip
+        if row == 0:
+            w = report["workload"]
+            axes.set_title(
+                f"{w['model']}, {w['engines']} x {w['tensor_parallel']} x {w['gpu']}: busy decode slots over time "
+                "(lines: a batch goes to training; dotted: all slots)", fontsize=10,
+            )  # fmt: skip
+        if row == len(runs) - 1:
+            axes.set_xlabel("seconds of rollout after the ramp", fontsize=9)
+        else:
+            axes.set_xticklabels([])
+
+
+def _averaged(busy: list[tuple[float, int]], until: float) -> tuple[Any, Any]:
+    """Mean of a step function over PIXELS equal intervals of [0, until]."""
+    at = np.array([0.0] + [time for time, _ in busy])
+    level = np.array([busy[0][1]] + [running for _, running in busy], np.float64)
+    integral = np.concatenate([[0.0], np.cumsum(np.diff(at) * level[:-1])])
+    edges = np.linspace(0.0, until, PIXELS + 1)
+    mean = np.diff(np.interp(edges, at, integral)) / np.diff(edges)
+    return edges, np.append(mean, mean[-1])
+
+
+def _lengths(axes: Any, report: dict[str, Any]) -> None:
+    lengths = report["lengths"]
+    axes.stairs(lengths["histogram"]["counts"], lengths["histogram"]["edges"], fill=True, color="#5b7f5b")
+    axes.set_yscale("log")
+    top = axes.get_ylim()[1]
+    for label, value, height in (("median", lengths["median"], 0.9), ("p99", lengths["percentiles"]["p99"], 0.5)):
+        right = value > 0.6 * lengths["longest"]
+        axes.axvline(value, color="black", linewidth=1, linestyle="--")
+        axes.text(value, top * height, f" {label} {value:,.0f} ", fontsize=8, va="top", ha="right" if right else "left")
+    ratio = lengths["longest_of_a_step_over_median"]
+    axes.set_title(f"Response lengths; longest of a step = {ratio:.1f} medians", fontsize=10)
+    axes.set_xlabel("tokens", fontsize=9)
+    axes.set_ylabel(f"of {lengths['samples']:,} responses", fontsize=9)
+
+
+def _throughput(axes: Any, report: dict[str, Any]) -> None:
+    for x, (name, m) in enumerate(report["modes"].items()):
+        axes.bar(x, m["trained_tokens_per_s"], 0.6, color=COLOURS[name])
+        limit = m["limit_tokens_per_s"]
+        axes.plot([x - 0.38, x + 0.38], [limit, limit], color="black", linewidth=1.6)
+        axes.text(x, limit, f"limit at {m['in_flight']}", fontsize=8, ha="center", va="bottom")
+        words = f"{m['fraction_of_limit']:.0%}\nof limit\n\n{m['speed_up']:.2f}x"
+        axes.text(x, 0.97 * m["trained_tokens_per_s"], words, fontsize=9, ha="center", va="top", color="white")
+    axes.set_xticks(range(len(report["modes"])), [_label(report, name) for name in report["modes"]], fontsize=8)
+    axes.set_ylim(top=1.06 * max(m["limit_tokens_per_s"] for m in report["modes"].values()))
+    axes.set_title("Tokens trained per second of rollout", fontsize=10)
+
+
+def _ages(axes: Any, report: dict[str, Any]) -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps["YlOrRd"]
+    for age in range(OLDEST_SHOWN + 1):
+        bottom, height = [], []
+        for m in report["modes"].values():
+            shares = m["trained_token_age_shares"]
+            bottom.append(sum(shares[:age]))
+            height.append(sum(shares[age:]) if age == OLDEST_SHOWN else sum(shares[age : age + 1]))
+        label = f"{age} or more" if age == OLDEST_SHOWN else f"{age}"
+        axes.bar(range(len(height)), height, 0.6, bottom=bottom, color=colours(0.05 + 0.18 * age), label=label)
+    names = [f"{name}\noff-policy {m['off_policy_share']:.0%}" for name, m in report["modes"].items()]
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_xlim(-0.5, len(names) + 0.4)
+    axes.legend(title="updates", fontsize=7, title_fontsize=7, loc="center right")
+    axes.set_title("Age of the trained tokens (share)", fontsize=10)
+
+
+def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
+    rows, refill = report["sweep"], report["modes"]["refill"]
+    x = [r["ratio"] for r in rows]
+    panels = (
+        ("Tokens trained per second", (("N' once per step", "trained_tokens_per_s", COLOURS["april"]),), 1.0),
+        (
+            "Shares and ratios",
+            (
+                ("off-policy share", "off_policy_share", COLOURS["april"]),
+                ("re-prefilled / generated", "reprefill_per_generated_token", "#5b7f5b"),
+            ),
+            1.0,
+        ),
+        ("Tokens held over a step's end (M)", (("N' once per step", "held_tokens_mean", COLOURS["april"]),), 1e-6),
+    )
+    for column, (title, lines, scale) in enumerate(panels):
+        axes = figure.add_subplot(grid[row, column])
+        for name, key, colour in lines:
+            axes.plot(x, [scale * r[key] for r in rows], marker="o", markersize=4, color=colour, label=name)
+            dashes = COLOURS["refill"] if len(lines) == 1 else colour
+            label = f"{name}, refill" if len(lines) > 1 else _label(report, "refill")
+            axes.axhline(scale * refill[key], color=dashes, linestyle="--", linewidth=1.2, label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.set_xlabel("N'/N", fontsize=9)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="lower right")

@@ -1,0 +1,142 @@
+"""One schedule on virtual time: run it, leave out the ramp, measure the rest.
+
+What the fraction of the limit is. Of the steps after the ramp take the tokens that were kept: generated, less those
+dropped for their age (which is the same as trained, plus held at the end, less held at the beginning). The limit is the
+time that exactly these tokens, each at its place in its response, take on the same engines when the same number of
+samples is in flight all the time: no step ends, nothing is prefilled twice. The fraction is that time over the time it
+took. So it does not depend on which responses happened to be long, and dropped work never counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from april.simulate.workload import Schedule, Workload
+from april.simulation import Simulation
+
+Progress = Callable[[int], None]
+"""Told how many steps are done."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One schedule: its figures, and what the picture shows of it.
+
+    Attributes:
+        figures: for simulate.json; times in seconds of virtual time.
+        busy: (time, busy slots) at every change after the ramp; time starts at 0.
+        step_ends: times at which a batch went to training.
+    """
+
+    figures: dict[str, Any]
+    busy: list[tuple[float, int]] = field(repr=False)
+    step_ends: list[float] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What a window's figures are differences of."""
+
+    dropped: int
+    preemptions: int
+    held: list[int]
+    """Tokens of every held response that has some."""
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> _Totals:
+        """As they stand now."""
+        core = simulation.core
+        preemptions = sum(d.counters().preemptions for d in simulation.decoders.values())
+        held = [len(sample.tape) for sample in core.buffer.samples() if len(sample.tape)]
+        return cls(sum(core.tokens.dropped.values()), preemptions, held)
+
+
+def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> Measured:
+    """Simulate ``workload.steps`` steps; the figures are of those after the ramp.
+
+    Raises:
+        RolloutError: the core gave up.
+    """
+    busy: list[tuple[float, int]] = []
+    simulation = Simulation(
+        workload.core_settings(schedule),
+        workload.cost,
+        workload.lengths,
+        engines=workload.engines,
+        prompt_len=workload.prompt_len,
+        watch=lambda at, running: busy.append((at, running)),
+    )
+    before = _Totals.of(simulation)
+    for step in range(workload.steps):
+        if step == workload.ramp:
+            before = _Totals.of(simulation)
+            busy.clear()
+        simulation.run(1)
+        progress(step + 1)
+    after = _Totals.of(simulation)
+    steps = simulation.result.steps[workload.ramp :]
+    start = steps[0].start_s
+    return Measured(
+        _figures(workload, schedule, simulation, before, after),
+        [(at - start, running) for at, running in busy],
+        [step.end_s - start for step in steps],
+    )
+
+
+def _figures(
+    workload: Workload, schedule: Schedule, simulation: Simulation, before: _Totals, after: _Totals
+) -> dict[str, Any]:
+    totals = simulation.result.summary(skip=workload.ramp)
+    steps = simulation.result.steps[workload.ramp :]
+    seconds, generated = totals["rollout_s"], int(totals["generated_tokens"])
+    dropped = after.dropped - before.dropped
+    masked = int(sum(step.metrics["masked_tokens"] for step in steps))
+    trained = int(totals["trained_tokens"]) - masked
+    delivered = [length for step in steps for length in step.lengths]
+    kept = sum(delivered) + sum(after.held) - sum(before.held)
+    at_limit_s = workload.limit_s(delivered + after.held, schedule.in_flight)
+    at_limit_s -= workload.limit_s(before.held, schedule.in_flight)
+    busy_slot_s = math.fsum(step.busy_slot_s for step in steps)
+    reprefill = totals["reprefill_tokens"]
+    ages: dict[int, int] = {}
+    for step in steps:
+        for age, count in step.token_ages.items():
+            ages[age] = ages.get(age, 0) + count
+    all_ages = sum(ages.values())
+    return {
+        "over_sampling_batch_size": schedule.over,
+        "refill": str(schedule.refill),
+        "in_flight": schedule.in_flight,
+        "steps": len(steps),
+        "rollout_s": seconds,
+        "step_s_mean": seconds / len(steps),
+        "trained_tokens": trained,
+        "trained_tokens_per_s": trained / seconds,
+        "generated_tokens": generated,
+        "generated_tokens_per_s": generated / seconds,
+        "dropped_tokens": dropped,
+        "masked_tokens": masked,
+        "kept_tokens": kept,
+        "limit_tokens_per_s": kept / at_limit_s,
+        "fraction_of_limit": at_limit_s / seconds,
+        "long_run_limit_tokens_per_s": workload.long_run_limit(schedule.in_flight),
+        "bubble": 1.0 - busy_slot_s / (schedule.in_flight * seconds),
+        "off_policy_share": totals["off_policy_share"],
+        "staleness_mean": totals["staleness_mean"],
+        "staleness_max": int(totals["staleness_max"]),
+        "trained_token_age_shares": [ages.get(age, 0) / all_ages for age in range(max(ages) + 1)],
+        "reprefill_tokens": int(reprefill),
+        "reprefill_per_generated_token": reprefill / generated,
+        "reprefill_time_share": workload.cost.prefill_s(int(reprefill)) / (workload.engines * seconds),
+        "held_tokens_mean": float(np.mean([step.metrics["held_tokens"] for step in steps])),
+        "held_groups_mean": float(np.mean([step.metrics["carried_groups"] for step in steps])),
+        "held_groups_max": int(max(step.metrics["carried_groups"] for step in steps)),
+        "decode_steps": int(totals["decode_steps"]),
+        "preemptions": after.preemptions - before.preemptions,
+        "digest": simulation.result.digest,
+    }

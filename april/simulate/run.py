@@ -1,0 +1,146 @@
+"""The whole of ``april simulate``: every schedule once, and one report of plain numbers.
+
+Invariant: the same workload gives the same report, to the last bit, except for ``cpu_s``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from april.core.types import OnStale
+from april.simulate.length_statistics import length_statistics
+from april.simulate.measure import Measured, Progress, measure
+from april.simulate.workload import Schedule, Workload
+
+RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""N'/N of the sweep."""
+IDLE_WORTH_A_WORD = 0.01
+DEFINITIONS = {
+    "tokens_per_s": "response tokens per second of rollout on all engines together, over the steps after the ramp; "
+    "training and weight updates take no time here",
+    "kept_tokens": "generated, less those dropped for their age; trained, plus held at the end, less held at first",
+    "limit_tokens_per_s": "exactly the kept tokens, on the same engines with in_flight samples in flight all the time",
+    "fraction_of_limit": "kept_tokens per second / limit_tokens_per_s",
+    "long_run_limit_tokens_per_s": "the same for ever, with a large sample of the lengths",
+    "bubble": "1 - busy slots integrated over time / (samples in flight x time), each mode against its own in_flight",
+    "off_policy_share": "share of the trained tokens that weights older than those at delivery have generated",
+    "staleness": "weight updates between a trained response's oldest token and its delivery",
+    "trained_token_age_shares": "share of the trained tokens by age in weight updates: 0, 1, 2, ...",
+    "reprefill_per_generated_token": "prompt and response tokens prefilled again to resume, per generated token",
+    "reprefill_time_share": "share of the engines' time that this prefill takes",
+    "held_tokens_mean": "tokens kept over the end of a step: partials, finished siblings, surplus",
+}
+
+
+class Watcher(Protocol):
+    """Shows what is going on."""
+
+    def begin(self, what: str, total: int) -> Progress:
+        """A schedule of ``total`` steps begins; returns what to call with the steps done."""
+
+
+def simulate(workload: Workload, sweep: bool, watcher: Watcher) -> tuple[dict[str, Any], dict[str, Measured]]:
+    """Run all modes (and the sweep of N'/N); the report, and each mode's run for the picture.
+
+    Raises:
+        RolloutError: the core gave up.
+    """
+    began = time.process_time()
+    cpu_s: dict[str, float] = {}
+    done: dict[Schedule, Measured] = {}
+
+    def run(name: str, schedule: Schedule) -> Measured:
+        if schedule not in done:
+            started = time.process_time()
+            done[schedule] = measure(workload, schedule, watcher.begin(name, workload.steps))
+            cpu_s[name] = time.process_time() - started
+        return done[schedule]
+
+    lengths = length_statistics(workload)
+    runs = {name: run(name, schedule) for name, schedule in workload.modes.items()}
+    notes: list[str] = []
+    rows = _sweep(workload, run, notes) if sweep else []
+    base = runs["sync"].figures["trained_tokens_per_s"]
+    modes = {name: _against(measured, base) for name, measured in runs.items()}
+    report = {
+        "workload": _settings(workload),
+        "engine": asdict(workload.cost) | {"in_flight_that_fits_all_engines": workload.fits},
+        "lengths": lengths,
+        "modes": modes,
+        "sweep": [{"ratio": ratio} | _against(measured, base) for ratio, measured in rows],
+        "notes": notes + _notes(workload, modes),
+        "definitions": DEFINITIONS,
+        "cpu_s": cpu_s | {"total": time.process_time() - began},
+    }
+    return report, runs
+
+
+def _sweep(
+    workload: Workload, run: Callable[[str, Schedule], Measured], notes: list[str]
+) -> list[tuple[float, Measured]]:
+    rows = []
+    for schedule in dict.fromkeys(workload.one_shot(round(ratio * workload.groups)) for ratio in RATIOS):
+        ratio = schedule.over / workload.groups
+        try:
+            workload.core_settings(schedule)
+        except ValueError as error:
+            notes.append(f"N'/N = {ratio:g} is left out: {error}")
+            continue
+        rows.append((ratio, run(f"N'/N = {ratio:g}", schedule)))
+    return rows
+
+
+def _against(measured: Measured, base: float) -> dict[str, Any]:
+    return measured.figures | {"speed_up": measured.figures["trained_tokens_per_s"] / base}
+
+
+def _settings(workload: Workload) -> dict[str, Any]:
+    values = asdict(workload) | {"on_stale": str(workload.on_stale)}
+    if workload.lengths_file is not None:
+        values["lengths_file"] = str(workload.lengths_file)
+    else:
+        shape = workload.lengths
+        values |= {name: getattr(shape, name.replace("_len", "")) for name in LOGNORMAL}
+    schedules = workload.modes
+    return values | {"over": schedules["april"].over, "in_flight": schedules["refill"].in_flight}
+
+
+LOGNORMAL = ("median_len", "sigma_between", "sigma_within")
+
+
+def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
+    """What a reader of the figures must know, in sentences."""
+    notes = []
+    for name, m in modes.items():
+        if m["in_flight"] > workload.fits:
+            notes.append(
+                f"{name}: the KV cache holds about {workload.fits:.0f} samples on average, not {m['in_flight']}, so "
+                f"the limit at {m['in_flight']} in flight is out of reach; use more GPUs or fewer samples in flight"
+            )
+        if m["preemptions"]:
+            notes.append(f"{name}: the KV cache was full, {m['preemptions']:,} times a sample had to leave it and wait")
+        bound = workload.max_staleness * workload.groups
+        if (
+            m["refill"] != "none"
+            and workload.on_stale is OnStale.FINISH
+            and m["held_groups_max"] >= bound
+            and m["bubble"] >= IDLE_WORTH_A_WORD
+            and m["in_flight"] <= workload.fits  # otherwise the slots are empty for want of KV, too
+        ):
+            notes.append(
+                f"{name}: max_staleness={workload.max_staleness} binds: no more than {bound + workload.groups} groups "
+                f"may be held, or some could not be delivered in time, so {m['bubble']:.0%} of the slots stay empty; "
+                f"raise max_staleness or lower the {m['in_flight']} samples in flight"
+            )
+        if m["dropped_tokens"]:
+            notes.append(
+                f"{name}: {m['dropped_tokens'] / m['generated_tokens']:.1%} of the generated tokens were dropped "
+                f"because they got too old (on_stale={workload.on_stale}); they do not count as throughput"
+            )
+        if m["masked_tokens"]:
+            share = m["masked_tokens"] / (m["masked_tokens"] + m["trained_tokens"])
+            notes.append(f"{name}: {share:.1%} of the delivered tokens are too old and carry no loss (on_stale=mask)")
+    return notes

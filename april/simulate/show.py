@@ -1,0 +1,115 @@
+"""The report on a terminal: bars while it runs, then tables and sentences (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("groups in work, samples in flight", lambda m: f"{_groups(m)}, {m['in_flight']}"),
+    ("trained tokens per second", lambda m: f"{m['trained_tokens_per_s']:,.0f}"),
+    ("speed-up over sync", lambda m: f"{m['speed_up']:.2f}x"),
+    ("limit with as many in flight, tokens/s", lambda m: f"{m['limit_tokens_per_s']:,.0f}"),
+    ("fraction of that limit", lambda m: f"{m['fraction_of_limit']:.1%}"),
+    ("bubble (empty slots)", lambda m: f"{m['bubble']:.1%}"),
+    ("off-policy share of trained tokens", lambda m: f"{m['off_policy_share']:.1%}"),
+    ("staleness, mean / max updates", lambda m: f"{m['staleness_mean']:.2f} / {m['staleness_max']}"),
+    ("re-prefilled per generated token", lambda m: f"{m['reprefill_per_generated_token']:.2f}"),
+    ("time spent on it", lambda m: f"{m['reprefill_time_share']:.1%}"),
+    ("tokens held over a step's end", lambda m: f"{m['held_tokens_mean'] / 1e6:.2f} M"),
+    ("seconds per step", lambda m: f"{m['step_s_mean']:.1f}"),
+)
+
+
+class LiveProgress:
+    """A :class:`april.simulate.run.Watcher` that draws one bar per schedule."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<14}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+
+    def __enter__(self) -> LiveProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str, total: int) -> Callable[[int], None]:
+        """A new bar."""
+        bar = self._progress.add_task(what, total=total)
+        return lambda done: self._progress.update(bar, completed=done)
+
+
+def headline(report: dict[str, Any]) -> list[str]:
+    """What was simulated, and how long its responses are."""
+    w, lengths = report["workload"], report["lengths"]
+    source = w["lengths_file"] or (
+        f"lognormal, median {w['median_len']:g}, sigma {w['sigma_between']:g} between and {w['sigma_within']:g} within "
+        "prompts"
+    )
+    p = lengths["percentiles"]
+    return [
+        f"{w['model']} on {w['engines']} engines of {w['tensor_parallel']} x {w['gpu']} (roofline estimate); batches "
+        f"of {w['groups']} x {w['samples']}, at most {w['max_response_len']:,} tokens; {w['steps']} steps, "
+        f"the first {w['ramp']} left out",
+        f"lengths ({source}): mean {lengths['mean']:,.0f}, median {lengths['median']:,.0f}, p90 {p['p90']:,.0f}, "
+        f"p99 {p['p99']:,.0f}, longest {lengths['longest']:,}; {lengths['share_at_the_cap']:.1%} at the cap; the "
+        f"longest of a step is {lengths['longest_of_a_step_over_median']:.1f} times the median",
+    ]
+
+
+def mode_table(report: dict[str, Any]) -> Table:
+    """The modes side by side."""
+    out = Table(title="One workload, scheduled three ways", box=SIMPLE_HEAD)
+    out.add_column("")
+    for name in report["modes"]:
+        out.add_column(name, justify="right")
+    for label, show in ROWS:
+        out.add_row(label, *(show(m) for m in report["modes"].values()))
+    return out
+
+
+def sweep_table(report: dict[str, Any]) -> Table:
+    """N'/N, one row each; refill below, for comparison."""
+    out = Table(title="How much to over-sample: N' groups once per step", box=SIMPLE_HEAD, collapse_padding=True)
+    for column in ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
+                   "re-\nprefill", "tokens\nheld"):  # fmt: skip
+        out.add_column(column, justify="right", no_wrap=True)
+    rows = [(f"{row['ratio']:g}", row) for row in report["sweep"]] + [("refill", report["modes"]["refill"])]
+    for name, m in rows:
+        if name == "refill":
+            out.add_section()
+        out.add_row(
+            name, f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
+            f"{m['fraction_of_limit']:.1%}", f"{m['off_policy_share']:.1%}",
+            f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
+            f"{m['held_tokens_mean'] / 1e6:.2f} M",
+        )  # fmt: skip
+    return out
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """What the figures say, in sentences."""
+    m = report["modes"]["refill"]
+    return [
+        f"refill reaches {m['fraction_of_limit']:.1%} of its limit: the same tokens on the same engines, with "
+        f"{m['in_flight']} samples in flight all the time; {m['reprefill_time_share']:.1%} of the time goes to "
+        f"prefilling again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
+        *(f"note: {note}" for note in report["notes"]),
+    ]
+
+
+def _groups(m: dict[str, Any]) -> str:
+    return "refilled" if m["refill"] == "sample" else f"{m['over_sampling_batch_size']}"

@@ -1,0 +1,210 @@
+"""What is simulated: the model and its engines, the batch, the response lengths.
+
+Invariant: a :class:`Workload` that could be made can be simulated; every mistake in the arguments is found here, before
+anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.config import Config
+from april.core.settings import CoreSettings
+from april.core.types import OnStale, Refill
+from april.engines.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
+from april.engines.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
+from april.errors import ConfigError
+
+MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
+"""Lognormal with a total spread of 0.8, more of it between prompts than within."""
+LENGTH_SAMPLES = 50_000
+"""Responses drawn to know the distribution."""
+MOST_IN_FLIGHT = 100_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How samples are scheduled; the rest of the workload is the same in all modes.
+
+    Attributes:
+        over: N', groups in work.
+        refill: when new work starts inside a step.
+        in_flight: most samples in flight, the number of decode slots.
+    """
+
+    over: int
+    refill: Refill
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One job: defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
+
+    Attributes:
+        model, gpu, tensor_parallel, memory_share: of one engine, see :func:`april.engines.decode_cost.roofline`.
+        engines: how many of them.
+        groups, samples: N prompt groups per batch of n responses each.
+        over: N' of the april mode; None: 2 N.
+        in_flight: samples in flight in the refill mode; None: N n, as many as sync.
+        max_response_len, prompt_len: tokens.
+        max_staleness, on_stale: the bound on old tokens and what enforces it.
+        lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None: the lognormal distribution.
+        median_len, sigma_between, sigma_within: of the lognormal distribution; None: the defaults above.
+        steps, ramp: simulated steps, and how many of the first ones are left out of the figures.
+        seed: of the lengths.
+
+    Raises:
+        ValueError: something is unknown, out of range or contradictory; one sentence.
+    """
+
+    model: str = "qwen3-4b"
+    gpu: str = "h100"
+    tensor_parallel: int = 2
+    memory_share: float = 0.8
+    engines: int = 4
+    groups: int = 32
+    samples: int = 8
+    over: int | None = None
+    in_flight: int | None = None
+    max_response_len: int = 16_384
+    prompt_len: int = 128
+    max_staleness: int = 5
+    on_stale: OnStale = OnStale.FINISH
+    lengths_file: Path | None = None
+    median_len: float | None = None
+    sigma_between: float | None = None
+    sigma_within: float | None = None
+    steps: int = 50
+    ramp: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ramp < self.steps:
+            raise ValueError(f"ramp={self.ramp} leaves nothing to measure of steps={self.steps}; give more steps")
+        if self.engines < 1 or self.prompt_len < 1:
+            raise ValueError(f"engines={self.engines} and prompt_len={self.prompt_len} must be at least 1")
+        for name in ("median_len", "sigma_between", "sigma_within"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
+        if not 0.0 < self.memory_share <= 1.0:
+            raise ValueError(f"memory_share={self.memory_share:g} is a share of the GPU's memory, above 0, at most 1")
+        capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
+        if capacity is not None and context > capacity:
+            raise ValueError(
+                f"a response of {self.max_response_len:,} tokens after a prompt of {self.prompt_len:,} does not fit "
+                f"into the {capacity:,} tokens of KV cache of one engine; shorten it or raise tensor_parallel"
+            )
+        for schedule in self.modes.values():
+            self.core_settings(schedule)
+            if schedule.in_flight > MOST_IN_FLIGHT:
+                raise ValueError(
+                    f"{schedule.in_flight:,} samples in flight are more than the {MOST_IN_FLIGHT:,} that can be "
+                    "simulated in reasonable time; use fewer groups or samples"
+                )
+            if schedule.in_flight < self.engines:
+                raise ValueError(
+                    f"{schedule.in_flight} samples in flight leave some of {self.engines} engines empty for ever; "
+                    "use fewer engines or more samples"
+                )
+        assert self.lengths is not None  # reads the file
+
+    # -- the engines and the lengths ---------------------------------------------------------------------------------
+
+    @cached_property
+    def cost(self) -> DecodeCost:
+        """Of one engine."""
+        return roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+
+    @cached_property
+    def lengths(self) -> ResponseLengths:
+        """True lengths, not cut at max_response_len."""
+        shape = (self.median_len, self.sigma_between, self.sigma_within)
+        if self.lengths_file is None:
+            median, between, within = (
+                default if given is None else given
+                for given, default in zip(shape, (MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN), strict=True)
+            )
+            return LognormalLengths(median, between, within, seed=self.seed)
+        if any(given is not None for given in shape):
+            raise ValueError(
+                f"the lengths come from {self.lengths_file}, so median_len, sigma_between and sigma_within have no "
+                "meaning; leave them out"
+            )
+        return read_lengths(self.lengths_file, self.seed)
+
+    @cached_property
+    def length_sample(self) -> NDArray[np.int64]:
+        """Lengths int64[groups, n] of the first groups, about LENGTH_SAMPLES in all, cut at max_response_len."""
+        groups = max(self.groups, -(-LENGTH_SAMPLES // self.samples))
+        rows = np.stack([self.lengths.group(group, self.samples) for group in range(groups)])
+        return np.minimum(rows, self.max_response_len).astype(np.int64)
+
+    def limit_s(self, lengths: list[int], in_flight: int) -> float:
+        """Seconds for these responses on all engines, kept full with ``in_flight`` samples all the time."""
+        if not lengths:
+            return 0.0
+        return limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) / self.engines
+
+    def long_run_limit(self, in_flight: int) -> float:
+        """Tokens per second of all engines, kept full for ever with responses of this distribution."""
+        per_engine = in_flight / self.engines
+        return self.engines * limit_tokens_per_s(self.cost, self.length_sample.ravel(), per_engine, self.prompt_len)
+
+    @cached_property
+    def fits(self) -> float:
+        """Samples in flight whose KV all engines hold on average."""
+        return self.engines * in_flight_that_fits(self.cost, self.length_sample.ravel(), self.prompt_len)
+
+    # -- the schedules -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def modes(self) -> dict[str, Schedule]:
+        """What is compared: sync, N' as in the paper, and a constant number of samples in flight."""
+        n, batch = self.groups, self.groups * self.samples
+        over = 2 * n if self.over is None else self.over
+        return {
+            "sync": Schedule(n, Refill.NONE, batch),
+            "april": self.one_shot(over),
+            "refill": Schedule(n, Refill.SAMPLE, batch if self.in_flight is None else self.in_flight),
+        }
+
+    def one_shot(self, over: int) -> Schedule:
+        """N' groups at the beginning of a step and nothing later, all of them in flight."""
+        return Schedule(over, Refill.NONE, max(over, self.groups) * self.samples)
+
+    def core_settings(self, schedule: Schedule) -> CoreSettings:
+        """Settings of the core, through the checks of :class:`april.config.Config`."""
+        try:
+            config = Config(
+                rollout_batch_size=self.groups,
+                n_samples_per_prompt=self.samples,
+                over_sampling_batch_size=schedule.over,
+                max_response_len=self.max_response_len,
+                refill=schedule.refill,
+                max_in_flight=schedule.in_flight,
+                max_staleness=self.max_staleness,
+                on_stale=self.on_stale,
+                engine={"kind": "simulated"},
+            )
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return config.core_settings(has_reward=False, group_reward=False, run_id=0)
+
+
+def read_lengths(path: Path, seed: int) -> TraceLengths:
+    """A JSONL of lengths; raises ValueError with the file and the line."""
+    try:
+        return TraceLengths.from_jsonl(path, seed=seed)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); give one JSON value per line") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None

@@ -1,0 +1,149 @@
+"""``april simulate`` as people call it: output, files, repeatability, and refusals before anything runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from april import cli
+from april.cli import app
+from april.simulate import workload
+
+SMALL = [
+    "simulate", "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--prompt-len", "20",
+    "--max-response-len", "900", "--median-len", "60", "--steps", "8", "--ramp", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller sample of the distribution, to be quick."""
+    monkeypatch.setattr(workload, "LENGTH_SAMPLES", 4000)
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    """Exit code and output, boxes and line ends taken off."""
+    result = CliRunner().invoke(app, [*SMALL, *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, re.sub(r"[│\s]+", " ", result.output)
+
+
+def test_table_json_and_picture(tmp_path: Path) -> None:
+    """One call prints both tables and writes the figures and the picture."""
+    out = tmp_path / "plan"
+    code, text = call("--out", str(out))
+
+    assert code == 0
+    for words in ("sync april refill", "fraction of that limit", "How much to over-sample", "refill reaches"):
+        assert words in text
+    report = json.loads((out / "simulate.json").read_text("utf-8"))
+    assert list(report["modes"]) == ["sync", "april", "refill"]
+    assert f"{report['modes']['refill']['fraction_of_limit']:.1%}" in text
+    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_same_arguments_give_the_same_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, CPU seconds apart; another seed gives other figures."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)  # drawing takes most of the time
+
+    def figures(name: str, *arguments: str) -> dict[str, Any]:
+        assert call("--no-sweep", "--out", str(tmp_path / name), *arguments)[0] == 0
+        report = json.loads((tmp_path / name / "simulate.json").read_text("utf-8"))
+        assert report.pop("cpu_s")["total"] > 0
+        return dict(report)
+
+    first = figures("a")
+    assert figures("b") == first
+    assert figures("c", "--seed", "1")["modes"] != first["modes"]
+    assert first["sweep"] == []
+
+
+def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JSONL replaces the distribution; without matplotlib the figures come without the picture."""
+    lengths = tmp_path / "mine.jsonl"
+    lengths.write_text('{"lengths": [10, 400, 20, 30]}\n55\n', "utf-8")
+    arguments = [a for a in SMALL if a not in ("--median-len", "60")]
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, [*arguments, "--lengths", str(lengths), "--no-sweep", "--out", str(tmp_path)])
+
+    assert result.exit_code == 0, result.output
+    assert "pip install 'april-rl[plot]'" in result.output
+    report = json.loads((tmp_path / "simulate.json").read_text("utf-8"))
+    assert report["lengths"]["longest"] == 400
+    assert report["workload"]["lengths_file"] == str(lengths)
+    assert not (tmp_path / "simulate.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "gpt-9"], "unknown model 'gpt-9'; known are qwen3-4b, qwen3-8b, r1-distill-1.5b"),
+        (["--gpu", "abacus"], "unknown GPU 'abacus'; known are"),
+        (["--over-sampling-batch-size", "0"], "'--over-sampling-batch-size'"),
+        (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
+        (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 holds more groups than max_staleness=5"),
+        (["--over-sampling-batch-size", "9999999", "--on-stale", "drop"], "39,999,996 samples in flight are more than"),
+        (["--max-staleness", "-1"], "'--max-staleness'"),
+        (["--on-stale", "pray"], "'restart', 'mask'"),
+        (["--ramp", "8"], "ramp=8 leaves nothing to measure of steps=8; give more steps"),
+        (["--memory-share", "1.5"], "memory_share=1.5 is a share of the GPU's memory"),
+        (["--memory-share", "0.05"], "leave no KV cache"),
+        (["--max-response-len", "9000000"], "does not fit into the"),
+        (["--engines", "17"], "16 samples in flight leave some of 17 engines empty"),
+        (["--sigma-within", "9"], "'--sigma-within'"),
+        (["--median-len", "inf"], "median_len=inf must be a finite number"),
+        (["--lengths", "LENGTHS"], "median_len, sigma_between and sigma_within have no meaning"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    """Exit code 2, no traceback, and nothing is run or written."""
+    out = tmp_path / "plan"
+    code, text = call("--out", str(out), *arguments)
+
+    assert code == 2
+    assert sentence in text
+    assert "Traceback" not in text
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"12\n{\n", "line 2: not JSON"),
+        (b"12\n\n0\n", "line 3: expected an integer >= 1"),
+        (b'{"lengths": [3, "4"]}\n', "line 1: expected an integer >= 1"),
+        (b"\n", "the trace is empty"),
+        (b"\xff\xfe", "is no UTF-8 text"),
+        (None, "cannot read"),
+    ],
+)
+def test_bad_length_files_are_refused_with_the_line(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    """The file and the line are named, exit code 2."""
+    path = tmp_path / "lengths.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    arguments = [a for a in SMALL if a not in ("--median-len", "60")]
+    result = CliRunner().invoke(
+        app, [*arguments, "--lengths", str(path), "--out", str(tmp_path / "plan")], env={"COLUMNS": "400"}
+    )
+
+    text = re.sub(r"[│\s]+", " ", result.output)
+    assert result.exit_code == 2
+    assert sentence in text
+    assert "lengths.jsonl" in text
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """A file in the way of --out is said before anything runs."""
+    (tmp_path / "taken").write_text("", "utf-8")
+    code, text = call("--out", str(tmp_path / "taken" / "plan"))
+
+    assert code == 2
+    assert "cannot make the directory" in text
