@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from april.core.sampling import SamplingParams
     from april.core.types import FinishReason, Prompt, SampleId
     from april.core.versions import PolicyVersion
+    from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
     from april.errors import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         SchedulerClosed,
         WireError,
     )
+    from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ _HOMES = {
     "april.core.sampling": ("SamplingParams",),
     "april.core.types": ("FinishReason", "Prompt", "SampleId"),
     "april.core.versions": ("PolicyVersion",),
+    "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
     "april.errors": (
@@ -48,6 +51,7 @@ _HOMES = {
         "SchedulerClosed",
         "WireError",
     ),
+    "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -56,6 +60,7 @@ __all__ = [
     "LLM",
     "AprilError",
     "Batch",
+    "BlockingLLM",
     "Completion",
     "Config",
     "ConfigError",
@@ -73,6 +78,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerClosed",
     "WireError",
+    "partial_rollout",
 ]
 
 

@@ -119,6 +119,9 @@ class Config(_Model):
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
     max_attempt_failures: PositiveInt = 3
     """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    function_timeout_s: PositiveFloat | None = 600.0
+    """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
+    a failure. None: for ever."""
     abort_deadline_s: PositiveFloat = 30.0
     """Longest wait for an aborted request before its engine is quarantined."""
     abort_resend_s: PositiveFloat = 1.0

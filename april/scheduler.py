@@ -16,11 +16,13 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Refill, SampleId
 from april.core.versions import PolicyVersion
+from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rollout_driver import RolloutDriver, UserFunctions
+from april.driver.user_code import check_function
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, SchedulerClosed
@@ -34,7 +36,8 @@ class RolloutScheduler:
         prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
         reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
-        rollout: ``async (prompt, llm)``; the default generates one response.
+        rollout: ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks); the default
+            generates one response.
         model: the model object for an embedded engine.
         engines: engine objects, instead of those that ``config.engine`` describes.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
@@ -50,16 +53,18 @@ class RolloutScheduler:
         prompts: Iterable[Any],
         reward: Callable[..., Any] | None = None,
         group_reward: Callable[..., Any] | None = None,
-        rollout: RolloutFunction = single_turn,
+        rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         check: bool = False,
     ) -> None:
         if reward is not None and group_reward is not None:
             raise ConfigError("give reward or group_reward, not both")
-        for what, function in (("reward", reward), ("group_reward", group_reward), ("rollout", rollout)):
-            if function is not None and not callable(function):
-                raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
+        check_function("rollout", rollout, ("prompt", "llm"))
+        if reward is not None:
+            check_function("reward", reward, ("prompt", "response"))
+        if group_reward is not None:
+            check_function("group_reward", group_reward, ("prompt", "responses"))
         self.config = config
         self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
         _check_engines(config, self._engines)
@@ -76,7 +81,7 @@ class RolloutScheduler:
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
-                    allow_mismatch=config.allow_mismatch, check=check,
+                    allow_mismatch=config.allow_mismatch, function_timeout_s=config.function_timeout_s, check=check,
                 )
             )
         except BaseException:
@@ -240,7 +245,10 @@ class RolloutScheduler:
             return "<RolloutScheduler closed>"
 
     def close(self) -> None:
-        """End all requests, functions and engines; idempotent. Waits for plain reward functions that are running."""
+        """End all requests, functions and engines; idempotent.
+
+        Functions have a few seconds to end (CLOSE_PATIENCE_S); those that do not, in threads too, are left behind.
+        """
         try:
             closing = self._thread.submit(self._driver.close())
         except SchedulerClosed:

@@ -25,11 +25,24 @@ from april.core.tape import Int32
 from april.core.types import Sample, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
+from april.driver.blocking_llm import BlockingRolloutFunction, as_coroutine
 from april.driver.busy_time import BusyTime
-from april.driver.llm import LLM, Completion, RolloutFunction, check_mismatch, checked_call, completion_of
+from april.driver.llm import (
+    AFTER_ITS_END,
+    LLM,
+    Completion,
+    RolloutFunction,
+    check_mismatch,
+    checked_call,
+    completion_of,
+    single_turn,
+)
 from april.driver.prompt_source import PromptSource
 from april.driver.rewards import checked_reward, checked_rewards, response_of
-from april.driver.user_code import call_user, describe, inside_user_code, own_cancellation
+from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import Call, UserCalls
+from april.driver.user_code import describe
+from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
 from april.errors import AprilError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
@@ -44,10 +57,10 @@ class _Runner:
     """The rollout function of one sample, and what it waits for."""
 
     sample: Sample
-    task: asyncio.Task[None] | None = None
+    function: Call | None = None
+    """The rollout function, later the reward function."""
     call: asyncio.Future[Completion] | None = None
     """The llm.generate that is not complete yet."""
-    returned: bool = False
     output: Any = None
 
 
@@ -55,7 +68,7 @@ class _Runner:
 class UserFunctions:
     """What the user brings."""
 
-    rollout: RolloutFunction
+    rollout: RolloutFunction | BlockingRolloutFunction
     reward: Callable[..., Any] | None = None
     group_reward: Callable[..., Any] | None = None
 
@@ -80,6 +93,7 @@ class RolloutDriver:
         functions: UserFunctions,
         *,
         allow_mismatch: bool = False,
+        function_timeout_s: float | None = None,
         check: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
@@ -97,6 +111,9 @@ class RolloutDriver:
         self._taken: list[int] = []
         self._waiting = _Waiting()
         self._context = copy_context()
+        self._threads = WorkerThreads()
+        self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
+        self.rollout = as_coroutine(functions.rollout, self._threads)
         self._exclusive = asyncio.Lock()
         self._vocab_size = min(e.capabilities.vocab_size for e in engines)
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
@@ -237,12 +254,15 @@ class RolloutDriver:
         self._fail_waiting(self._broken)
         me = asyncio.current_task()
         tasks = [t for t in self._tasks if t is not me]
+        ends: list[asyncio.Future[None]] = [*tasks, *self.calls.close()]
         for task in tasks:
             task.cancel()
-        if tasks:
-            _, stubborn = await asyncio.wait(tasks, timeout=CLOSE_PATIENCE_S)
-            for task in stubborn:
-                log.error("%s ignores its cancellation and is left behind", task.get_coro())
+        if ends:
+            _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
+            for end in stubborn:
+                who = end.get_coro() if isinstance(end, asyncio.Task) else "a plain function in a thread"
+                log.error("%s ignores its cancellation and is left behind", who)
+        self._threads.close()
         self._runners.clear()
         self.streams.clear()
         for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
@@ -298,15 +318,15 @@ class RolloutDriver:
     def _start_sample(self, command: do.StartSample) -> None:
         runner = _Runner(command.sample)
         self._runners[command.sample.id] = runner
-        runner.task = self.spawn(self._run_sample(runner))
+        self._run_sample(runner)
 
-    async def _run_sample(self, runner: _Runner) -> None:
+    def _run_sample(self, runner: _Runner) -> None:
         sample = runner.sample
-        error: BaseException | None = None
+        function: Call
 
         async def generate(sampling: SamplingParams, token_ids: Int32 | None) -> Completion:
-            if runner.returned or not self._is_current(runner):
-                raise RolloutError("llm.generate was called after its rollout function had ended")
+            if function.over:
+                raise RolloutError(AFTER_ITS_END)
             if runner.call is not None:
                 raise RolloutError(_ABANDONED)
             if not self._allow_mismatch:
@@ -316,31 +336,26 @@ class RolloutDriver:
             token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest)
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.call = call
+            function.stop_clock()  # parked time is not the function's
             self.post(ev.CallMade(sample.id, sampling, token_ids))
-            return await call
+            try:
+                return await call
+            finally:
+                function.start_clock()
 
-        try:
-            with inside_user_code():
-                runner.output = await self.functions.rollout(
-                    sample.group.prompt, LLM(sample.id, self.sampling, generate)
-                )
-            if runner.call is not None:
+        def ended(output: Any, error: BaseException | None) -> None:
+            runner.output = output
+            if error is None and runner.call is not None:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
-        except (Exception, SystemExit) as raised:
-            error = raised
-        except asyncio.CancelledError as raised:
-            error = own_cancellation(raised)
-        runner.returned = True
-        if not self._is_current(runner):
-            return
-        if error is None:
-            self.post(ev.SampleReturned(sample.id))
-        else:
-            log.warning("rollout function failed for %s", sample.id, exc_info=error)
-            self.post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
+            if error is None:
+                self.post(ev.SampleReturned(sample.id))
+            else:
+                log.warning("rollout function failed for %s", sample.id, exc_info=error)
+                self.post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
 
-    def _is_current(self, runner: _Runner) -> bool:
-        return self._runners.get(runner.sample.id) is runner
+        arguments = (sample.group.prompt, LLM(sample.id, self.sampling, generate))
+        timed = self.rollout is not single_turn
+        function = runner.function = self.calls.begin_async(self.rollout, arguments, sample.id, ended, timed=timed)
 
     def _call_completed(self, command: do.CallCompleted) -> None:
         runner = self._runners[command.sample.id]
@@ -353,48 +368,45 @@ class RolloutDriver:
         runner = self._runners.pop(command.sample.id, None)
         if runner is None:
             return
-        if runner.task is not None:
-            runner.task.cancel()
+        if runner.function is not None:
+            runner.function.cancel()
         if runner.call is not None:
             runner.call.cancel()  # it may be awaited by a task of the user's own
 
     # ---------------------------------------------------------------- rewards
 
     def _score_sample(self, command: do.ScoreSample) -> None:
-        runner = self._runners[command.sample.id]
-        runner.task = self.spawn(self._run_reward([runner]))
+        self._run_reward([self._runners[command.sample.id]])
 
     def _score_group(self, command: do.ScoreGroup) -> None:
-        runners = [self._runners[s.id] for s in command.group.samples]
-        task = self.spawn(self._run_reward(runners))
-        for runner in runners:
-            runner.task = task
+        self._run_reward([self._runners[s.id] for s in command.group.samples])
 
-    async def _run_reward(self, runners: list[_Runner]) -> None:
+    def _run_reward(self, runners: list[_Runner]) -> None:
         samples = [r.sample for r in runners]
-        prompt = samples[0].group.prompt
+        first = samples[0].id
         responses = [response_of(r.sample, r.output) for r in runners]
-        error: BaseException | None = None
-        rewards: list[float] = []
-        try:
-            if self.functions.group_reward is not None:
-                values = await call_user(self.functions.group_reward, prompt, responses)
-                rewards = checked_rewards(values, [s.id for s in samples])
+        in_groups = self.functions.group_reward is not None
+        function = self.functions.group_reward if in_groups else self.functions.reward
+        assert function is not None
+
+        def answered(value: Any, error: BaseException | None) -> None:
+            rewards: list[float] = []
+            if error is None:
+                try:
+                    ids = [s.id for s in samples]
+                    rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
+                except (Exception, SystemExit) as raised:
+                    error = raised
+            if error is None:
+                self.post(ev.Scored(first.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             else:
-                assert self.functions.reward is not None
-                rewards = [checked_reward(await call_user(self.functions.reward, prompt, responses[0]), samples[0].id)]
-        except (Exception, SystemExit) as raised:
-            error = raised
-        except asyncio.CancelledError as raised:
-            error = own_cancellation(raised)
-        if not all(self._is_current(r) for r in runners):
-            return
-        if error is None:
-            scores = [(s.id.index, reward) for s, reward in zip(samples, rewards, strict=True)]
-            self.post(ev.Scored(samples[0].id.group, scores))
-        else:
-            log.warning("reward failed for %s", samples[0].id, exc_info=error)
-            self.post(ev.SampleFailed(samples[0].id, f"the reward function failed: {describe(error)}"))
+                log.warning("reward failed for %s", first, exc_info=error)
+                self.post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}"))
+
+        what = responses if in_groups else responses[0]
+        call = self.calls.begin(function, (samples[0].group.prompt, what), first, answered)
+        for runner in runners:
+            runner.function = call
 
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
