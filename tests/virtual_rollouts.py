@@ -149,6 +149,7 @@ class Rollouts:
         group_reward: Callable[..., Any] | None = None,
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
+        function_timeout_s: float | None = None,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -174,6 +175,7 @@ class Rollouts:
             PromptSource(prompts, VOCAB),
             functions,
             allow_mismatch=allow_mismatch,
+            function_timeout_s=function_timeout_s,
             check=True,
         )
         self.core = self.driver.core

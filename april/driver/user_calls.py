@@ -7,7 +7,6 @@ that (a thread, a coroutine that ignores its cancellation) is left behind, and n
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -53,7 +52,6 @@ class Call:
         """Tell who waits for it, unless that was done."""
         answered, self._answered = self._answered, None
         if answered is None:
-            Outcome(value, None)  # closes a coroutine
             return
         if self._timed:
             self._calls.limits.stop(self)
@@ -66,9 +64,9 @@ class Call:
             f"function_timeout_s={self._calls.limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
         )
         if not self.over:
-            self.answer(None, error)
             if self.task is not None:
-                self.task.cancel()
+                self.task.cancel()  # before the answer, which may begin the next one
+            self.answer(None, error)
         self._calls.leave(self)
 
     def cancel(self) -> None:
@@ -193,14 +191,17 @@ class UserCalls:
         self.limits.start(call)
 
     def _heard(self, call: Call, outcome: Outcome) -> None:
-        error, value = outcome.error, outcome.take()
+        error = outcome.error
         if isinstance(error, asyncio.CancelledError):
             error = cancelled_inside()
-        if call.over or not inspect.isawaitable(value):
-            call.answer(value, error)
+        if call.over:
+            return
+        if outcome.awaitable:
+            # a plain function that only makes a coroutine; its task may be cancelled before it begins
+            call.task = self._spawn(self._on_the_loop(call, outcome.take, ()))
+            call.task.add_done_callback(lambda _: outcome.close())
         else:
-            # a plain function that only makes a coroutine
-            call.task = self._spawn(self._on_the_loop(call, lambda: value, ()))
+            call.answer(outcome.take(), error)
 
 
 class Waiting:

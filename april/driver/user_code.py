@@ -57,6 +57,8 @@ def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
     try:
         # a decorator may add or take arguments: what counts is what is called
         signature = inspect.signature(function, follow_wrapped=False)
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        signature = signature.replace(parameters=bare, return_annotation=signature.empty)
     except (TypeError, ValueError):
         return  # some builtins do not tell
     try:
@@ -88,14 +90,22 @@ class Outcome:
         self._value = value
         self.error = error
 
+    @property
+    def awaitable(self) -> bool:
+        """Whether the value is still to be awaited."""
+        return inspect.isawaitable(self._value)
+
     def take(self) -> Any:
         """The value, which is the caller's from now on."""
         value, self._value = self._value, None
         return value
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Nobody will take it."""
         if inspect.iscoroutine(self._value):
             self._value.close()
+
+    __del__ = close
 
 
 def outcome_of(function: Callable[[], Any]) -> Outcome:
