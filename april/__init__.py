@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from april.arguments import add_april_arguments, config_from_arguments
     from april.config import Config
     from april.core.batch import Batch, DeliveredSample
     from april.core.sampling import SamplingParams
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
+    from april.driver.rewards import Response, rewards_differ
     from april.errors import (
         AprilError,
+        CheckpointError,
         ConfigError,
         DataExhausted,
         EngineError,
@@ -29,10 +32,12 @@ if TYPE_CHECKING:
     )
     from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
+    from april.torch_arrays import to_torch
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "april.arguments": ("add_april_arguments", "config_from_arguments"),
     "april.config": ("Config",),
     "april.core.batch": ("Batch", "DeliveredSample"),
     "april.core.sampling": ("SamplingParams",),
@@ -41,8 +46,10 @@ _HOMES = {
     "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
+    "april.driver.rewards": ("Response", "rewards_differ"),
     "april.errors": (
         "AprilError",
+        "CheckpointError",
         "ConfigError",
         "DataExhausted",
         "EngineError",
@@ -53,6 +60,7 @@ _HOMES = {
     ),
     "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),
+    "april.torch_arrays": ("to_torch",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -61,6 +69,7 @@ __all__ = [
     "AprilError",
     "Batch",
     "BlockingLLM",
+    "CheckpointError",
     "Completion",
     "Config",
     "ConfigError",
@@ -72,13 +81,18 @@ __all__ = [
     "InvariantError",
     "PolicyVersion",
     "Prompt",
+    "Response",
     "RolloutError",
     "RolloutScheduler",
     "SampleId",
     "SamplingParams",
     "SchedulerClosed",
     "WireError",
+    "add_april_arguments",
+    "config_from_arguments",
     "partial_rollout",
+    "rewards_differ",
+    "to_torch",
 ]
 
 

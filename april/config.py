@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
-from april.core.types import OnLongPrompt, OnStale, Refill
+from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
 from april.errors import ConfigError
 
 
@@ -35,7 +35,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # the docstrings of the fields are the help texts of the command-line flags
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 class SamplingConfig(_Model):
@@ -44,7 +45,9 @@ class SamplingConfig(_Model):
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1), _Number] = 1.0
+    """Only the most likely tokens that together have this probability; 1: all."""
     min_tokens: NonNegativeInt = 0
+    """No EOS before this many tokens."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """In addition to the engine's EOS ids."""
 
@@ -70,14 +73,19 @@ class SimulatedEngineConfig(_Model):
     count: PositiveInt = 1
     """Engines."""
     model: Literal["r1-distill-1.5b", "qwen3-4b", "qwen3-8b"] = "qwen3-4b"
+    """Whose decode cost is simulated."""
     gpu: Literal["h100", "mi300x"] = "h100"
+    """On which GPU."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     slots: PositiveInt = 256
     """Sequences decoded at the same time, per engine."""
     max_len: PositiveInt = 32768
+    """Longest prompt plus response."""
     vocab_size: PositiveInt = 32000
+    """Token ids are below it."""
     median_len: PositiveFloat = 2500.0
+    """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
     """Spread of log length between prompts."""
     sigma_within: NonNegativeFloat = 0.5
@@ -113,12 +121,26 @@ class Config(_Model):
     """Most weight updates between a delivered token and its delivery."""
     on_stale: OnStale = OnStale.FINISH
     """What happens to a sample that would exceed it."""
+    max_age: PositiveInt | None = None
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None: four
+    times max_staleness + 1)."""
+    max_resumes: PositiveInt = 100
+    """Requests for one response, after which the same holds: nothing circles for ever."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     """A prompt that leaves no room for a response: stop with an error, or skip and count it."""
+    epochs: PositiveInt = 1
+    """Passes over the prompts."""
+    on_data_end: OnDataEnd = OnDataEnd.SHORT
+    """What becomes of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
+    given (wait), or the prompts begin again, for ever (wrap)."""
+    max_filtered_groups: PositiveInt = 1000
+    """Groups that the filter may reject in a row before the step fails."""
     max_held_tokens: PositiveInt | None = None
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
     max_attempt_failures: PositiveInt = 3
     """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    max_failed_groups: PositiveInt = 8
+    """Groups dropped for failures in a row before the step fails."""
     function_timeout_s: PositiveFloat | None = 600.0
     """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
     a failure. None: for ever."""
@@ -126,9 +148,12 @@ class Config(_Model):
     """Longest wait for an aborted request before its engine is quarantined."""
     abort_resend_s: PositiveFloat = 1.0
     """Time between two requests for the same abort."""
+    outage_deadline_s: PositiveFloat = 600.0
+    """Longest wait for an engine while none is well, before the step fails."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: NonNegativeInt = 0
+    """Of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
@@ -145,10 +170,16 @@ class Config(_Model):
                 f"over_sampling_batch_size={over} starts more groups than rollout_batch_size={n}, and "
                 "partial_rollout=false would throw their tokens away; set partial_rollout: true"
             )
-        if self.on_stale is OnStale.FINISH and over > (self.max_staleness + 1) * n:
+        bound = min(self.max_staleness, self.age_limit)
+        if self.on_stale is OnStale.FINISH and over > (bound + 1) * n:
+            which = "max_staleness" if bound == self.max_staleness else "max_age"
             raise ValueError(
-                f"over_sampling_batch_size={over} holds more groups than max_staleness={self.max_staleness} lets "
-                f"april deliver in time, which is {(self.max_staleness + 1) * n}; raise max_staleness or set on_stale"
+                f"over_sampling_batch_size={over} holds more groups than {which}={bound} lets "
+                f"april deliver in time, which is {(bound + 1) * n}; raise {which} or set on_stale"
+            )
+        if self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP:
+            raise ValueError(
+                f"epochs={self.epochs} ends, and on_data_end=wrap never does; leave out one of them"
             )
         if self.refill is not Refill.NONE and not self.partial_rollout:
             raise ValueError(
@@ -187,6 +218,16 @@ class Config(_Model):
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
+    def age_limit(self) -> int:
+        """max_age as given, or four times max_staleness + 1."""
+        return self.max_age or 4 * (self.max_staleness + 1)
+
+    @property
+    def passes(self) -> int | None:
+        """Passes over the prompts; None: for ever."""
+        return None if self.on_data_end is OnDataEnd.WRAP else self.epochs
+
+    @property
     def samples_in_flight(self) -> int:
         """The in-flight cap as given, or max(N, N') * n (N' < N: the portions that reach N)."""
         n, over = self.rollout_batch_size, self.groups_in_work
@@ -210,22 +251,15 @@ class Config(_Model):
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """From a YAML file."""
-        try:
-            import yaml
-        except ImportError:
-            raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
-        try:
-            values = yaml.safe_load(Path(path).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        values = read_yaml(path)
         try:
             return cls.from_mapping(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
-    def core_settings(self, *, has_reward: bool, group_reward: bool, run_id: int) -> CoreSettings:
+    def core_settings(
+        self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False
+    ) -> CoreSettings:
         """What the core needs of it."""
         return CoreSettings(
             rollout_batch_size=self.rollout_batch_size,
@@ -236,13 +270,20 @@ class Config(_Model):
             refill=self.refill,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
+            max_age=self.age_limit,
+            max_resumes=self.max_resumes,
             on_long_prompt=self.on_long_prompt,
+            on_data_end=self.on_data_end,
             max_held_tokens=self.max_held_tokens,
             has_reward=has_reward,
             group_reward=group_reward,
+            has_filter=has_filter,
+            max_filtered_groups=self.max_filtered_groups,
             max_attempt_failures=self.max_attempt_failures,
+            max_failed_groups=self.max_failed_groups,
             abort_deadline_s=self.abort_deadline_s,
             abort_resend_s=self.abort_resend_s,
+            outage_deadline_s=self.outage_deadline_s,
             run_seed=self.seed,
             run_id=run_id,
         )
@@ -250,6 +291,20 @@ class Config(_Model):
     def sampling_params(self) -> SamplingParams:
         """Sampling parameters of a whole response; the seed is set per attempt."""
         return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file says; raises ConfigError if it cannot be read."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
+    try:
+        return yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _sentences(error: ValidationError) -> str:

@@ -33,3 +33,7 @@ class SchedulerClosed(AprilError, RuntimeError):
 
 class DataExhausted(AprilError, LookupError):
     """The prompt source ended before a batch could be filled."""
+
+
+class CheckpointError(AprilError, ValueError):
+    """A saved state cannot be taken or loaded here."""

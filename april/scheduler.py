@@ -36,6 +36,9 @@ class RolloutScheduler:
         prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
         reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
+        filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
+            groups it accepts count and are delivered, the others are dropped by name and replaced. See
+            :func:`april.rewards_differ`.
         rollout: ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks); the default
             generates one response.
         model: the model object for an embedded engine.
@@ -53,6 +56,7 @@ class RolloutScheduler:
         prompts: Iterable[Any],
         reward: Callable[..., Any] | None = None,
         group_reward: Callable[..., Any] | None = None,
+        filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
         model: Any = None,
         engines: Sequence[Engine] | None = None,
@@ -65,17 +69,20 @@ class RolloutScheduler:
             check_function("reward", reward, ("prompt", "response"))
         if group_reward is not None:
             check_function("group_reward", group_reward, ("prompt", "responses"))
+        if filter is not None:
+            check_function("filter", filter, ("prompt", "responses"))
         self.config = config
         self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
         _check_engines(config, self._engines)
         self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
-        source = PromptSource(prompts, self._vocab_size)
+        source = PromptSource(prompts, self._vocab_size, config.passes)
         settings = config.core_settings(
             has_reward=reward is not None or group_reward is not None,
             group_reward=group_reward is not None,
+            has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
-        functions = UserFunctions(rollout, reward, group_reward)
+        functions = UserFunctions(rollout, reward, group_reward, filter)
         self._thread = LoopThread()
         try:
             self._driver = self._thread.call(
@@ -206,6 +213,49 @@ class RolloutScheduler:
             raise ConfigError("evaluate: there are no prompts")
         return self._evaluator.evaluate(checked, n_samples, sampling, seed)
 
+    # ---------------------------------------------------------------- data and restarts
+
+    def extend(self, prompts: Iterable[Any]) -> None:
+        """More prompts after those there are, also once they have ended.
+
+        Raises:
+            ConfigError: not an iterable, or the prompts never end anyway.
+        """
+        if self.config.passes != 1:
+            raise ConfigError("extend: with several epochs the prompts must be the same in every pass; set epochs: 1")
+        self._thread.call(lambda: self._driver.extend(prompts))
+
+    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
+        """Everything that must survive a restart, for the trainer's own checkpoint; may be called at any time.
+
+        Plain numbers, strings, bytes, lists and dicts, and the ``data`` of the held prompts as it was given. Tokens
+        that engines have generated so far are in it, also those of running requests.
+
+        Args:
+            trained_through: number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
+                later batches are delivered again after a restart. None: the last batch committed by a weight update.
+
+        Raises:
+            CheckpointError: no such batch, or a later one is committed already.
+        """
+        return self._thread.call(lambda: self._driver.state_dict(trained_through))
+
+    def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
+        """Go on from a saved state; before the first batch. Begins a new incarnation of the policy version.
+
+        The prompts must be the same as before; those drawn already are skipped. Unfinished single-turn responses go on
+        exactly where they stood. Several turns: the rollout functions begin again, and what their calls had generated
+        is answered from the state as long as they ask the same.
+
+        Returns:
+            The policy version: that of the weights in the checkpoint, in the new incarnation.
+
+        Raises:
+            CheckpointError: the state is damaged, or from another configuration; nothing has changed then.
+            EngineError: an engine could not be told.
+        """
+        return self._thread.run(self._driver.load_state_dict(state))
+
     # ---------------------------------------------------------------- looking inside
 
     @property
@@ -269,9 +319,20 @@ class RolloutScheduler:
 
 
 def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
-    """Refuse what cannot work with these engines, before anything starts."""
+    """Refuse what cannot work with these engines, before anything starts.
+
+    Either kind of log-probabilities is accepted: unless ``allow_mismatch`` is set, sampling is neutral (top_p 1,
+    min_tokens 0, T > 0), and the distribution sampled from is log_softmax(logits / T) itself.
+    """
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
+    kinds = {e.capabilities.logprob_kind.value: e.name for e in engines}
+    if len(kinds) > 1 and not config.allow_mismatch:
+        given = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
+        raise ConfigError(
+            f"engines: their log-probabilities are of different kinds, {given}; use engines of one kind, or set "
+            "allow_mismatch: true if your trainer tells them apart"
+        )
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")

@@ -181,7 +181,7 @@ class Simulation:
                 self._submit(attempt)
             case do.StartSample(sample):
                 self._events.append(ev.CallMade(sample.id, self._sampling))
-            case do.CallCompleted(sample, _):
+            case do.CallCompleted(sample):
                 self._events.append(ev.SampleReturned(sample.id))
             case do.DrawPrompts(count):
                 self._events.append(ev.PromptsDrawn([self._prompt] * count, exhausted=False))

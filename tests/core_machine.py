@@ -93,7 +93,7 @@ class CoreMachine:
                 self.in_flight[attempt.id] = attempt
             case do.Abort(_, attempt_ids, _):
                 self.abort_asked.update(attempt_ids)
-            case do.CallCompleted(sample, _):
+            case do.CallCompleted(sample):
                 self._events.append(ev.SampleReturned(sample.id))
             case do.ScoreSample(sample):
                 self.to_score.append(sample.id)

@@ -189,7 +189,7 @@ def test_function_that_fails_before_its_first_call_gives_its_place_back() -> Non
     (first,) = m.to_call
     m.post(ev.SampleFailed(first, "boom"))
 
-    assert m.core.starting == 1
+    assert m.core.books.starting == 1
     assert m.to_call == [first, first]
 
 
@@ -270,7 +270,7 @@ def test_attempts_go_to_the_least_loaded_engine_with_room() -> None:
     m = CoreMachine(settings(n=3, samples=3), lambda g, i: 5, engines=engines)
     m.post(ev.StepRequested())
     assert m.core.engines.in_flight() == {"a": 1, "b": 4}
-    assert m.core.starting + m.core.over_sampler.waiting == 4
+    assert m.core.books.starting + m.core.over_sampler.waiting == 4
 
 
 @pytest.mark.parametrize("policy", list(OnLongPrompt))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 from core_machine import CoreMachine, settings
 
 from april.core import events as ev
-from april.core.types import DropReason, SampleState
+from april.core.types import DropReason, FinishReason, RecordedCall, Replay, SampleState
 from april.errors import InvariantError
 
 
@@ -43,18 +44,28 @@ def too_long(m: CoreMachine) -> None:
         tape.add_environment(tape.tokens[:3], m.core.clock.current)
 
 
+def judged(m: CoreMachine) -> None:
+    group = m.core.buffer.groups[0]
+    group.ready_at, group.judged_since = -1, 3
+
+
 FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
     "two attempts": (two_attempts, "more than one attempt"),
     "unfinished": (lambda m: setattr(m.core.buffer.groups[1], "unfinished", 2), "has 1 unfinished"),
-    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "ready_at", -1), "complete and not ready"),
+    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "ready_at", -1), "neither ready nor judged"),
     "broken tape": (lambda m: sample(m, 1, 0).tape.segments.clear(), "segments cover 0 of 4"),
     "settled": (set_state(1, 1, SampleState.LEASED), "settled and still held"),
     "no attempt": (set_state(1, 1, SampleState.OUTSIDE), "in flight without an attempt"),
     "outside the queue": (lambda m: setattr(sample(m, 1, 1), "ticket", 9), "outside the queue"),
     "call": (lambda m: setattr(sample(m, 1, 1), "call", None), "has a call and does not wait"),
+    "judged too early": (lambda m: setattr(m.core.buffer.groups[1], "judged_since", 3), "or it is both, or too early"),
+    "no filter": (judged, "a filter that does not exist"),
+    "replay": (lambda m: setattr(sample(m, 1, 1), "replay", Replay(deque(), None)), "is replayed and is beyond"),
+    "calls": (lambda m: sample(m, 1, 0).calls.append(RecordedCall(3, 4, FinishReason.STOP)), r"call \[3, 4\) after"),
+    "calls end": (lambda m: sample(m, 1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
-    "places": (lambda m: setattr(m.core, "starting", 1), "places held by starting samples"),
+    "places": (lambda m: setattr(m.core.books, "starting", 1), "places held by starting samples"),
     "queue length": (lambda m: setattr(m.core.over_sampler, "waiting", 7), "7 in the queue"),
     "ready list": (lambda m: m.core.monitor._ready.clear(), "the ready list is not"),
     "aborts": (lambda m: m.core.aborts._pending.update(dict.fromkeys("abcdefgh")), "8 aborts pending"),

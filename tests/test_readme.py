@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import tiny_model
 
@@ -53,7 +56,21 @@ def test_the_loop_in_the_readme_runs_and_is_at_most_15_lines() -> None:
     assert len(trained) == 2
     assert [len(b.group_sizes) for b in trained] == [8, 8]
     assert trained[1].metrics["staleness_max"] <= 1
-    assert space["arrays"]["response_ids"].shape == space["arrays"]["logprobs"].shape
+    assert space["arrays"]["response_ids"].shape == space["now"].shape == space["arrays"]["logprobs"].shape
+    assert len(space["ratio"]) == trained[1].lengths.sum()
+    # the last batch, seen after the update that was made with it: near the ratio of one, yet not equal to it
+    assert 0 < (space["ratio"].log().abs()).mean() < 1
+
+
+def test_the_flags_in_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argparse lines, copied from the README, with a command line."""
+    space: dict[str, Any] = {"april": april, "argparse": argparse}
+    flags = ["--rollout-batch-size", "4", "--over-sampling-batch-size", "6", "--max-response-len", "9"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+
+    exec(compile(blocks("python")[3], "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+
+    assert space["config"] == april.Config(rollout_batch_size=4, over_sampling_batch_size=6, max_response_len=9)
 
 
 def test_the_multi_turn_function_in_the_readme_runs() -> None:

@@ -33,7 +33,11 @@ class AbortController:
         return attempt_id in self._pending
 
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
-        """Ask for the end of ``attempts``; ``in_flight`` counts all attempts per engine."""
+        """Ask for the end of ``attempts``.
+
+        ``in_flight`` counts all attempts per engine, so that one request may end them all; empty where new ones may
+        start meanwhile, which such a request would hit.
+        """
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:
             self._pending[attempt.id] = attempt

@@ -24,16 +24,19 @@ class AttemptBook:
         self._number = 0
         self.in_flight: dict[str, Attempt] = {}
 
+    def room(self, sample: Sample) -> int:
+        """Longest response, tokens of the environment included: its own limit and the context's."""
+        return min(self._settings.max_response_len, self._engines.max_context - len(sample.group.prompt.token_ids))
+
     def budget(self, sample: Sample, call: GenerateCall) -> int:
-        """Tokens the call may still generate: its own limit, the response's and the context's."""
-        room = self._engines.max_context - len(sample.group.prompt.token_ids)
-        left = min(self._settings.max_response_len, room) - len(sample.tape)
+        """Tokens the call may still generate: its own limit, and what is left of the response."""
+        left = self.room(sample) - len(sample.tape)
         return min(left, call.sampling.max_tokens - (len(sample.tape) - call.start))
 
     def open(self, sample: Sample, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
         """A new attempt that continues ``sample`` where it stands."""
         s, held = self._settings, len(sample.tape)
-        seed = attempt_seed(s.run_seed, sample.id.group, sample.id.index, held)
+        seed = attempt_seed(s.run_seed, sample.id.group, sample.id.index, held, sample.restarts)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(sample, call))
         prompt = sample.group.prompt.token_ids
         self._number += 1
@@ -59,9 +62,9 @@ class AttemptBook:
             self._engines.states[attempt.engine].in_flight -= 1
         return attempt
 
-    def ends_in_stop(self, attempt: Attempt) -> bool:
+    def ends_in_stop(self, sample: Sample, call: GenerateCall) -> bool:
         """A partial that ends in EOS is finished: the engine stopped in the moment of the abort."""
-        if attempt.tape.count <= attempt.sampling.min_tokens:
+        if len(sample.tape) - call.start <= call.sampling.min_tokens:
             return False
-        last = int(attempt.sample.tape.tokens[-1])
-        return last in self._engines.eos_token_ids or last in attempt.sampling.stop_token_ids
+        last = int(sample.tape.tokens[-1])
+        return last in self._engines.eos_token_ids or last in call.sampling.stop_token_ids

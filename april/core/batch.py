@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.batch_arrays import padded_arrays, ragged_arrays
 from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
 from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion
@@ -57,6 +58,9 @@ class Batch:
     group_sizes: tuple[int, ...]
     """samples per group; sums to len(samples)"""
     metrics: Mapping[str, float]
+    logprob_kind: str = "temperature"
+    """Of which distribution ``logprobs`` are: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
+    sampled from; the same with top_p 1, min_tokens 0 and T > 0), or ``mixed`` (by engine; see the segments)"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -87,33 +91,28 @@ class Batch:
         """int32 [B], response tokens."""
         return np.array([len(s.tokens) for s in self.samples], np.int32)
 
-    def padded(self, pad_id: int = 0) -> dict[str, NDArray[Any]]:
-        """Right-padded arrays.
+    def ragged(self) -> dict[str, NDArray[Any]]:
+        """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
-        ``prompt_ids`` int32 [B, P], ``prompt_mask`` uint8 [B, P], ``response_ids`` int32 [B, T],
-        ``response_mask``, ``loss_mask`` uint8 [B, T], ``logprobs`` float32 [B, T], ``version_n`` int32 [B, T]
-        (-1 in the padding), ``rewards`` float32 [B].
+        ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
+        ``loss_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T], ``response_offsets``
+        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
         """
-        prompts = [s.prompt.token_ids for s in self.samples]
-        responses = [s.tokens for s in self.samples]
-        return {
-            "prompt_ids": pad(prompts, pad_id, np.int32),
-            "prompt_mask": pad([np.ones(len(p), np.uint8) for p in prompts], 0, np.uint8),
-            "response_ids": pad(responses, pad_id, np.int32),
-            "response_mask": pad([np.ones(len(r), np.uint8) for r in responses], 0, np.uint8),
-            "loss_mask": pad([s.loss_mask for s in self.samples], 0, np.uint8),
-            "logprobs": pad([s.logprobs for s in self.samples], 0, np.float32),
-            "version_n": pad([s.versions[:, 1] for s in self.samples], -1, np.int32),
-            "rewards": self.rewards,
-        }
+        return ragged_arrays(self.samples)
 
+    def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
+        """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
-def pad(rows: Sequence[NDArray[Any]], fill: float, dtype: type[np.generic]) -> NDArray[Any]:
-    """Rows of different length as one right-padded array [len(rows), longest]."""
-    out = np.full((len(rows), max((len(r) for r in rows), default=0)), fill, dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
+        ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
+        ``loss_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1 in the padding),
+        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
+
+        ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
+        ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
+        cut the last T columns off the logits. Without, they are [B, longest sum], padded on the right only, and
+        response i begins in column ``prompt_mask[i].sum()``.
+        """
+        return padded_arrays(self.samples, pad_id, left_pad_prompts=left_pad_prompts)
 
 
 def deliver_sample(

@@ -40,10 +40,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CallCompleted:
-    """The sample's generate call is complete: tokens ``[call.start:]`` of its tape. Wake its rollout function."""
+    """The sample's latest generate call is complete (``sample.calls[-1]``). Wake its rollout function."""
 
     sample: Sample
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,14 @@ class ScoreGroup:
     """All samples of a group have returned: compute its rewards in one call; answer with Scored or SampleFailed."""
 
     group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeGroup:
+    """All samples of a group are finished: ask the filter; answer with GroupJudged and the same ``judgement``."""
+
+    group: Group
+    judgement: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,9 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class EndOfData:
-    """The source has ended and nothing is left to deliver."""
+    """The source has ended, and there is nothing to deliver but ``kept`` complete groups that wait for more."""
+
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,7 @@ Command = (
     | CallCompleted
     | ScoreSample
     | ScoreGroup
+    | JudgeGroup
     | CancelSample
     | StartTimer
     | Fence

@@ -15,7 +15,10 @@ from april.core.types import Group
 
 
 class CompletionMonitor:
-    """Counts towards the target of N groups. A group is complete when all its samples are finished and scored."""
+    """Counts towards the target of N groups.
+
+    A group counts when all its samples are finished and scored, and the filter, if there is one, has accepted it.
+    """
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -73,16 +76,17 @@ class CompletionMonitor:
 
     # ---------------------------------------------------------------- groups
 
-    def sample_finished(self, group: Group, event_number: int) -> bool:
-        """One more sample of ``group`` is finished; True when that completes it."""
+    def sample_finished(self, group: Group) -> bool:
+        """One more sample of ``group`` is finished; True when it was the last one."""
         group.unfinished -= 1
-        if group.unfinished:
-            return False
+        return group.unfinished == 0
+
+    def accept(self, group: Group, event_number: int) -> None:
+        """A group whose samples are all finished counts from now on."""
         group.ready_at = event_number
         self._ready.append(group)
         if group.slack < len(self._ready_by_slack):
             self._ready_by_slack[group.slack] += 1
-        return True
 
     def forget(self, group: Group) -> None:
         """The group was given up."""
@@ -93,6 +97,7 @@ class CompletionMonitor:
     def reopen(self, group: Group) -> None:
         """A finished sample of ``group`` goes back to work."""
         self._not_ready(group)
+        group.judged_since = -1
         group.unfinished += 1
 
     def _not_ready(self, group: Group) -> None:

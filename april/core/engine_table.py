@@ -36,6 +36,8 @@ class EngineTable:
         self.states = {e.name: EngineState(e, version) for e in engines}
         self.max_context = min(e.max_context for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
+        kinds = {e.logprob_kind for e in engines}
+        self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def pick(self, version: PolicyVersion) -> EngineState | None:
         """The least loaded engine that confirmed ``version`` and has room."""
@@ -44,6 +46,11 @@ class EngineTable:
             if state.version == version and state.has_room and (best is None or state.in_flight < best.in_flight):
                 best = state
         return best
+
+    @property
+    def all_quarantined(self) -> bool:
+        """No engine is well."""
+        return all(s.quarantined for s in self.states.values())
 
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""

@@ -18,7 +18,7 @@ class StepRequested:
 
 @dataclass(frozen=True, slots=True)
 class PromptsDrawn:
-    """Answer to DrawPrompts. ``exhausted``: the source has ended for good; ``error``: the next prompt is unusable."""
+    """Answer to DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
 
     prompts: Sequence[Prompt]
     exhausted: bool
@@ -77,6 +77,16 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupJudged:
+    """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none."""
+
+    group: int
+    judgement: int
+    keep: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """A StartTimer has run out."""
 
@@ -115,6 +125,11 @@ class BatchCommitted:
     batch_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class SourceExtended:
+    """There are prompts again."""
+
+
 Event = (
     StepRequested
     | PromptsDrawn
@@ -124,10 +139,12 @@ Event = (
     | SampleReturned
     | SampleFailed
     | Scored
+    | GroupJudged
     | TimerFired
     | PauseRequested
     | Resumed
     | WeightsUpdated
     | EngineReady
     | BatchCommitted
+    | SourceExtended
 )

@@ -53,17 +53,29 @@ class PartialBuffer:
             return 0
         if s.on_stale is not OnStale.FINISH:
             return UNBOUNDED
-        return max(0, (s.max_staleness + 1) * s.rollout_batch_size - len(self))
+        return max(0, (s.delivery_bound + 1) * s.rollout_batch_size - len(self))
 
     def staleness(self, sample: Sample) -> int:
         """Weight updates since the sample's oldest token; 0 without tokens."""
         oldest = sample.tape.oldest_version
         return 0 if oldest is None else self._clock.staleness(oldest)
 
+    @property
+    def horizon(self) -> int:
+        """Slack from which on a group sets no deadline: with ``on_stale: finish`` steps ahead are planned."""
+        s = self._settings
+        return max(1, s.delivery_bound) if s.on_stale is OnStale.FINISH else 1
+
     def slacks(self) -> Iterator[tuple[Group, int]]:
-        """Each group with the number of weight updates after which it is too old."""
+        """Each group with the number of weight updates after which it must have been delivered."""
+        s = self._settings
         for group in self:
-            yield group, self._settings.max_staleness - max(self.staleness(s) for s in group.samples)
+            slack = s.max_age - self._clock.staleness(group.drawn_under)
+            if s.on_stale is OnStale.FINISH:
+                slack = min(slack, s.max_staleness - max(self.staleness(sample) for sample in group.samples))
+            if any(sample.attempts > s.max_resumes for sample in group.samples):
+                slack = 0
+            yield group, slack
 
     def too_old(self) -> list[Sample]:
         """Samples that exceed max_staleness, where the policy acts on held samples (restart, drop)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from april.core.types import OnLongPrompt, OnStale, Refill
+from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +19,27 @@ class CoreSettings:
     refill: Refill = Refill.NONE
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH
+    max_age: int = 24
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
+    max_resumes: int = 100
+    """Attempts of one sample after which the same holds."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
+    on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_held_tokens: int | None = None
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
     group_reward: bool = False
     has_reward: bool = True
+    has_filter: bool = False
+    max_filtered_groups: int = 1000
+    """Groups that the filter rejected in a row, without one accepted, after which the step fails."""
     max_attempt_failures: int = 3
     """Failed attempts after which a sample is given up."""
     max_failed_groups: int = 8
     """Groups given up in a row, without one completed, after which the run fails."""
     abort_deadline_s: float = 30.0
     abort_resend_s: float = 1.0
+    outage_deadline_s: float = 600.0
+    """Longest wait while all engines are quarantined, after which the step fails."""
     run_seed: int = 0
     run_id: int = 0
     """Makes attempt ids unique between runs; decides nothing."""
@@ -40,6 +50,11 @@ class CoreSettings:
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
         return portion if portion >= target else -(-target // portion) * portion
 
+    @property
+    def delivery_bound(self) -> int:
+        """With on_stale: finish, weight updates within which every group is delivered."""
+        return min(self.max_staleness, self.max_age)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -49,3 +64,4 @@ class EngineLimits:
     max_context: int
     max_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    logprob_kind: str = "temperature"

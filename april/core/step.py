@@ -17,7 +17,9 @@ STEP_METRICS = (
     "prompts_drawn",
     "prompts_too_long",
     "groups_dropped_failed",
+    "groups_dropped_filtered",
     "groups_dropped_stale",
+    "replays_diverged",
 )
 
 

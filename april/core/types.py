@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, TokenTape
+from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
 """Slack of a group that has no tokens, or no staleness bound."""
@@ -67,6 +69,10 @@ class DropReason(StrEnum):
     """The engine sent numbers that cannot be true."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for a response."""
+    FILTERED = "filtered"
+    """The dynamic-sampling filter rejected the scored group."""
+    REPLAY_DIVERGED = "replay_diverged"
+    """After a restart, the rollout function did not ask what it had asked before."""
 
 
 class OnStale(StrEnum):
@@ -89,6 +95,17 @@ class OnLongPrompt(StrEnum):
     SKIP = "skip"
 
 
+class OnDataEnd(StrEnum):
+    """What happens when the prompts have ended and fewer than N groups are left."""
+
+    SHORT = "short"
+    """They are delivered as a shorter batch."""
+    WAIT = "wait"
+    """They are kept until more prompts are given."""
+    WRAP = "wrap"
+    """The prompts begin again, for ever."""
+
+
 class Refill(StrEnum):
     """When new work starts inside a step."""
 
@@ -102,10 +119,15 @@ class Refill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into)."""
+    """One prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into).
+
+    ``epoch`` and ``position`` (within the epoch) are set when april draws it; together they name the prompt.
+    """
 
     token_ids: Int32
     data: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +137,23 @@ class GenerateCall:
     sampling: SamplingParams
     start: int
     """Response tokens that were there before the call."""
+
+
+class RecordedCall(NamedTuple):
+    """A complete ``llm.generate``: it added tokens [start, end) of the tape."""
+
+    start: int
+    end: int
+    finish: FinishReason
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a rollout function that begins again after a restart of the process will ask, and be answered at once."""
+
+    calls: deque[RecordedCall]
+    open_start: int | None
+    """Start of the call after those, which has no complete answer yet; None: there was none."""
 
 
 @dataclass(slots=True)
@@ -129,13 +168,16 @@ class Attempt:
     sampling: SamplingParams
     tape: AttemptTape
     urgent: bool = False
+    dropped_for: DropReason | None = None
+    """Its sample went on without it: its tokens are dropped for this reason."""
 
 
 class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_id", "attempts", "call", "failures", "finish", "group", "id", "reward", "state", "tape", "ticket",
+        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "replay", "restarts", "reward",
+        "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -144,14 +186,26 @@ class Sample:
         self.state = SampleState.NEW
         self.tape = TokenTape()
         self.call: GenerateCall | None = None
+        """The generate call that is not complete yet."""
+        self.calls: list[RecordedCall] = []
+        self.replay: Replay | None = None
         self.attempts = 0
         self.attempt_id = ""
         """Its latest attempt."""
         self.failures = 0
+        self.restarts = 0
+        """How often it began again from nothing."""
         self.finish: FinishReason | None = None
         self.reward = 0.0
         self.ticket = 0
         """Its latest place in the queue; older queue entries are void."""
+
+    @property
+    def told(self) -> int:
+        """Tokens of the tape that its rollout function knows of (all of them, except in a replay)."""
+        if self.replay is None:
+            return len(self.tape)
+        return self.calls[-1].end if self.calls else 0
 
     def __repr__(self) -> str:
         return f"<Sample {self.id} {self.state} tokens={len(self.tape)} attempts={self.attempts}>"
@@ -160,20 +214,28 @@ class Sample:
 class Group:
     """A prompt with its samples."""
 
-    __slots__ = ("dropped_for", "id", "prompt", "ready_at", "samples", "slack", "unfinished", "urgent")
+    __slots__ = (
+        "drawn_under", "filter_failures", "id", "judged_since", "prompt", "ready_at", "samples", "slack", "unfinished",
+        "urgent",
+    )  # fmt: skip
 
-    def __init__(self, group_id: int, prompt: Prompt, n_samples: int) -> None:
+    def __init__(
+        self, group_id: int, prompt: Prompt, n_samples: int, drawn_under: PolicyVersion = FIRST_VERSION
+    ) -> None:
         self.id = group_id
         self.prompt = prompt
+        self.drawn_under = drawn_under
         self.samples = [Sample(SampleId(group_id, i), self) for i in range(n_samples)]
         self.unfinished = n_samples
-        self.dropped_for: DropReason | None = None
+        self.judged_since = -1
+        """Number of the event since which the filter's verdict is awaited; -1: it is not."""
+        self.filter_failures = 0
         self.slack = NO_DEADLINE
         """Weight updates after which it is too old, as of the latest plan."""
         self.urgent = False
         """Goes before all others, because the step owes it."""
         self.ready_at = -1
-        """Number of the event that completed it; -1 while open."""
+        """Number of the event that completed it and had it accepted; -1 while open."""
 
     def __repr__(self) -> str:
         return f"<Group {self.id} unfinished={self.unfinished}/{len(self.samples)} urgent={self.urgent}>"

@@ -12,24 +12,43 @@ if TYPE_CHECKING:
     from april.core.state import RolloutCore
 
 
+REPLAYING = (SampleState.NEW, SampleState.STARTED, SampleState.OUTSIDE)
+
+
+def check_calls(sample: Sample) -> str | None:
+    """What is wrong with the sample's record of generate calls, or None."""
+    calls = [*sample.calls, *(sample.replay.calls if sample.replay is not None else ())]
+    position = 0
+    for call in calls:
+        if not position <= call.start <= call.end <= len(sample.tape):
+            return f"call [{call.start}, {call.end}) after token {position} of {len(sample.tape)}"
+        position = call.end
+    if sample.state is SampleState.FINISHED and (not calls or position != len(sample.tape)):
+        return f"finished, but its calls end at {position} of {len(sample.tape)} tokens"
+    return None
+
+
 def validate(core: RolloutCore) -> None:
     """Raise InvariantError at the first contradiction. Cost: proportional to everything held."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
         story = f"\n{core.story(sample.id)}" if sample is not None else ""
-        raise InvariantError(f"after event {core.event_number}: {message}{story}\n{core!r}")
+        raise InvariantError(f"after event {core.books.event_number}: {message}{story}\n{core!r}")
 
     states: Counter[SampleState] = Counter()
     held = 0
-    by_sample = {a.sample.id: a for a in core.attempts.values()}
-    if len(by_sample) != len(core.attempts):
+    current = [a for a in core.attempts.values() if a.dropped_for is None]
+    by_sample = {a.sample.id: a for a in current}
+    if len(by_sample) != len(current):
         fail("a sample has more than one attempt in flight")
     for group in core.buffer:
         unfinished = sum(s.state is not SampleState.FINISHED for s in group.samples)
         if unfinished != group.unfinished:
             fail(f"{group} has {unfinished} unfinished samples", group.samples[0])
-        if (group.ready_at >= 0) != (unfinished == 0):
-            fail(f"{group} is complete and not ready, or ready and not complete", group.samples[0])
+        if (group.ready_at >= 0) + (group.judged_since >= 0) != (unfinished == 0):
+            fail(f"{group} is complete and neither ready nor judged, or it is both, or too early", group.samples[0])
+        if group.judged_since >= 0 and not core.settings.has_filter:
+            fail(f"{group} waits for a filter that does not exist", group.samples[0])
         for sample in group.samples:
             states[sample.state] += 1
             held += sample.tape.generated
@@ -46,17 +65,23 @@ def validate(core: RolloutCore) -> None:
                 fail(f"{sample} has a call and does not wait for tokens, or the other way round", sample)
             if len(sample.tape) > core.settings.max_response_len:
                 fail(f"{sample} is longer than max_response_len={core.settings.max_response_len}", sample)
+            if sample.replay is not None and sample.state not in REPLAYING:
+                fail(f"{sample} is replayed and is beyond that", sample)
+            wrong = check_calls(sample)
+            if wrong:
+                fail(f"{sample}: {wrong}", sample)
 
-    for attempt in core.attempts.values():
-        if attempt.sample.state not in (SampleState.IN_FLIGHT, SampleState.DROPPED):
+    for attempt in current:
+        if attempt.sample.state is not SampleState.IN_FLIGHT:
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
     per_engine = Counter(a.engine for a in core.attempts.values())
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
-    if core.starting != states[SampleState.STARTED]:
-        fail(f"{core.starting} places held by starting samples, {states[SampleState.STARTED]} samples are starting")
-    if len(core.attempts) + core.starting > core.settings.max_in_flight:
+    starting = core.books.starting
+    if starting != states[SampleState.STARTED]:
+        fail(f"{starting} places held by starting samples, {states[SampleState.STARTED]} samples are starting")
+    if len(core.attempts) + starting > core.settings.max_in_flight:
         fail(f"more than max_in_flight={core.settings.max_in_flight} in flight")
     if core.over_sampler.waiting != states[SampleState.NEW] + states[SampleState.QUEUED]:
         fail(f"{core.over_sampler.waiting} in the queue, {states} held")

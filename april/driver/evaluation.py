@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.tape import AttemptTape, Int32
-from april.core.types import FinishReason, Group, Prompt, Sample
+from april.core.types import FinishReason, Group, Prompt, RecordedCall, Sample
 from april.driver.llm import AFTER_ITS_END, LLM, Completion, checked_call, completion_of
 from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
@@ -159,8 +159,7 @@ class Evaluator:
         if room <= 0:
             if start == 0:
                 raise RolloutError(f"it has {len(prompt)} tokens, which leaves no room for a response")
-            sample.finish = FinishReason.LENGTH
-            return completion_of(sample, start)
+            return _complete(sample, start, FinishReason.LENGTH)
         params = sampling.after(0, attempt_seed(seed, sample.id.group, sample.id.index, start))
         params = params.capped(min(room, params.max_tokens))
         ids = np.concatenate((prompt, tape.tokens))
@@ -180,8 +179,13 @@ class Evaluator:
         if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
             raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
         tape.add_attempt(attempt, attempt_id, engine.name, params.temperature)
-        sample.finish = FinishReason(str(finish))
-        return completion_of(sample, start)
+        return _complete(sample, start, FinishReason(str(finish)))
+
+
+def _complete(sample: Sample, start: int, finish: FinishReason) -> Completion:
+    sample.finish = finish
+    sample.calls.append(RecordedCall(start, len(sample.tape), finish))
+    return completion_of(sample)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

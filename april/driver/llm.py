@@ -142,7 +142,7 @@ def checked_call(
         raise ValueError(f"llm.generate: {wrong}")
     if token_ids is None:
         return None
-    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens))
+    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.told]))
     if not np.array_equal(token_ids[: len(have)], have):
         raise RolloutError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
@@ -165,16 +165,16 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams) -> None
             )
 
 
-def completion_of(sample: Sample, start: int) -> Completion:
-    """What one complete generate call added to a sample, from response token ``start`` on."""
-    assert sample.finish is not None
+def completion_of(sample: Sample) -> Completion:
+    """What the sample's latest complete generate call added to it."""
+    start, end, finish = sample.calls[-1]
     tape = sample.tape
     return Completion(
-        tape.tokens[start:].copy(),
-        tape.logprobs[start:].copy(),
-        tape.version_array()[start:],
-        sample.finish,
-        np.concatenate((sample.group.prompt.token_ids, tape.tokens)),
+        tape.tokens[start:end].copy(),
+        tape.logprobs[start:end].copy(),
+        tape.version_array()[start:end],
+        finish,
+        np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
     )
 
 

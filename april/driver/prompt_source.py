@@ -1,34 +1,71 @@
-"""Where prompts come from: any iterable of prompts, drawn one by one and checked as they are drawn."""
+"""Where prompts come from: any iterable of prompts, pass after pass, drawn one by one and checked as they are drawn.
+
+Invariant: a prompt is named by (epoch, position); each is handed over once, also across a restart.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from april.core.types import Prompt
 from april.driver.user_code import describe
-from april.errors import ConfigError
+from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")
 
 
 class PromptSource:
-    """Draws from an iterable of :class:`Prompt`, mappings with ``token_ids``, or sequences of token ids."""
+    """Draws from an iterable of :class:`Prompt`, mappings with ``token_ids``, or sequences of token ids.
 
-    def __init__(self, prompts: Iterable[Any], vocab_size: int) -> None:
+    Args:
+        prompts: iterated once per epoch. If it has ``set_epoch(epoch)``, as samplers that shuffle have, that is called
+            before each pass.
+        vocab_size: token ids must be below.
+        epochs: passes over the prompts; None: for ever.
+
+    Raises:
+        ConfigError: no iterable, or one that can be iterated only once where several passes are wanted.
+    """
+
+    def __init__(self, prompts: Iterable[Any], vocab_size: int, epochs: int | None = 1) -> None:
+        self._vocab_size = vocab_size
+        self._epochs = epochs
+        self._prompts = prompts
+        self._error: str | None = None
+        self.epoch = 0
+        """Passes that are complete."""
+        self.position = 0
+        """Prompts drawn in the present pass."""
+        self._to_skip = 0
+        self._iterator = self._begin(prompts)
+        if epochs != 1 and self._iterator is prompts:
+            raise ConfigError(
+                f"prompts can be iterated only once ({type(prompts).__name__}), and several epochs are wanted; give a "
+                "list or a data set, or an object whose __iter__ begins anew"
+            )
+
+    def _begin(self, prompts: Iterable[Any]) -> Iterator[Any]:
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+        set_epoch = getattr(prompts, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self.epoch)
         try:
-            self._iterator = iter(prompts)
+            return iter(prompts)
         except TypeError:
             raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}") from None
-        self._vocab_size = vocab_size
-        self._error: str | None = None
-        self.position = 0
-        """Prompts drawn so far."""
+
+    def extend(self, prompts: Iterable[Any]) -> None:
+        """More prompts, after those there are; raises ConfigError for anything but an iterable."""
+        more = self._begin(prompts)
+        self._iterator = chain(self._iterator, more)
+
+    # ---------------------------------------------------------------- drawing
 
     def draw(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         """Up to ``count`` prompts, whether the source has ended, and what was wrong with the next prompt if any."""
@@ -41,22 +78,67 @@ class PromptSource:
                 error, self._error = self._error, None
                 return [], False, error
             try:
+                self._skip()
                 item = next(self._iterator)
             except StopIteration:
-                return prompts, True, None
+                if not self._next_epoch():
+                    return prompts, True, None
+                continue
             except Exception as error:
                 log.warning("the prompt source failed at prompt %d", self.position, exc_info=error)
                 self._error = f"the prompt source failed at prompt {self.position}: {describe(error)}"
                 continue
             try:
-                prompts.append(as_prompt(item, self._vocab_size, self.position))
+                prompts.append(as_prompt(item, self._vocab_size, self.position, self.epoch))
             except ConfigError as error:
                 self._error = str(error)
             self.position += 1
         return prompts, False, None
 
+    def _next_epoch(self) -> bool:
+        """Begin the next pass; False after the last one."""
+        if self._epochs is not None and self.epoch + 1 >= self._epochs:
+            return False
+        if self._to_skip or not self.position:
+            drawn = self.position - self._to_skip
+            self._error = (
+                f"the prompts ended after {drawn} of epoch {self.epoch}, where {self.position or 'some'} had been "
+                "drawn before; they must be the same in every pass, and after a restart"
+            )
+            return True
+        self.epoch += 1
+        self.position = 0
+        self._iterator = self._begin(self._prompts)
+        return True
 
-def as_prompt(item: Any, vocab_size: int, position: int) -> Prompt:
+    # ---------------------------------------------------------------- restarts
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another source over the same prompts stood; what was drawn is skipped when the next is drawn.
+
+        Raises:
+            CheckpointError: it stood in an epoch that this source does not have.
+        """
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if self._epochs is not None and epoch >= self._epochs:
+            raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._iterator = self._begin(self._prompts)
+        self.position = self._to_skip = position
+
+    def _skip(self) -> None:
+        """Pass over what was drawn before the restart; raises StopIteration where prompts have ended meanwhile."""
+        while self._to_skip:
+            next(self._iterator)
+            self._to_skip -= 1
+
+
+def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:
     """One prompt from what a user's data set yields; raises ConfigError naming its position."""
     ids: Any
     data: Mapping[str, Any] = {}
@@ -83,4 +165,4 @@ def as_prompt(item: Any, vocab_size: int, position: int) -> Prompt:
         bad = array[(array < 0) | (array >= vocab_size)][0]
         raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")
     # a copy: a data loader may use its buffer again
-    return Prompt(np.array(array, np.int32), data)
+    return Prompt(np.array(array, np.int32), data, epoch, position)

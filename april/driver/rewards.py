@@ -29,17 +29,37 @@ class Response:
     finish: FinishReason
     output: Any
     """what the rollout function returned"""
+    reward: float | None = None
+    """set where a filter sees it"""
 
 
 RewardFunction = Callable[[Prompt, Response], float | Awaitable[float]]
 GroupRewardFunction = Callable[[Prompt, Sequence[Response]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
-def response_of(sample: Sample, output: Any) -> Response:
+def response_of(sample: Sample, output: Any, reward: float | None = None) -> Response:
     """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
     assert sample.finish is not None
     tape = sample.tape
-    return Response(sample.id, tape.tokens.copy(), tape.logprobs.copy(), tape.loss_mask(), sample.finish, output)
+    tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
+    return Response(sample.id, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward)
+
+
+FilterFunction = Callable[[Prompt, Sequence[Response]], bool | Awaitable[bool]]
+
+
+def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
+    """The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group teaches if its rewards differ."""
+    return len({r.reward for r in responses}) > 1
+
+
+def checked_verdict(value: Any, group: int) -> bool:
+    """``value`` as a bool; raises RolloutError naming the group."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise RolloutError(
+        f"the filter of group {group} returned {value!r} ({type(value).__name__}); expected True or False"
+    )
 
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core import snapshot
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -38,13 +39,13 @@ from april.driver.llm import (
     single_turn,
 )
 from april.driver.prompt_source import PromptSource
-from april.driver.rewards import checked_reward, checked_rewards, response_of
+from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import describe
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
-from april.errors import AprilError, DataExhausted, EngineError, RolloutError, SchedulerClosed
+from april.errors import AprilError, CheckpointError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
@@ -71,6 +72,7 @@ class UserFunctions:
     rollout: RolloutFunction | BlockingRolloutFunction
     reward: Callable[..., Any] | None = None
     group_reward: Callable[..., Any] | None = None
+    filter: Callable[..., Any] | None = None
 
 
 @dataclass(slots=True)
@@ -127,6 +129,7 @@ class RolloutDriver:
             do.CallCompleted: self._call_completed,
             do.ScoreSample: self._score_sample,
             do.ScoreGroup: self._score_group,
+            do.JudgeGroup: self._judge_group,
             do.CancelSample: self._cancel_sample,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
@@ -197,14 +200,46 @@ class RolloutDriver:
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)
-            try:
-                _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
-                if transfer is not None:
-                    await transfer()
-                await self._give_version(version, path)
-            finally:
-                _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
+            await self._change_version(version, path, transfer)
         return version
+
+    async def _change_version(
+        self, version: PolicyVersion, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        try:
+            _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
+            if transfer is not None:
+                await transfer()
+            await self._give_version(version, path)
+        finally:
+            _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
+
+    # ---------------------------------------------------------------- data and restarts
+
+    def extend(self, prompts: Iterable[Any]) -> None:
+        """More prompts after those there are."""
+        self._source.extend(prompts)
+        self.post(ev.SourceExtended())
+
+    def state_dict(self, trained_through: int | None) -> dict[str, Any]:
+        """The core's state and the position in the prompts."""
+        self._raise_if_broken()
+        return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
+
+    async def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
+        """Go on from a state, under the first version of a new incarnation."""
+        try:
+            core, prompts = state["core"], state["prompts"]
+        except (KeyError, TypeError):
+            raise CheckpointError("this is not a state that april's state_dict() gave") from None
+        async with self.paused():
+            # tried out first: a state that is refused leaves everything as it is
+            snapshot.restore(RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()]), core)
+            self._source.load_state_dict(prompts)
+            snapshot.restore(self.core, core)
+            self._half_updated = "the engines were not told the version of the loaded state; call weight_update first"
+            await self._change_version(self.core.clock.current)
+        return self.core.clock.current
 
     async def _give_version(self, version: PolicyVersion, path: str | None) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
@@ -362,7 +397,7 @@ class RolloutDriver:
         call, runner.call = runner.call, None
         assert call is not None
         if not call.done():
-            call.set_result(completion_of(command.sample, command.start))
+            call.set_result(completion_of(command.sample))
 
     def _cancel_sample(self, command: do.CancelSample) -> None:
         runner = self._runners.pop(command.sample.id, None)
@@ -408,6 +443,29 @@ class RolloutDriver:
         for runner in runners:
             runner.function = call
 
+    def _judge_group(self, command: do.JudgeGroup) -> None:
+        group, function = command.group, self.functions.filter
+        assert function is not None
+        responses = [response_of(s, self._output_of(s), s.reward) for s in group.samples]
+
+        def answered(value: Any, error: BaseException | None) -> None:
+            verdict, wrong = False, None
+            if error is None:
+                try:
+                    verdict = checked_verdict(value, group.id)
+                except (Exception, SystemExit) as raised:
+                    error = raised
+            if error is not None:
+                log.warning("filter failed for group %d", group.id, exc_info=error)
+                wrong = f"the filter failed: {describe(error)}"
+            self.post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
+
+        self.calls.begin(function, (group.prompt, responses), f"group {group.id}", answered)
+
+    def _output_of(self, sample: Sample) -> Any:
+        runner = self._runners.get(sample.id)
+        return None if runner is None else runner.output
+
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(command.seconds, lambda: self.post(ev.TimerFired(command.timer)))
@@ -419,13 +477,17 @@ class RolloutDriver:
         for sample in batch.samples:
             self._runners.pop(sample.id, None)
         times = self._busy.step_ended(asyncio.get_running_loop().time())
-        batch = Batch(batch.id, batch.version, batch.samples, batch.group_sizes, {**batch.metrics, **times})
-        self.core.leased[batch.id] = batch
+        batch = replace(batch, metrics={**batch.metrics, **times})
         if self._waiting.batch is not None:
             self._waiting.batch.set_result(batch)
 
     def _end_of_data(self, command: do.EndOfData) -> None:
-        self._fail_batch(DataExhausted("the prompt source has ended and every prompt is settled"))
+        rest = (
+            f"{command.kept} complete groups wait for more prompts: give them to extend(), or set on_data_end: short"
+            if command.kept
+            else "every prompt is settled"
+        )
+        self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
         self._fail_batch(RolloutError(command.error))
@@ -469,4 +531,4 @@ def _raise_first(results: dict[str, BaseException | None]) -> None:
 def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     c = engine.capabilities
-    return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids)
+    return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value)

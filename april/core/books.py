@@ -1,0 +1,75 @@
+"""The books: everything that the core remembers, and the small entries that all its parts make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from april.core.abort_controller import AbortController
+from april.core.attempt_book import AttemptBook
+from april.core.commands import Command
+from april.core.completion_monitor import CompletionMonitor
+from april.core.engine_table import EngineTable
+from april.core.history import History
+from april.core.ledger import Ledger
+from april.core.over_sampler import OverSampler
+from april.core.partial_buffer import PartialBuffer
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.types import Attempt, Group, Sample, SampleId, SampleState
+from april.core.versions import VersionClock
+from april.errors import InvariantError
+
+
+class Books:
+    """Parts, ledgers and counters of one run; ``out`` takes the commands of the event that is being handled."""
+
+    def __init__(self, settings: CoreSettings, engines: Sequence[EngineLimits], clock: VersionClock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.engines = EngineTable(engines, clock.current)
+        self.over_sampler = OverSampler(settings)
+        self.monitor = CompletionMonitor(settings.rollout_batch_size)
+        self.aborts = AbortController(settings.abort_deadline_s, settings.abort_resend_s)
+        self.buffer = PartialBuffer(settings, clock)
+        self.attempts = AttemptBook(settings, self.engines)
+        self.starting = 0
+        """Samples that hold a place without an attempt (state STARTED)."""
+        self.tokens = Ledger()
+        self.prompts = Ledger()
+        self.leased: dict[int, tuple[Group, ...]] = {}
+        """Groups of every batch that is delivered and not committed."""
+        self.batches = 0
+        """Batches delivered; the number of the next one."""
+        self.groups_drawn = 0
+        self.counters: Counter[str] = Counter()
+        """Totals over the run; the differences over a step are in its batch's metrics."""
+        self.history = History()
+        self.event_number = 0
+        self.out: list[Command] = []
+        self.failure: str | None = None
+        """Why the step cannot go on."""
+
+    def sample(self, sample_id: SampleId) -> Sample:
+        """A held sample; raises InvariantError for any other."""
+        group = self.buffer.groups.get(sample_id.group)
+        if group is None:
+            raise InvariantError(f"no such sample: {sample_id}; {self.history.story(sample_id)}")
+        return group.samples[sample_id.index]
+
+    def to(self, sample: Sample, state: SampleState, why: str) -> None:
+        """A sample changes its state."""
+        sample.state = state
+        self.history.note(self.event_number, sample.id, why)
+
+    def note(self, sample: Sample, what: str) -> None:
+        """Remember something for the sample's story."""
+        self.history.note(self.event_number, sample.id, what)
+
+    def impossible(self, sample: Sample, what: str) -> InvariantError:
+        """The error for an event that cannot happen to this sample."""
+        return InvariantError(f"{sample.id} {what} (it is {sample.state}); {self.history.story(sample.id)}")
+
+    def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
+        """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""
+        self.counters["aborted_attempts"] += sum(1 for a in attempts if a.id not in self.aborts)
+        self.out += self.aborts.stop(attempts, self.engines.in_flight() if sweep else {})

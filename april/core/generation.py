@@ -1,0 +1,199 @@
+"""Generation: the life of a sample from its rollout function's calls to complete responses.
+
+A call may take several attempts; whatever an attempt brought is kept before anything else is decided. After a restart
+of the process, calls that were complete are answered from the tape, as long as the function asks what it had asked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.books import Books
+from april.core.setbacks import Setbacks
+from april.core.tape import Int32
+from april.core.types import (
+    Attempt,
+    DropReason,
+    FinishReason,
+    GenerateCall,
+    RecordedCall,
+    Sample,
+    SampleState,
+)
+
+
+class Generation:
+    """Calls and attempts."""
+
+    def __init__(self, books: Books, setbacks: Setbacks) -> None:
+        self._books = books
+        self._setbacks = setbacks
+
+    # ---------------------------------------------------------------- calls
+
+    def call_made(self, event: ev.CallMade) -> None:
+        """A rollout function asks for tokens."""
+        books = self._books
+        sample = books.sample(event.sample)
+        if sample.state is SampleState.STARTED:
+            books.starting -= 1
+        elif sample.state is not SampleState.OUTSIDE:
+            raise books.impossible(sample, "called generate twice at the same time")
+        books.to(sample, SampleState.OUTSIDE, f"asks for up to {event.sampling.max_tokens} tokens")
+        if sample.replay is not None:
+            self._replay(sample, event)
+            return
+        if event.token_ids is not None:
+            error = self._take_environment(sample, event.token_ids)
+            if error:
+                self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+                return
+        self._open_call(sample, GenerateCall(event.sampling, len(sample.tape)))
+
+    def _open_call(self, sample: Sample, call: GenerateCall) -> None:
+        books = self._books
+        sample.call = call
+        if books.attempts.ends_in_stop(sample, call):  # saved between the last token and the end of its attempt
+            self._complete_call(sample, FinishReason.STOP)
+        elif books.attempts.budget(sample, call) <= 0:
+            self._complete_call(sample, FinishReason.LENGTH)
+        else:
+            self._queue(sample, "waits for a place")
+
+    def _take_environment(self, sample: Sample, token_ids: Int32) -> str | None:
+        """What the rollout function added since the last call becomes a segment of the environment, cut to the room."""
+        prompt = sample.group.prompt.token_ids
+        have = np.concatenate((prompt, sample.tape.tokens))
+        if len(token_ids) < len(have) or not np.array_equal(token_ids[: len(have)], have):
+            return (
+                "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
+                "append to the conversation, never rewrite it"
+            )
+        added = token_ids[len(have) : len(prompt) + self._books.attempts.room(sample)]
+        sample.tape.add_environment(np.asarray(added, np.int32), self._books.clock.current)
+        return None
+
+    def _replay(self, sample: Sample, event: ev.CallMade) -> None:
+        """Answer from the tape what was answered before the restart; a function that asks otherwise begins again."""
+        replay = sample.replay
+        assert replay is not None
+        start = replay.calls[0].start if replay.calls else replay.open_start
+        if start is None:
+            sample.replay = None  # it stood between two calls: from here on it is on its own
+            self.call_made(event)
+            return
+        prompt, tape = sample.group.prompt.token_ids, sample.tape.tokens
+        if event.token_ids is None:
+            same = start == sample.told
+        else:
+            asked = event.token_ids[: len(prompt) + self._books.attempts.room(sample)]
+            same = np.array_equal(asked, np.concatenate((prompt, tape[:start])))
+        if not same:
+            self.diverged(sample)
+        elif replay.calls:
+            self._answer(sample, replay.calls.popleft())
+        else:
+            sample.replay = None
+            self._open_call(sample, GenerateCall(event.sampling, start))
+
+    def diverged(self, sample: Sample) -> None:
+        """The function did not ask what it had asked before the restart: its tokens belong to another conversation."""
+        self._books.counters["replays_diverged"] += 1
+        self._setbacks.begin_again(sample, DropReason.REPLAY_DIVERGED)
+
+    def _complete_call(self, sample: Sample, finish: FinishReason) -> None:
+        assert sample.call is not None
+        start, sample.call = sample.call.start, None
+        self._answer(sample, RecordedCall(start, len(sample.tape), finish))
+
+    def _answer(self, sample: Sample, call: RecordedCall) -> None:
+        sample.calls.append(call)
+        sample.finish = call.finish
+        self._books.to(sample, SampleState.OUTSIDE, f"call complete ({call.finish}) at {call.end} tokens")
+        self._books.out.append(do.CallCompleted(sample))
+
+    def _queue(self, sample: Sample, why: str) -> None:
+        self._books.to(sample, SampleState.QUEUED, why)
+        self._books.over_sampler.push(sample)
+
+    # ---------------------------------------------------------------- attempts
+
+    def submit(self, sample: Sample, engine: str) -> None:
+        """Send what is missing of the sample's call to an engine."""
+        books = self._books
+        call, held = sample.call, len(sample.tape)
+        assert call is not None
+        attempt = books.attempts.open(sample, call, engine, books.clock.current.incarnation)
+        books.counters["attempts"] += 1
+        if held > call.start:
+            books.counters["resumed_attempts"] += 1
+            books.counters["reprefill_tokens"] += len(attempt.token_ids)
+        books.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
+        books.out.append(do.Submit(attempt))
+
+    def attempt_ended(self, event: ev.AttemptEnded) -> None:
+        """An attempt is over, by itself or because it was asked to end."""
+        books = self._books
+        attempt = self._take(event.attempt_id)
+        if attempt is None:
+            return
+        books.engines.states[attempt.engine].failures = 0
+        self._keep(attempt)
+        if attempt.dropped_for is not None:
+            return
+        sample = attempt.sample
+        call = sample.call
+        assert call is not None
+        if event.finish == "stop" or (event.finish == "abort" and books.attempts.ends_in_stop(sample, call)):
+            self._complete_call(sample, FinishReason.STOP)
+        elif event.finish == "length" or books.attempts.budget(sample, call) <= 0:
+            self._complete_call(sample, FinishReason.LENGTH)
+        else:
+            if not attempt.tape.count:
+                books.counters["empty_partials"] += 1
+            self._queue(sample, f"partial after {attempt.tape.count} tokens")
+
+    def attempt_failed(self, event: ev.AttemptFailed) -> None:
+        """An attempt broke off; its tokens are kept unless they cannot be true."""
+        books = self._books
+        attempt = self._take(event.attempt_id)
+        if attempt is None:
+            return
+        books.counters["failed_attempts"] += 1
+        books.tokens.observe(event.rejected)
+        books.tokens.drop(event.rejected, DropReason.CORRUPT)
+        if event.corrupt:
+            books.tokens.observe(attempt.tape.count)
+            books.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
+        else:
+            self._keep(attempt)
+        if books.engines.failed(attempt.engine):
+            books.out.append(do.ProbeEngine(attempt.engine))
+        if attempt.dropped_for is not None:
+            return
+        sample = attempt.sample
+        # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
+        progressed = attempt.tape.count > 0 and not event.corrupt
+        sample.failures = 1 if progressed else sample.failures + 1
+        self._queue(sample, f"attempt failed: {event.error}")
+        if sample.failures >= books.settings.max_attempt_failures:
+            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {event.error}")
+
+    def _take(self, attempt_id: str) -> Attempt | None:
+        """The attempt, which is no longer in flight; None for one that is already accounted for."""
+        attempt = self._books.attempts.close(attempt_id)
+        if attempt is None:
+            self._books.counters["late_events"] += 1
+        self._books.aborts.ended(attempt_id)
+        return attempt
+
+    def _keep(self, attempt: Attempt) -> None:
+        """The attempt's tokens move to the sample, or into the books of the reason they are dropped for."""
+        count = attempt.tape.count
+        self._books.tokens.observe(count)
+        if attempt.dropped_for is not None:
+            self._books.tokens.drop(count, attempt.dropped_for)
+        else:
+            attempt.sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)

@@ -1,0 +1,114 @@
+"""Scoring: from a returned rollout function to a group that counts: reward, completion, the filter's verdict."""
+
+from __future__ import annotations
+
+import math
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.books import Books
+from april.core.generation import Generation
+from april.core.setbacks import Setbacks
+from april.core.types import DropReason, Group, Sample, SampleState
+
+
+class Scoring:
+    """Rewards and verdicts; generation of other samples goes on meanwhile."""
+
+    def __init__(self, books: Books, setbacks: Setbacks, generation: Generation) -> None:
+        self._books = books
+        self._setbacks = setbacks
+        self._generation = generation
+
+    def sample_returned(self, event: ev.SampleReturned) -> None:
+        """A rollout function has returned."""
+        books = self._books
+        sample = books.sample(event.sample)
+        if sample.state is SampleState.STARTED:
+            books.starting -= 1
+        elif sample.state is not SampleState.OUTSIDE:
+            raise books.impossible(sample, "returned while it was waiting for tokens")
+        books.to(sample, SampleState.OUTSIDE, "returned")
+        replay, sample.replay = sample.replay, None
+        if replay is not None and (replay.calls or replay.open_start is not None):
+            self._generation.diverged(sample)
+            return
+        if sample.finish is None:
+            error = "the rollout function returned without a call of llm.generate"
+            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+            return
+        sample.state = SampleState.SCORING
+        if books.settings.has_reward:
+            self._setbacks.ask_reward(sample)
+        else:
+            self._finish(sample)
+
+    def sample_failed(self, event: ev.SampleFailed) -> None:
+        """A rollout or reward function raised, hung, or returned what cannot be."""
+        group = self._books.buffer.groups.get(event.sample.group)
+        if group is None or group.samples[event.sample.index].state is SampleState.FINISHED:
+            self._books.counters["late_events"] += 1
+            return
+        self._setbacks.fail(group.samples[event.sample.index], event.error)
+
+    def scored(self, event: ev.Scored) -> None:
+        """Rewards have come in."""
+        books = self._books
+        group = books.buffer.groups.get(event.group)
+        if group is None:
+            books.counters["late_events"] += 1
+            return
+        for index, reward in event.rewards:
+            sample = group.samples[index]
+            if sample.state is SampleState.FINISHED and books.settings.group_reward:
+                sample.reward = reward  # a sibling began again, and the group was scored anew
+                continue
+            if sample.state is not SampleState.SCORING:
+                books.counters["late_events"] += 1
+                continue
+            if not math.isfinite(reward):
+                self._setbacks.fail(sample, f"the reward is {reward}; it must be a finite number")
+                return
+            sample.reward = reward
+            self._finish(sample)
+
+    def _finish(self, sample: Sample) -> None:
+        books = self._books
+        books.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
+        if books.monitor.sample_finished(sample.group):
+            self.complete(sample.group)
+
+    def complete(self, group: Group) -> None:
+        """All samples of a group are finished: it counts, if the filter has nothing against it."""
+        if self._books.settings.has_filter:
+            self._ask_filter(group)
+        else:
+            self._accept(group)
+
+    def _ask_filter(self, group: Group) -> None:
+        group.judged_since = self._books.event_number
+        self._books.out.append(do.JudgeGroup(group, group.judged_since))
+
+    def _accept(self, group: Group) -> None:
+        self._books.monitor.accept(group, self._books.event_number)
+        self._setbacks.group_completed()
+
+    def group_judged(self, event: ev.GroupJudged) -> None:
+        """The filter has spoken, or failed to."""
+        books = self._books
+        group = books.buffer.groups.get(event.group)
+        if group is None or group.judged_since != event.judgement:
+            books.counters["late_events"] += 1  # dropped meanwhile, or a sample began again after it was asked
+            return
+        group.judged_since = -1
+        if event.error is not None:
+            group.filter_failures += 1
+            books.note(group.samples[0], f"filter failed: {event.error}")
+            if group.filter_failures >= books.settings.max_attempt_failures:
+                self._setbacks.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
+            else:
+                self._ask_filter(group)
+        elif event.keep:
+            self._accept(group)
+        else:
+            self._setbacks.give_up(group, DropReason.FILTERED, "the filter rejected it")

@@ -1,0 +1,115 @@
+"""Setbacks: what becomes of a sample or group when something fails, gets too old, or is rejected.
+
+Invariant: whatever is given up leaves by name, tokens and prompt alike; an attempt whose sample went on without it
+drops its tokens for that name when it ends.
+"""
+
+from __future__ import annotations
+
+from april.core import commands as do
+from april.core.books import Books
+from april.core.over_sampler import WAITING
+from april.core.tape import TokenTape
+from april.core.types import DropReason, Group, OnStale, Sample, SampleState
+
+
+class Setbacks:
+    """Trying again, beginning again, giving up."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._failed_in_a_row = 0
+        self._filtered_in_a_row = 0
+
+    def group_completed(self) -> None:
+        """A group was completed and accepted: failures before it were no endless row."""
+        self._failed_in_a_row = self._filtered_in_a_row = 0
+
+    # ---------------------------------------------------------------- one sample
+
+    def fail(self, sample: Sample, error: str) -> None:
+        """Try again what failed, the reward or the whole sample, until it has failed too often."""
+        books = self._books
+        sample.failures += 1
+        books.counters["failed_samples"] += 1
+        books.note(sample, f"failed: {error}")
+        if sample.failures >= books.settings.max_attempt_failures:
+            self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+        elif sample.state is SampleState.SCORING:
+            self.ask_reward(sample)
+        else:
+            self.begin_again(sample, DropReason.FAILED)
+
+    def ask_reward(self, sample: Sample) -> None:
+        """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
+        books = self._books
+        if not books.settings.group_reward:
+            books.out.append(do.ScoreSample(sample))
+        elif all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in sample.group.samples):
+            books.out.append(do.ScoreGroup(sample.group))
+
+    def begin_again(self, sample: Sample, reason: DropReason) -> None:
+        """Drop the tokens of a sample and start it anew."""
+        books = self._books
+        self._leave(sample, reason)
+        if sample.state is SampleState.FINISHED:
+            books.monitor.reopen(sample.group)
+        books.tokens.drop(sample.tape.generated, reason)
+        sample.tape = TokenTape()
+        sample.call, sample.replay, sample.finish, sample.reward = None, None, None, 0.0
+        sample.calls.clear()
+        sample.restarts += 1
+        books.to(sample, SampleState.NEW, f"begins again ({reason})")
+        books.over_sampler.push(sample)
+
+    def _leave(self, sample: Sample, reason: DropReason) -> None:
+        """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
+        books = self._books
+        if sample.state in WAITING:
+            books.over_sampler.forget(sample)
+        if sample.state is SampleState.STARTED:
+            books.starting -= 1
+        if sample.state is SampleState.IN_FLIGHT:
+            attempt = books.attempts.in_flight[sample.attempt_id]
+            attempt.dropped_for = reason
+            books.stop([attempt])
+        if sample.state is not SampleState.NEW:
+            books.out.append(do.CancelSample(sample))
+
+    # ---------------------------------------------------------------- whole groups
+
+    def give_up(self, group: Group, reason: DropReason, error: str) -> None:
+        """Drop a whole group; it is replaced by the rules of the over-sampler."""
+        books, settings = self._books, self._books.settings
+        books.monitor.forget(group)
+        books.buffer.remove(group)
+        books.prompts.drop(1, reason)
+        books.counters[f"groups_dropped_{reason}"] += 1
+        for sample in group.samples:
+            self._leave(sample, reason)
+            books.tokens.drop(sample.tape.generated, reason)
+            books.to(sample, SampleState.DROPPED, f"group dropped ({reason}): {error}")
+        if reason is DropReason.FAILED:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= settings.max_failed_groups:
+                books.failure = f"{self._failed_in_a_row} groups failed in a row, the last one: {error}"
+                self._failed_in_a_row = 0
+        elif reason is DropReason.FILTERED:
+            self._filtered_in_a_row += 1
+            if self._filtered_in_a_row >= settings.max_filtered_groups:
+                books.failure = (
+                    f"the filter rejected {self._filtered_in_a_row} groups in a row; are the prompts too easy or too "
+                    "hard for the model? Otherwise raise max_filtered_groups"
+                )
+                self._filtered_in_a_row = 0
+
+    def replace_too_old(self) -> None:
+        """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
+        books = self._books
+        for sample in books.buffer.too_old():
+            if sample.state is SampleState.DROPPED:
+                continue  # with a sibling, a moment ago
+            if books.settings.on_stale is OnStale.RESTART:
+                self.begin_again(sample, DropReason.STALE)
+            else:
+                self.give_up(sample.group, DropReason.STALE, f"{sample.id} is older than max_staleness")
