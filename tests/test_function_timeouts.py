@@ -90,6 +90,24 @@ def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
     virtual(program)
 
 
+def test_a_filter_that_hangs_is_a_named_failure() -> None:
+    """The group is judged again or dropped by name; the step goes on."""
+
+    async def picky(prompt: Prompt, responses: list[Response]) -> bool:
+        if responses[0].sample_id.group == 0:
+            await asyncio.Event().wait()
+        return True
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, filter=picky, function_timeout_s=10)
+        batch = await rollouts.step()
+        assert batch.group_ids.tolist() == [1]
+        assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
+        await rollouts.close()
+
+    virtual(program)
+
+
 @pytest.mark.parametrize("ending", ["answers late", "raises late"])
 def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
     """Its late answer is nobody's: the answer of the second call is delivered."""

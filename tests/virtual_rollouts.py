@@ -147,6 +147,7 @@ class Rollouts:
         prompts: Iterable[Any] | int = 10_000,
         reward: Callable[..., Any] | None = by_first_token,
         group_reward: Callable[..., Any] | None = None,
+        filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
         function_timeout_s: float | None = None,
@@ -161,13 +162,14 @@ class Rollouts:
             "max_in_flight": max(n, over) * samples,
             "has_reward": reward is not None or group_reward is not None,
             "group_reward": group_reward is not None,
+            "has_filter": filter is not None,
         }
         self.settings = CoreSettings(**(values | changes))
         self.length_of = length_of
         self.engines = list(engines or [RecordingEngine(length_of)])
         if isinstance(prompts, int):
             prompts = [prompt_ids(i) for i in range(prompts)]
-        functions = UserFunctions(rollout, None if group_reward else reward, group_reward)
+        functions = UserFunctions(rollout, None if group_reward else reward, group_reward, filter)
         self.driver = RolloutDriver(
             self.settings,
             SamplingParams(max_tokens=self.settings.max_response_len),
