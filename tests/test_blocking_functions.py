@@ -86,14 +86,23 @@ def test_a_plain_function_is_a_rollout_function() -> None:
 def test_a_blocked_thread_is_parked_over_the_end_of_a_step() -> None:
     """The thread stays in generate over a weight update and gets one completion; tools are segments without loss."""
     done: list[april.Completion] = []
+    held = threading.Event()
+
+    def holds(request: Request) -> bool:
+        if first_attempt_of(0, 0)(request):
+            held.set()
+            return True
+        return False
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        if llm.sample_id != (0, 0):
+            held.wait()  # else the step could be over before the first sample has tokens
         first = llm.generate()
         if llm.sample_id == (0, 0):
             done.append(first)
             done.append(llm.generate([*first.conversation, 9, 8]))
 
-    with one_group(GateEngine(first_attempt_of(0, 0)), rollout, over_sampling_batch_size=2) as rollouts:
+    with one_group(GateEngine(holds), rollout, over_sampling_batch_size=2) as rollouts:
         assert rollouts.next_batch().group_ids.tolist() == [1]
         assert not done
         rollouts.weight_update()
