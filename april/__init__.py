@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from april.core.sampling import SamplingParams
     from april.core.types import FinishReason, Prompt, SampleId
     from april.core.versions import PolicyVersion
+    from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         SchedulerClosed,
         WireError,
     )
+    from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
     from april.torch_arrays import to_torch
 
@@ -41,6 +43,7 @@ _HOMES = {
     "april.core.sampling": ("SamplingParams",),
     "april.core.types": ("FinishReason", "Prompt", "SampleId"),
     "april.core.versions": ("PolicyVersion",),
+    "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
@@ -55,6 +58,7 @@ _HOMES = {
         "SchedulerClosed",
         "WireError",
     ),
+    "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),
     "april.torch_arrays": ("to_torch",),
 }
@@ -64,6 +68,7 @@ __all__ = [
     "LLM",
     "AprilError",
     "Batch",
+    "BlockingLLM",
     "CheckpointError",
     "Completion",
     "Config",
@@ -85,6 +90,7 @@ __all__ = [
     "WireError",
     "add_april_arguments",
     "config_from_arguments",
+    "partial_rollout",
     "rewards_differ",
     "to_torch",
 ]

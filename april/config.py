@@ -155,6 +155,9 @@ class Config(_Model):
     """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
     max_failed_groups: PositiveInt = 8
     """Groups dropped for failures in a row before the step fails."""
+    function_timeout_s: PositiveFloat | None = 600.0
+    """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
+    a failure. None: for ever."""
     abort_deadline_s: PositiveFloat = 30.0
     """Longest wait for an aborted request before its engine is quarantined."""
     abort_resend_s: PositiveFloat = 1.0

@@ -16,12 +16,15 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Refill, SampleId
 from april.core.versions import PolicyVersion
+from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.prompt_source import PromptSource, as_prompt
-from april.driver.rollout_driver import RolloutDriver, UserFunctions
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.sample_functions import UserFunctions
+from april.driver.user_code import check_function
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, SchedulerClosed
@@ -38,7 +41,8 @@ class RolloutScheduler:
         filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
             groups it accepts count and are delivered, the others are dropped by name and replaced. See
             :func:`april.rewards_differ`.
-        rollout: ``async (prompt, llm)``; the default generates one response.
+        rollout: ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks); the default
+            generates one response.
         model: the model object for an embedded engine.
         engines: engine objects, instead of those that ``config.engine`` describes.
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
@@ -59,7 +63,7 @@ class RolloutScheduler:
         reward: Callable[..., Any] | None = None,
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
-        rollout: RolloutFunction = single_turn,
+        rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
@@ -67,10 +71,13 @@ class RolloutScheduler:
     ) -> None:
         if reward is not None and group_reward is not None:
             raise ConfigError("give reward or group_reward, not both")
-        named = {"reward": reward, "group_reward": group_reward, "filter": filter, "rollout": rollout}
-        for what, function in named.items():
-            if function is not None and not callable(function):
-                raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
+        check_function("rollout", rollout, ("prompt", "llm"))
+        if reward is not None:
+            check_function("reward", reward, ("prompt", "response"))
+        if group_reward is not None:
+            check_function("group_reward", group_reward, ("prompt", "responses"))
+        if filter is not None:
+            check_function("filter", filter, ("prompt", "responses"))
         self.config = config
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
@@ -91,7 +98,8 @@ class RolloutScheduler:
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
-                    allow_mismatch=config.allow_mismatch, detokenizer=detokenizer, check=check,
+                    allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
+                    function_timeout_s=config.function_timeout_s, check=check,
                 )
             )
         except BaseException:
@@ -298,7 +306,10 @@ class RolloutScheduler:
             return "<RolloutScheduler closed>"
 
     def close(self) -> None:
-        """End all requests, functions and engines; idempotent. Waits for plain reward functions that are running."""
+        """End all requests, functions and engines; idempotent.
+
+        Functions have a few seconds to end (CLOSE_PATIENCE_S); those that do not, in threads too, are left behind.
+        """
         try:
             closing = self._thread.submit(self._driver.close())
         except SchedulerClosed:

@@ -7,12 +7,15 @@ import concurrent.futures
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from april.driver.loop_thread import LoopThread, result_of
-from april.driver.user_code import call_user, inside_user_code
+from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import UserCalls
+from april.driver.user_code import inside_user_code
+from april.driver.worker_threads import WorkerThreads
 from april.errors import RolloutError, SchedulerClosed
 
 
@@ -22,6 +25,16 @@ def thread() -> Iterator[LoopThread]:
     yield loop_thread
     loop_thread.stop()
     gc.collect(1)  # a forgotten task or coroutine complains now
+
+
+async def call_user(function: Callable[[], object]) -> object:
+    """Call a plain function as april calls a user's."""
+    threads = WorkerThreads()
+    try:
+        calls = UserCalls(TimeLimits(None), threads, asyncio.get_running_loop().create_task)
+        return await calls.call(function, where="the test")
+    finally:
+        threads.close()
 
 
 async def where() -> str:

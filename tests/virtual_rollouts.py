@@ -23,7 +23,8 @@ from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.prompt_source import PromptSource
-from april.driver.rollout_driver import RolloutDriver, UserFunctions
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.sample_functions import UserFunctions
 from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.simulated import SimulatedEngine, synthetic_response
@@ -148,9 +149,11 @@ class Rollouts:
         prompts: Iterable[Any] | int = 10_000,
         reward: Callable[..., Any] | None = by_first_token,
         group_reward: Callable[..., Any] | None = None,
+        filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
         tokenizer: Any = None,
+        function_timeout_s: float | None = None,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -162,13 +165,14 @@ class Rollouts:
             "max_in_flight": max(n, over) * samples,
             "has_reward": reward is not None or group_reward is not None,
             "group_reward": group_reward is not None,
+            "has_filter": filter is not None,
         }
         self.settings = CoreSettings(**(values | changes))
         self.length_of = length_of
         self.engines = list(engines or [RecordingEngine(length_of)])
         if isinstance(prompts, int):
             prompts = [prompt_ids(i) for i in range(prompts)]
-        functions = UserFunctions(rollout, None if group_reward else reward, group_reward)
+        functions = UserFunctions(rollout, None if group_reward else reward, group_reward, filter)
         self.driver = RolloutDriver(
             self.settings,
             SamplingParams(max_tokens=self.settings.max_response_len),
@@ -177,6 +181,7 @@ class Rollouts:
             functions,
             allow_mismatch=allow_mismatch,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+            function_timeout_s=function_timeout_s,
             check=True,
         )
         self.core = self.driver.core

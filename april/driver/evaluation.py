@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.tape import AttemptTape, Int32
 from april.core.types import FinishReason, Group, Prompt, RecordedCall, Sample
-from april.driver.llm import LLM, Completion, checked_call, completion_of
+from april.driver.llm import AFTER_ITS_END, LLM, Completion, checked_call, completion_of
 from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
-from april.driver.user_code import call_user, describe, inside_user_code
+from april.driver.user_calls import Call, Waiting
+from april.driver.user_code import describe
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Engine, EngineFinish, Request
 from april.errors import EngineError, RolloutError, WireError
@@ -67,16 +68,30 @@ class Evaluator:
             RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
             EngineError: an engine broke off; evaluations are not resumed.
         """
-        functions = self._driver.functions
+        functions, calls = self._driver.functions, self._driver.calls
         if functions.reward is None and functions.group_reward is None:
             raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
         settings = self._driver.core.settings
         places = asyncio.Semaphore(settings.max_in_flight)
+        # a thread each is dear: no more of them than can generate
+        plain = self._driver.rollout is not functions.rollout
+        threads = asyncio.Semaphore(settings.max_in_flight) if plain else nullcontext()
         load = dict.fromkeys(self._driver.engines, 0)
         states = self._driver.core.engines.states
 
         async def one(sample: Sample) -> Response:
+            call: Call
+
             async def generate(params: SamplingParams, token_ids: Int32 | None) -> Completion:
+                if call.over:
+                    raise RolloutError(AFTER_ITS_END)
+                call.stop_clock()
+                try:
+                    return await on_the_least_loaded(params, token_ids)
+                finally:
+                    call.start_clock()
+
+            async def on_the_least_loaded(params: SamplingParams, token_ids: Int32 | None) -> Completion:
                 async with places:
                     well = [name for name in load if not states[name].quarantined]
                     if not well:
@@ -88,11 +103,14 @@ class Evaluator:
                     finally:
                         load[name] -= 1
 
-            try:
-                with inside_user_code():
-                    output = await functions.rollout(sample.group.prompt, LLM(sample.id, sampling, generate))
-            except SystemExit as error:
-                raise RolloutError(f"the rollout function raised {describe(error)}") from error
+            arguments = (sample.group.prompt, LLM(sample.id, sampling, generate))
+            waiting = Waiting()
+            async with threads:
+                call = calls.begin_async(self._driver.rollout, arguments, sample.id, waiting.answered)
+                try:
+                    output = await waiting.wait(call)
+                except SystemExit as error:
+                    raise RolloutError(f"the rollout function raised {describe(error)}") from error
             if sample.finish is None:
                 raise RolloutError("the rollout function generated nothing")
             return response_of(sample, output, self._driver.detokenizer)
@@ -100,8 +118,9 @@ class Evaluator:
         async def rewards(prompt: Prompt, responses: list[Response]) -> list[float]:
             ids = [r.sample_id for r in responses]
             if functions.group_reward is not None:
-                return checked_rewards(await call_user(functions.group_reward, prompt, responses), ids)
-            values = [await call_user(functions.reward, prompt, r) for r in responses]  # type: ignore[arg-type]
+                return checked_rewards(await calls.call(functions.group_reward, prompt, responses, where=ids[0]), ids)
+            assert functions.reward is not None
+            values = [await calls.call(functions.reward, prompt, r, where=r.sample_id) for r in responses]
             return [checked_reward(v, i) for v, i in zip(values, ids, strict=True)]
 
         async def group(number: int, prompt: Prompt) -> tuple[tuple[Response, ...], list[float]]:

@@ -39,6 +39,12 @@ class Completion:
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 GenerateFunction = Callable[[SamplingParams, Int32 | None], Awaitable[Completion]]
 
+ONE_CALL_AT_A_TIME = (
+    "llm.generate was called while another call of the same sample was running; a response is one "
+    "conversation: await the first call, or ask for more samples per prompt"
+)
+AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
+
 
 class LLM:
     """The policy, as one sample sees it."""
@@ -95,10 +101,7 @@ class LLM:
         sampling = replace(self._sampling, **changes) if changes else self._sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
         if self._busy:
-            raise RolloutError(
-                "llm.generate was called while another call of the same sample was running; a response is one "
-                "conversation: await the first call, or ask for more samples per prompt"
-            )
+            raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
         try:
             return await self._generate(sampling, ids)

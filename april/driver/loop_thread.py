@@ -112,7 +112,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel everything, end the loop and its thread; idempotent. Waits for plain functions that run in threads."""
+        """Cancel everything, end the loop and its thread; idempotent. Waits for threads of asyncio.to_thread."""
         with self._lock:
             first, self._stopping = not self._stopping, True
             if first:

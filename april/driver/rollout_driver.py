@@ -22,16 +22,17 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.tape import Int32
-from april.core.types import Sample, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
+from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
-from april.driver.llm import LLM, Completion, RolloutFunction, check_mismatch, checked_call, completion_of
 from april.driver.prompt_source import PromptSource
-from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
-from april.driver.user_code import call_user, describe, inside_user_code, own_cancellation
+from april.driver.sample_functions import SampleFunctions, UserFunctions
+from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import UserCalls
+from april.driver.user_code import describe
+from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
 from april.errors import AprilError, CheckpointError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
@@ -39,28 +40,6 @@ log = logging.getLogger("april")
 
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
-
-
-@dataclass(slots=True)
-class _Runner:
-    """The rollout function of one sample, and what it waits for."""
-
-    sample: Sample
-    task: asyncio.Task[None] | None = None
-    call: asyncio.Future[Completion] | None = None
-    """The llm.generate that is not complete yet."""
-    returned: bool = False
-    output: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class UserFunctions:
-    """What the user brings."""
-
-    rollout: RolloutFunction
-    reward: Callable[..., Any] | None = None
-    group_reward: Callable[..., Any] | None = None
-    filter: Callable[..., Any] | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +63,7 @@ class RolloutDriver:
         *,
         allow_mismatch: bool = False,
         detokenizer: Detokenizer | None = None,
+        function_timeout_s: float | None = None,
         check: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
@@ -91,9 +71,7 @@ class RolloutDriver:
         self.sampling = sampling
         self.functions = functions
         self.detokenizer = detokenizer
-        self._allow_mismatch = allow_mismatch
         self._source = source
-        self._runners: dict[SampleId, _Runner] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[ev.Event] = deque()
         self._draining = False
@@ -102,21 +80,28 @@ class RolloutDriver:
         self._taken: list[int] = []
         self._waiting = _Waiting()
         self._context = copy_context()
+        self._threads = WorkerThreads()
+        self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
+        self.rollout = as_coroutine(functions.rollout, self._threads)
         self._exclusive = asyncio.Lock()
-        self._vocab_size = min(e.capabilities.vocab_size for e in engines)
+        self._samples = SampleFunctions(
+            self.core, functions, self.rollout, sampling, self.calls, self.post,
+            vocab_size=min(e.capabilities.vocab_size for e in engines),
+            allow_mismatch=allow_mismatch, detokenizer=detokenizer,
+        )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
         self.streams = AttemptStreams(self.engines, self.core, self._busy, self.post, self.spawn, detokenizer)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
-            do.StartSample: self._start_sample,
+            do.StartSample: self._samples.start,
             do.Submit: self.streams.submit,
             do.Abort: self.streams.abort,
-            do.CallCompleted: self._call_completed,
-            do.ScoreSample: self._score_sample,
-            do.ScoreGroup: self._score_group,
-            do.JudgeGroup: self._judge_group,
-            do.CancelSample: self._cancel_sample,
+            do.CallCompleted: self._samples.call_completed,
+            do.ScoreSample: self._samples.score_sample,
+            do.ScoreGroup: self._samples.score_group,
+            do.JudgeGroup: self._samples.judge_group,
+            do.CancelSample: self._samples.cancel,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
             do.ProbeEngine: self.streams.probe,
@@ -275,13 +260,16 @@ class RolloutDriver:
         self._fail_waiting(self._broken)
         me = asyncio.current_task()
         tasks = [t for t in self._tasks if t is not me]
+        ends: list[asyncio.Future[None]] = [*tasks, *self.calls.close()]
         for task in tasks:
             task.cancel()
-        if tasks:
-            _, stubborn = await asyncio.wait(tasks, timeout=CLOSE_PATIENCE_S)
-            for task in stubborn:
-                log.error("%s ignores its cancellation and is left behind", task.get_coro())
-        self._runners.clear()
+        if ends:
+            _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
+            for end in stubborn:
+                who = end.get_coro() if isinstance(end, asyncio.Task) else "a plain function in a thread"
+                log.error("%s ignores its cancellation and is left behind", who)
+        self._threads.close()
+        self._samples.clear()
         self.streams.clear()
         for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
             if error is not None:
@@ -333,131 +321,6 @@ class RolloutDriver:
     def _draw(self, command: do.DrawPrompts) -> None:
         self.post(ev.PromptsDrawn(*self._source.draw(command.count)))
 
-    def _start_sample(self, command: do.StartSample) -> None:
-        runner = _Runner(command.sample)
-        self._runners[command.sample.id] = runner
-        runner.task = self.spawn(self._run_sample(runner))
-
-    async def _run_sample(self, runner: _Runner) -> None:
-        sample = runner.sample
-        error: BaseException | None = None
-
-        async def generate(sampling: SamplingParams, token_ids: Int32 | None) -> Completion:
-            if runner.returned or not self._is_current(runner):
-                raise RolloutError("llm.generate was called after its rollout function had ended")
-            if runner.call is not None:
-                raise RolloutError(_ABANDONED)
-            if not self._allow_mismatch:
-                check_mismatch(sampling, self.sampling)
-            prompt_len = len(sample.group.prompt.token_ids)
-            longest = min(prompt_len + self.core.settings.max_response_len, self.core.engines.max_context)
-            can_stop = self.detokenizer is not None
-            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
-            call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            runner.call = call
-            self.post(ev.CallMade(sample.id, sampling, token_ids))
-            return await call
-
-        try:
-            with inside_user_code():
-                runner.output = await self.functions.rollout(
-                    sample.group.prompt, LLM(sample.id, self.sampling, generate)
-                )
-            if runner.call is not None:
-                error = RolloutError(f"it returned, but {_ABANDONED}")
-        except (Exception, SystemExit) as raised:
-            error = raised
-        except asyncio.CancelledError as raised:
-            error = own_cancellation(raised)
-        runner.returned = True
-        if not self._is_current(runner):
-            return
-        if error is None:
-            self.post(ev.SampleReturned(sample.id))
-        else:
-            log.warning("rollout function failed for %s", sample.id, exc_info=error)
-            self.post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
-
-    def _is_current(self, runner: _Runner) -> bool:
-        return self._runners.get(runner.sample.id) is runner
-
-    def _call_completed(self, command: do.CallCompleted) -> None:
-        runner = self._runners[command.sample.id]
-        call, runner.call = runner.call, None
-        assert call is not None
-        if not call.done():
-            call.set_result(completion_of(command.sample))
-
-    def _cancel_sample(self, command: do.CancelSample) -> None:
-        runner = self._runners.pop(command.sample.id, None)
-        if runner is None:
-            return
-        if runner.task is not None:
-            runner.task.cancel()
-        if runner.call is not None:
-            runner.call.cancel()  # it may be awaited by a task of the user's own
-
-    # ---------------------------------------------------------------- rewards
-
-    def _score_sample(self, command: do.ScoreSample) -> None:
-        runner = self._runners[command.sample.id]
-        runner.task = self.spawn(self._run_reward([runner]))
-
-    def _score_group(self, command: do.ScoreGroup) -> None:
-        runners = [self._runners[s.id] for s in command.group.samples]
-        task = self.spawn(self._run_reward(runners))
-        for runner in runners:
-            runner.task = task
-
-    async def _run_reward(self, runners: list[_Runner]) -> None:
-        samples = [r.sample for r in runners]
-        prompt = samples[0].group.prompt
-        responses = [response_of(r.sample, r.output, self.detokenizer) for r in runners]
-        error: BaseException | None = None
-        rewards: list[float] = []
-        try:
-            if self.functions.group_reward is not None:
-                values = await call_user(self.functions.group_reward, prompt, responses)
-                rewards = checked_rewards(values, [s.id for s in samples])
-            else:
-                assert self.functions.reward is not None
-                rewards = [checked_reward(await call_user(self.functions.reward, prompt, responses[0]), samples[0].id)]
-        except (Exception, SystemExit) as raised:
-            error = raised
-        except asyncio.CancelledError as raised:
-            error = own_cancellation(raised)
-        if not all(self._is_current(r) for r in runners):
-            return
-        if error is None:
-            scores = [(s.id.index, reward) for s, reward in zip(samples, rewards, strict=True)]
-            self.post(ev.Scored(samples[0].id.group, scores))
-        else:
-            log.warning("reward failed for %s", samples[0].id, exc_info=error)
-            self.post(ev.SampleFailed(samples[0].id, f"the reward function failed: {describe(error)}"))
-
-    def _judge_group(self, command: do.JudgeGroup) -> None:
-        self.spawn(self._run_filter(command))
-
-    async def _run_filter(self, command: do.JudgeGroup) -> None:
-        group, verdict, wrong = command.group, False, None
-        responses = [response_of(s, self._output_of(s), self.detokenizer, s.reward) for s in group.samples]
-        error: BaseException | None = None
-        try:
-            assert self.functions.filter is not None
-            verdict = checked_verdict(await call_user(self.functions.filter, group.prompt, responses), group.id)
-        except (Exception, SystemExit) as raised:
-            error = raised
-        except asyncio.CancelledError as raised:
-            error = own_cancellation(raised)
-        if error is not None:
-            log.warning("filter failed for group %d", group.id, exc_info=error)
-            wrong = f"the filter failed: {describe(error)}"
-        self.post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
-
-    def _output_of(self, sample: Sample) -> Any:
-        runner = self._runners.get(sample.id)
-        return None if runner is None else runner.output
-
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(command.seconds, lambda: self.post(ev.TimerFired(command.timer)))
@@ -466,8 +329,7 @@ class RolloutDriver:
 
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
-        for sample in batch.samples:
-            self._runners.pop(sample.id, None)
+        self._samples.forget(sample.id for sample in batch.samples)
         times = self._busy.step_ended(asyncio.get_running_loop().time())
         batch = replace(batch, metrics={**batch.metrics, **times})
         if self._waiting.batch is not None:
@@ -506,12 +368,6 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
-
-
-_ABANDONED = (
-    "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response is still being "
-    "generated; await every call to its end, without a timeout: a parked call takes as long as the steps between"
-)
 
 
 def _raise_first(results: dict[str, BaseException | None]) -> None:

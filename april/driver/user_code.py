@@ -1,4 +1,4 @@
-"""The border to the user's functions: how they are called, and what may come back from them.
+"""The border to the user's functions: which kinds there are, and what may come back from them.
 
 Invariant: nothing that a rollout or reward function does (raise, exit, be cancelled from inside, call back) ends
 anything but its own sample.
@@ -7,13 +7,14 @@ anything but its own sample.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from april.errors import RolloutError
+from april.errors import ConfigError, RolloutError
 
 _inside: ContextVar[bool] = ContextVar("april_inside_user_code", default=False)
 
@@ -37,36 +38,93 @@ def refuse_inside_user_code() -> None:
         )
 
 
-async def call_user(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's reward function: a coroutine function on this loop, a plain one in a thread."""
-    with inside_user_code():
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-            return await function(*args)
-        result = (await asyncio.to_thread(_in_thread, function, *args)).take()
-        return await result if inspect.isawaitable(result) else result
+# ---------------------------------------------------------------- before anything runs
 
 
-class _Answer:
-    """What a plain function returned; a coroutine that nobody fetches (close came first) is closed with it."""
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine: async functions, objects with an async ``__call__``, partials of both."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
-    def __init__(self, value: Any) -> None:
+
+def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
+    """Raise ConfigError for what cannot be called with these parameters, where that can be known beforehand."""
+    if not callable(function):
+        raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{what}: {name_of(function)} is a generator (it has a yield); it must return its result")
+    try:
+        # a decorator may add or take arguments: what counts is what is called
+        signature = inspect.signature(function, follow_wrapped=False)
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        signature = signature.replace(parameters=bare, return_annotation=signature.empty)
+    except (TypeError, ValueError):
+        return  # some builtins do not tell
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        given = ", ".join(parameters)
+        raise ConfigError(
+            f"{what} is called with ({given}), which {name_of(function)}{signature} does not take: {error}"
+        ) from None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a user would call it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name)
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+class Outcome:
+    """What a function returned or raised; a coroutine that nobody fetches is closed with it."""
+
+    __slots__ = ("_value", "error")
+
+    def __init__(self, value: Any, error: BaseException | None) -> None:
         self._value = value
+        self.error = error
+
+    @property
+    def awaitable(self) -> bool:
+        """Whether the value is still to be awaited."""
+        return inspect.isawaitable(self._value)
 
     def take(self) -> Any:
+        """The value, which is the caller's from now on."""
         value, self._value = self._value, None
         return value
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Nobody will take it."""
         if inspect.iscoroutine(self._value):
             self._value.close()
 
+    __del__ = close
 
-def _in_thread(function: Callable[..., Any], *args: Any) -> _Answer:
+
+def outcome_of(function: Callable[[], Any]) -> Outcome:
+    """Call a plain function; whatever it raises is its outcome."""
     try:
-        return _Answer(function(*args))
-    except StopIteration as error:
-        # asyncio cannot hand it over: whoever waits for the thread would wait for ever
-        raise RolloutError(f"it raised {describe(error)}") from error
+        return Outcome(function(), None)
+    except BaseException as error:
+        return Outcome(None, harmless(error))
+
+
+def harmless(error: BaseException) -> BaseException:
+    """The error itself, or a RolloutError for those that mean something else to whoever would wait for it."""
+    if isinstance(error, (Exception, SystemExit, asyncio.CancelledError)) and not isinstance(
+        error, (StopIteration, StopAsyncIteration)
+    ):
+        return error
+    wrapped = RolloutError(f"it raised {describe(error)}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
@@ -75,6 +133,11 @@ def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
     assert task is not None
     if task.cancelling():
         raise error
+    return cancelled_inside()
+
+
+def cancelled_inside() -> RolloutError:
+    """Nobody cancelled the function, so it was something inside of it."""
     return RolloutError("something that it waited for was cancelled")
 
 

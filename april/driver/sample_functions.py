@@ -1,0 +1,234 @@
+"""The user's functions at work: one rollout function per sample, rewards, the filter; what they say becomes events.
+
+Invariant: a function of a sample that was given up is cancelled, and nothing that it still does is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.sampling import SamplingParams
+from april.core.state import RolloutCore
+from april.core.tape import Int32
+from april.core.types import Sample, SampleId
+from april.driver.blocking_llm import BlockingRolloutFunction
+from april.driver.detokenizer import Detokenizer
+from april.driver.llm import (
+    AFTER_ITS_END,
+    LLM,
+    Completion,
+    RolloutFunction,
+    check_mismatch,
+    checked_call,
+    completion_of,
+    single_turn,
+)
+from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
+from april.driver.user_calls import Call, UserCalls
+from april.driver.user_code import describe
+from april.errors import RolloutError
+
+log = logging.getLogger("april")
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunctions:
+    """What the user brings."""
+
+    rollout: RolloutFunction | BlockingRolloutFunction
+    reward: Callable[..., Any] | None = None
+    group_reward: Callable[..., Any] | None = None
+    filter: Callable[..., Any] | None = None
+
+
+@dataclass(slots=True)
+class _Runner:
+    """The function of one sample, and what it waits for."""
+
+    sample: Sample
+    function: Call | None = None
+    """The rollout function, later the reward function."""
+    call: asyncio.Future[Completion] | None = None
+    """The llm.generate that is not complete yet."""
+    output: Any = None
+
+
+class SampleFunctions:
+    """Runs the functions of all samples.
+
+    Args:
+        core: read, never changed.
+        functions: the user's; ``rollout`` is what runs for its rollout function, a coroutine function.
+        sampling: of the configuration.
+        calls: how functions are called.
+        post: takes the events.
+    """
+
+    def __init__(
+        self,
+        core: RolloutCore,
+        functions: UserFunctions,
+        rollout: RolloutFunction,
+        sampling: SamplingParams,
+        calls: UserCalls,
+        post: Callable[[ev.Event], None],
+        *,
+        vocab_size: int,
+        allow_mismatch: bool,
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        self._core = core
+        self._functions = functions
+        self._rollout = rollout
+        self._sampling = sampling
+        self._calls = calls
+        self._post = post
+        self._vocab_size = vocab_size
+        self._allow_mismatch = allow_mismatch
+        self._detokenizer = detokenizer
+        self._runners: dict[SampleId, _Runner] = {}
+
+    def forget(self, samples: Iterable[SampleId]) -> None:
+        """These samples are delivered."""
+        for sample in samples:
+            self._runners.pop(sample, None)
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._runners.clear()
+
+    # ---------------------------------------------------------------- rollout functions
+
+    def start(self, command: do.StartSample) -> None:
+        """Run the rollout function of a sample; the default one needs no coroutine for its only call."""
+        sample = command.sample
+        if self._rollout is single_turn:
+            self._post(ev.CallMade(sample.id, self._sampling))
+            return
+        runner = self._runners[sample.id] = _Runner(sample)
+        function: Call
+
+        async def generate(sampling: SamplingParams, token_ids: Int32 | None) -> Completion:
+            if function.over:
+                raise RolloutError(AFTER_ITS_END)
+            if runner.call is not None:
+                raise RolloutError(_ABANDONED)
+            if not self._allow_mismatch:
+                check_mismatch(sampling, self._sampling)
+            longest = len(sample.group.prompt.token_ids) + self._core.books.attempts.room(sample)
+            can_stop = self._detokenizer is not None
+            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
+            call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            runner.call = call
+            function.stop_clock()  # parked time is not the function's
+            self._post(ev.CallMade(sample.id, sampling, token_ids))
+            try:
+                return await call
+            finally:
+                function.start_clock()
+
+        def ended(output: Any, error: BaseException | None) -> None:
+            runner.output = output
+            if error is None and runner.call is not None:
+                error = RolloutError(f"it returned, but {_ABANDONED}")
+            if error is None:
+                self._post(ev.SampleReturned(sample.id))
+            else:
+                log.warning("rollout function failed for %s", sample.id, exc_info=error)
+                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
+
+        arguments = (sample.group.prompt, LLM(sample.id, self._sampling, generate))
+        function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.id, ended)
+
+    def call_completed(self, command: do.CallCompleted) -> None:
+        """Wake the rollout function."""
+        runner = self._runners.get(command.sample.id)
+        if runner is None:
+            self._post(ev.SampleReturned(command.sample.id))  # the default function returns now
+            return
+        call, runner.call = runner.call, None
+        assert call is not None
+        if not call.done():
+            call.set_result(completion_of(command.sample))
+
+    def cancel(self, command: do.CancelSample) -> None:
+        """End whatever runs for a sample that was given up."""
+        runner = self._runners.pop(command.sample.id, None)
+        if runner is None:
+            return
+        if runner.function is not None:
+            runner.function.cancel()
+        if runner.call is not None:
+            runner.call.cancel()  # it may be awaited by a task of the user's own
+
+    # ---------------------------------------------------------------- rewards and filter
+
+    def score_sample(self, command: do.ScoreSample) -> None:
+        """Ask for the reward of one sample."""
+        self._score([command.sample])
+
+    def score_group(self, command: do.ScoreGroup) -> None:
+        """Ask for the rewards of a group."""
+        self._score(command.group.samples)
+
+    def _score(self, samples: list[Sample]) -> None:
+        runners = [self._runners.setdefault(s.id, _Runner(s)) for s in samples]
+        first, prompt = samples[0].id, samples[0].group.prompt
+        responses = [response_of(r.sample, r.output, self._detokenizer) for r in runners]
+        in_groups = self._functions.group_reward is not None
+        function = self._functions.group_reward if in_groups else self._functions.reward
+        assert function is not None
+
+        def answered(value: Any, error: BaseException | None) -> None:
+            rewards: list[float] = []
+            if error is None:
+                try:
+                    ids = [s.id for s in samples]
+                    rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
+                except (Exception, SystemExit) as raised:
+                    error = raised
+            if error is None:
+                self._post(ev.Scored(first.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
+            else:
+                log.warning("reward failed for %s", first, exc_info=error)
+                self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}"))
+
+        call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
+        for runner in runners:
+            runner.function = call
+
+    def judge_group(self, command: do.JudgeGroup) -> None:
+        """Ask the filter about a scored group."""
+        group, function = command.group, self._functions.filter
+        assert function is not None
+        runners = [self._runners.get(s.id) for s in group.samples]
+        responses = [
+            response_of(s, None if r is None else r.output, self._detokenizer, s.reward)
+            for s, r in zip(group.samples, runners, strict=True)
+        ]
+
+        def answered(value: Any, error: BaseException | None) -> None:
+            verdict, wrong = False, None
+            if error is None:
+                try:
+                    verdict = checked_verdict(value, group.id)
+                except (Exception, SystemExit) as raised:
+                    error = raised
+            if error is not None:
+                log.warning("filter failed for group %d", group.id, exc_info=error)
+                wrong = f"the filter failed: {describe(error)}"
+            self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
+
+        self._calls.begin(function, (group.prompt, responses), f"group {group.id}", answered)
+
+
+_ABANDONED = (
+    "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response is still being "
+    "generated; await every call to its end, without a timeout: a parked call takes as long as the steps between"
+)

@@ -1,0 +1,59 @@
+"""How long a user's function may take: one limit for all, so the one that began first is always the next to be late.
+
+Invariant: starting and stopping costs the same however many run; there is one timer, for the oldest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Protocol
+
+
+class Timed(Protocol):
+    """Something that can be late."""
+
+    def late(self) -> None:
+        """Its time is over; called once per start, on the loop."""
+
+
+class TimeLimits:
+    """Runs ``late`` of everything that was started and not stopped within ``seconds`` (None: never)."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._deadlines: OrderedDict[Timed, float] = OrderedDict()
+        """In the order of their deadlines."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, what: Timed) -> None:
+        """Its time begins now; nothing happens if it is running already."""
+        if self.seconds is None or what in self._deadlines:
+            return
+        loop = asyncio.get_running_loop()
+        self._deadlines[what] = deadline = loop.time() + self.seconds
+        if self._timer is None:
+            self._timer = loop.call_at(deadline, self._look)
+
+    def stop(self, what: Timed) -> None:
+        """It does not run any more; its next start begins from zero."""
+        self._deadlines.pop(what, None)
+
+    def close(self) -> None:
+        """Nothing is late any more."""
+        self._deadlines.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        """The timer of the oldest has run out, or of one that has been stopped since."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._deadlines:
+            what, deadline = next(iter(self._deadlines.items()))
+            if deadline > loop.time():
+                self._timer = loop.call_at(deadline, self._look)
+                return
+            del self._deadlines[what]
+            what.late()

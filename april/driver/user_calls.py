@@ -1,0 +1,235 @@
+"""Calls of the user's functions: async ones on the loop, plain ones in daemon threads, none for longer than allowed.
+
+Invariant: each call is answered at most once, and not at all after it was cancelled. A function that goes on after
+that (a thread, a coroutine that ignores its cancellation) is left behind, and nobody listens to it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import copy_context
+from typing import Any
+
+from april.driver.time_limits import TimeLimits
+from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of
+from april.driver.worker_threads import WorkerThreads
+from april.errors import RolloutError
+
+PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
+"""Plain reward functions and filters that run at the same time; those past their time limit are not counted."""
+CLEAN_UP_S = 10.0
+"""How long the end of a cancelled function is waited for, where somebody waits."""
+
+Answered = Callable[[Any, BaseException | None], None]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Call:
+    """One call of a user's function."""
+
+    __slots__ = ("_answered", "_calls", "_function", "_timed", "_where", "task")
+
+    def __init__(
+        self, calls: UserCalls, function: Callable[..., Any], where: object, answered: Answered, timed: bool
+    ) -> None:
+        self._calls = calls
+        self._function = function
+        self._where = where
+        self._answered: Answered | None = answered
+        self._timed = timed
+        self.task: asyncio.Task[None] | None = None
+        """What runs it on the loop, where something does."""
+
+    @property
+    def over(self) -> bool:
+        """Answered or cancelled."""
+        return self._answered is None
+
+    def answer(self, value: Any, error: BaseException | None) -> None:
+        """Tell who waits for it, unless that was done."""
+        answered, self._answered = self._answered, None
+        if answered is None:
+            return
+        if self._timed:
+            self._calls.limits.stop(self)
+        answered(value, error)
+
+    def late(self) -> None:
+        """It has taken too long: that is its answer, and it is left behind."""
+        error = RolloutError(
+            f"{name_of(self._function)} was not done with {self._where} after "
+            f"function_timeout_s={self._calls.limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
+        )
+        if not self.over:
+            if self.task is not None:
+                self.task.cancel()  # before the answer, which may begin the next one
+            self.answer(None, error)
+        self._calls.leave(self)
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more; a coroutine is cancelled, a plain function runs to its end."""
+        self._answered = None
+        if self.task is not None:
+            self._calls.limits.stop(self)
+            self.task.cancel()
+
+    def stop_clock(self) -> None:
+        """What follows is not the function's time."""
+        if self._timed:
+            self._calls.limits.stop(self)
+
+    def start_clock(self) -> None:
+        """The function goes on, with the whole time before it."""
+        if self._timed and not self.over:
+            self._calls.limits.start(self)
+
+
+class UserCalls:
+    """Calls functions, for one driver; must be used on its loop."""
+
+    def __init__(self, limits: TimeLimits, threads: WorkerThreads, spawn: Spawn) -> None:
+        self.limits = limits
+        self._threads = threads
+        self._spawn = spawn
+        self._context = copy_context()
+        self._closed = False
+        self._places = PLAIN_FUNCTIONS_AT_ONCE
+        self._waiting: deque[tuple[Call, Callable[..., Any], tuple[Any, ...]]] = deque()
+        """Plain functions for which there is no place yet."""
+        self._in_threads: dict[Call, asyncio.Future[None] | None] = {}
+        """Plain functions that hold a place, and who waits for their end."""
+
+    def begin(self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered) -> Call:
+        """Call ``function(*args)``; then ``answered(value, error)`` on the loop, at most once.
+
+        ``where`` (a sample's id) is named in the error of a function that takes too long.
+        """
+        if is_async(function):
+            return self.begin_async(function, args, where, answered)
+        call = Call(self, function, where, answered, True)
+        self._waiting.append((call, function, args))
+        self._start_threads()
+        return call
+
+    def begin_async(
+        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered, timed: bool = True
+    ) -> Call:
+        """:meth:`begin` for a function that is known to be async; not ``timed``: it may take as long as it likes."""
+        call = Call(self, function, where, answered, timed)
+        call.task = self._spawn(self._on_the_loop(call, function, args))
+        return call
+
+    async def call(self, function: Callable[..., Any], *args: Any, where: object) -> Any:
+        """:meth:`begin`, and wait for the answer.
+
+        Raises whatever the function raises, and RolloutError if it takes too long.
+        """
+        waiting = Waiting()
+        return await waiting.wait(self.begin(function, args, where, waiting.answered))
+
+    def leave(self, call: Call) -> None:
+        """If it holds a place, the next may have it."""
+        if call in self._in_threads:
+            ended = self._in_threads.pop(call)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+            self._places += 1
+            self._start_threads()
+
+    def close(self) -> list[asyncio.Future[None]]:
+        """Begin and answer nothing any more; returns futures for the ends of the plain functions that run in time."""
+        self._closed = True
+        self.limits.close()
+        self._waiting.clear()
+        loop = asyncio.get_running_loop()
+        futures = {call: loop.create_future() for call in self._in_threads}
+        for call, future in futures.items():
+            call.cancel()
+            self._in_threads[call] = future
+        return list(futures.values())
+
+    # ---------------------------------------------------------------- on the loop
+
+    async def _on_the_loop(self, call: Call, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+        value, error = None, None
+        call.start_clock()
+        try:
+            with inside_user_code():
+                value = await function(*args)
+        except (Exception, SystemExit) as raised:
+            error = raised
+        except asyncio.CancelledError:
+            if call.over or self._closed:
+                raise
+            error = cancelled_inside()
+        call.answer(value, error)
+
+    # ---------------------------------------------------------------- in threads
+
+    def _start_threads(self) -> None:
+        while self._places and self._waiting:
+            call, function, args = self._waiting.popleft()
+            if not call.over:
+                self._start_thread(call, function, args)
+
+    def _start_thread(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        def heard(outcome: Outcome) -> None:
+            self.limits.stop(call)
+            self._heard(call, outcome)
+            self.leave(call)
+
+        try:
+            self._threads.run(self._context.copy(), _marked, (function, *args), heard)
+        except RolloutError as error:
+            call.answer(None, error)
+            return
+        self._places -= 1
+        self._in_threads[call] = None
+        self.limits.start(call)
+
+    def _heard(self, call: Call, outcome: Outcome) -> None:
+        error = outcome.error
+        if isinstance(error, asyncio.CancelledError):
+            error = cancelled_inside()
+        if call.over:
+            return
+        if outcome.awaitable:
+            # a plain function that only makes a coroutine; its task may be cancelled before it begins
+            call.task = self._spawn(self._on_the_loop(call, outcome.take, ()))
+            call.task.add_done_callback(lambda _: outcome.close())
+        else:
+            call.answer(outcome.take(), error)
+
+
+class Waiting:
+    """Waits for the answer of one call."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answered(self, value: Any, error: BaseException | None) -> None:
+        """For :meth:`UserCalls.begin`."""
+        if self._future.done():
+            return
+        if error is None:
+            self._future.set_result(value)
+        else:
+            self._future.set_exception(harmless(error))
+
+    async def wait(self, call: Call) -> Any:
+        """The answer of ``call``. If this is cancelled, so is the call; its end is waited for CLEAN_UP_S at most."""
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            call.cancel()
+            if call.task is not None:
+                await asyncio.wait([call.task], timeout=CLEAN_UP_S)
+            raise
+
+
+def _marked(function: Callable[..., Any], *args: Any) -> Any:
+    with inside_user_code():
+        return function(*args)

@@ -1,0 +1,211 @@
+"""Which functions a user may bring, how they are called, and which are refused before anything starts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from real_schedulers import assert_nothing_is_left, check, config, endless, engine, scheduler
+
+import april
+from april.driver.rewards import Response
+from april.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    assert_nothing_is_left()
+
+
+# ---------------------------------------------------------------- kinds of functions
+
+
+async def rollout_async(prompt: april.Prompt, llm: april.LLM) -> str:
+    assert threading.current_thread().name == "april-loop"
+    await llm.generate()
+    return "done"
+
+
+def rollout_plain(prompt: april.Prompt, llm: april.BlockingLLM) -> str:
+    assert threading.current_thread().name.startswith("april-worker")
+    llm.generate()
+    return "done"
+
+
+async def reward_async(prompt: april.Prompt, response: Response) -> float:
+    assert threading.current_thread().name == "april-loop"
+    assert response.output == "done"
+    return float(len(response.tokens))
+
+
+def reward_plain(prompt: april.Prompt, response: Response) -> float:
+    assert threading.current_thread().name.startswith("april-worker")
+    assert response.output == "done"
+    return float(len(response.tokens))
+
+
+def with_tool(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """A decorator that hands over an argument of its own."""
+
+    @functools.wraps(function)
+    def inner(first: Any, second: Any) -> Any:
+        return function(first, second, "tool")
+
+    return inner
+
+
+def kinds(asynchronous: Callable[..., Any], plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """One job in all its forms."""
+
+    class AsyncObject:
+        async def __call__(self, first: Any, second: Any) -> Any:
+            return await asynchronous(first, second)
+
+        async def method(self, first: Any, second: Any, *, strict: bool = True) -> Any:
+            return await asynchronous(first, second)
+
+    class PlainObject:
+        def __len__(self) -> int:
+            return 0  # an object without entries is a function all the same
+
+        def __call__(self, first: Any, second: Any) -> Any:
+            return plain(first, second)
+
+        @staticmethod
+        def static(first: Any, second: Any) -> Any:
+            return plain(first, second)
+
+    def with_key(key: str, first: Any, second: Any) -> Any:
+        assert key == "key"
+        return plain(first, second)
+
+    async def with_key_async(first: Any, second: Any, *, key: str) -> Any:
+        assert key == "key"
+        return await asynchronous(first, second)
+
+    return {
+        "async": asynchronous,
+        "plain": plain,
+        "async object": AsyncObject(),
+        "plain object": PlainObject(),
+        "async method": AsyncObject().method,
+        "static method": PlainObject.static,
+        "partial": functools.partial(with_key, "key"),
+        "async partial": functools.partial(with_key_async, key="key"),
+        "partial of async object": functools.partial(AsyncObject()),
+        "returns a coroutine": lambda first, second: asynchronous(first, second),
+        "any arguments": lambda *args: plain(*args),
+        "decorated": with_tool(lambda first, second, tool: plain(first, second)),
+    }
+
+
+@pytest.mark.parametrize("kind", list(kinds(rollout_async, rollout_plain)))
+def test_kinds_of_functions(kind: str) -> None:
+    """Rollout and reward functions of every kind, async on the loop and plain in threads, with two arguments."""
+    rollout = kinds(rollout_async, rollout_plain)[kind]
+    reward = kinds(reward_async, reward_plain)[kind]
+    with scheduler(rollout=rollout, reward=reward) as rollouts:
+        check(rollouts.next_batch())
+        assert rollouts.ledger()["prompts"].dropped == {}
+        assert rollouts.evaluate([[1, 2]], n_samples=2).rewards.shape == (1, 2)
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+async def yields(prompt: april.Prompt, llm: april.LLM) -> Any:
+    yield await llm.generate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"rollout": lambda prompt: None},
+            r"rollout is called with \(prompt, llm\), which .*<lambda>\(prompt\) does not ",
+        ),
+        (
+            {"rollout": lambda p, llm, tool: None},
+            r"\(p, llm, tool\) does not take: missing a required argument: 'tool'",
+        ),
+        ({"rollout": yields}, "rollout: yields is a generator"),
+        ({"rollout": "generate"}, "rollout must be a function, got str"),
+        ({"rollout": None}, "rollout must be a function, got NoneType"),
+        ({"reward": lambda response: 1.0}, r"reward is called with \(prompt, response\), which"),
+        ({"reward": functools.partial(reward_plain, 1, 2)}, r"reward_plain\(\) does not take: too many positional"),
+        ({"reward": 1.0}, "reward must be a function, got float"),
+        ({"reward": None, "group_reward": lambda p, rs, *, scale: 1.0}, r"group_reward .*required.*'scale'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_functions_that_cannot_be_called_are_refused(arguments: dict[str, Any], words: str) -> None:
+    """One sentence when the scheduler is made: what is called how, and what does not fit."""
+    with pytest.raises(ConfigError, match=words):
+        scheduler(**arguments)
+
+
+def test_a_builtin_that_does_not_tell_its_parameters_is_not_refused() -> None:
+    """Only what is known to fail is refused."""
+    with scheduler(reward=max, rollout=april.driver.llm.single_turn):
+        pass
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(max)
+
+
+# ---------------------------------------------------------------- the decorator
+
+
+def test_the_decorator_on_an_async_function() -> None:
+    """Three lines: decorate, schedule, take batches; the function stays what it was."""
+
+    @april.partial_rollout
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
+        """Doc."""
+        return await rollout_async(prompt, llm)
+
+    assert inspect.iscoroutinefunction(rollout)
+    assert (rollout.__name__, rollout.__doc__) == ("rollout", "Doc.")
+    with rollout.scheduler(config(), prompts=endless(), reward=reward_async, engines=[engine()]) as rollouts:
+        check(rollouts.next_batch())
+    with scheduler(rollout=rollout, reward=reward_async) as rollouts:
+        check(rollouts.next_batch())
+
+
+def test_the_decorator_on_a_plain_function() -> None:
+    """A plain function runs in threads, and can still be called by its user."""
+
+    @april.partial_rollout
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> str:
+        return rollout_plain(prompt, llm) if llm else "called"
+
+    assert rollout(None, None) == "called"  # type: ignore[arg-type]
+    assert not inspect.iscoroutinefunction(rollout)
+    with scheduler(rollout=rollout, reward=reward_plain) as rollouts:
+        check(rollouts.next_batch())
+
+
+def test_the_decorator_refuses_what_cannot_be_a_rollout_function() -> None:
+    """When it decorates, long before a scheduler is made; and rollout= cannot be given twice."""
+    with pytest.raises(
+        ConfigError, match=r"partial_rollout is called with \(prompt, llm\), which .*one_argument\(prompt\) "
+    ):
+
+        @april.partial_rollout
+        def one_argument(prompt: april.Prompt) -> None: ...
+
+    with pytest.raises(ConfigError, match="must be a function, got int"):
+        april.partial_rollout(3)  # type: ignore[arg-type]
+    decorated = april.partial_rollout(rollout_async)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'rollout'"):
+        decorated.scheduler(april.Config(rollout_batch_size=1, max_response_len=4), prompts=[], rollout=rollout_async)
+
+
+def test_the_package_offers_the_decorator_not_a_module() -> None:
+    """``april.partial_rollout`` is the decorator, however often it is looked up."""
+    assert [callable(april.partial_rollout) for _ in range(2)] == [True, True]
+    assert "partial_rollout" in dir(april)

@@ -1,0 +1,467 @@
+"""function_timeout_s: a reward or rollout function that hangs is a named failure of its sample, and of nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gate_engine import TAIL, GateEngine
+from real_schedulers import config, scheduler
+from virtual_rollouts import Rollouts, now, table, virtual
+
+import april
+from april.core.types import DropReason, Prompt, SampleId
+from april.driver.llm import LLM
+from april.driver.rewards import Response
+from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import UserCalls
+from april.driver.worker_threads import WorkerThreads
+from april.errors import ConfigError, RolloutError
+
+# ---------------------------------------------------------------- async functions, on virtual time
+
+
+def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None:
+    """At its deadline, to the second: function, sample and setting are named, and no token is lost."""
+    cancelled: list[float] = []
+
+    async def judge(prompt: Prompt, response: Response) -> float:
+        if response.sample_id == (1, 0) and not cancelled:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                cancelled.append(now())
+                raise
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, reward=judge, function_timeout_s=60)
+        batch = await rollouts.step()
+        assert cancelled == [65.0]  # 5 tokens, then the limit
+        assert now() == 65.0
+        assert batch.metrics["failed_samples"] == 1
+        assert not rollouts.dropped
+        story = rollouts.core.story(SampleId(1, 0))
+        assert "the reward function failed" in story
+        assert "judge was not done with g1.s0 after function_timeout_s=60" in story
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
+    """The same for the reward of a whole group."""
+    calls: list[float] = []
+
+    async def judge(prompt: Prompt, responses: list[Response]) -> list[float]:
+        calls.append(now())
+        if len(calls) == 1:
+            await asyncio.Event().wait()
+        return [1.0] * len(responses)
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, samples=3, group_reward=judge, function_timeout_s=7)
+        await rollouts.step()
+        assert calls == [5.0, 12.0]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
+    """After max_attempt_failures the group is replaced, its tokens are counted as failed."""
+
+    async def judge(prompt: Prompt, response: Response) -> float:
+        if response.sample_id.group == 0:
+            await asyncio.Event().wait()
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=10)
+        batch = await rollouts.step()
+        assert batch.group_ids.tolist() == [1]
+        assert rollouts.dropped == {DropReason.FAILED: 5}
+        assert now() == 5 + 3 * 10 + 5
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_filter_that_hangs_is_a_named_failure() -> None:
+    """The group is judged again or dropped by name; the step goes on."""
+
+    async def picky(prompt: Prompt, responses: list[Response]) -> bool:
+        if responses[0].sample_id.group == 0:
+            await asyncio.Event().wait()
+        return True
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, filter=picky, function_timeout_s=10)
+        batch = await rollouts.step()
+        assert batch.group_ids.tolist() == [1]
+        assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("ending", ["answers late", "raises late"])
+def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
+    """Its late answer is nobody's: the answer of the second call is delivered."""
+    late: list[float] = []
+
+    async def judge(prompt: Prompt, response: Response) -> float:
+        if not late:
+            late.append(-1.0)
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)
+                late.append(now())
+                if ending == "raises late":
+                    raise ValueError("late") from None
+                return 99.0
+        await asyncio.sleep(40)
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=50)
+        batch = await rollouts.step()
+        assert batch.rewards.tolist() == [1.0]
+        assert late == [-1.0, 75.0]
+        assert now() == 5 + 50 + 40
+        assert rollouts.core.counters["late_events"] == 0
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("hangs_after", [0, 1, 2])
+def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> None:
+    """Before the first call, between two calls, after the last: its sample starts anew, its tokens are counted."""
+    hung: list[float] = []
+
+    async def agent(prompt: Prompt, llm: LLM) -> None:
+        for call in range(3):
+            if call == hangs_after and llm.sample_id == (0, 1) and not hung:
+                hung.append(now())
+                await asyncio.Event().wait()
+            if call < 2:
+                await llm.generate()
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, samples=2, rollout=agent, function_timeout_s=30)
+        batch = await rollouts.driver.next_batch()
+        assert batch.group_ids.tolist() == [0, 0]
+        assert hung == [5.0 * hangs_after]
+        assert now() == hung[0] + 30 + 10
+        assert rollouts.dropped == ({DropReason.FAILED: 5 * hangs_after} if hangs_after else {})
+        assert "the rollout function failed: RolloutError: test_a_roll" in rollouts.core.story(SampleId(0, 1))
+        assert "agent was not done with g0.s1 after function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
+        rollouts.check_ledger()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_time_in_generate_does_not_count() -> None:
+    """Responses and parked times far beyond the limit, over several steps; each tool has the whole limit."""
+
+    async def agent(prompt: Prompt, llm: LLM) -> None:
+        await asyncio.sleep(9)
+        done = await llm.generate()
+        await asyncio.sleep(9)
+        await llm.generate([*done.conversation, 950])
+        await asyncio.sleep(9)
+
+    async def program() -> None:
+        lengths = table({(0, 0): 400}, default=50)
+        rollouts = Rollouts(lengths, n=1, over=2, rollout=agent, function_timeout_s=10)
+        samples: dict[SampleId, int] = {}
+        while SampleId(0, 0) not in samples:
+            batch = await rollouts.driver.next_batch()
+            samples |= {s.id: len(s.segments) for s in batch.samples}
+            await asyncio.sleep(100)  # the trainer
+            await rollouts.driver.update_weights()
+        assert samples[SampleId(0, 0)] > 3  # two calls and what the tool said, in more than one attempt each
+        assert now() > 400
+        assert rollouts.core.counters["failed_samples"] == 0
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_tool_that_runs_while_training_is_paused_uses_its_time() -> None:
+    """A pause stops generation, not the user's tools, so their time goes on."""
+
+    async def agent(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate()
+        await asyncio.sleep(30)
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, rollout=agent, function_timeout_s=20)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(6)
+        async with rollouts.driver.paused():
+            await asyncio.sleep(100)
+            assert rollouts.core.counters["failed_samples"] == 1
+        waiter.cancel()
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind() -> None:
+    """The sample has a new function; what the old one asks for or returns later is refused and changes nothing."""
+    errors: list[BaseException] = []
+    started: list[float] = []
+
+    async def agent(prompt: Prompt, llm: LLM) -> str:
+        started.append(now())
+        if len(started) == 1:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                await asyncio.sleep(3)
+            try:
+                await llm.generate()
+            except RolloutError as error:
+                errors.append(error)
+            return "old"
+        await llm.generate()
+        return "new"
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        assert response.output == "new"
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=1, rollout=agent, reward=reward, function_timeout_s=10)
+        await rollouts.step()
+        assert started == [0.0, 10.0]
+        assert ["after its rollout function had ended" in str(e) for e in errors] == [True]
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
+    """Cancelling the task that runs it, which no one else did, neither loses the sample nor hangs the step."""
+    done: list[SampleId] = []
+
+    async def agent(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate()
+        if not done:
+            done.append(llm.sample_id)
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(1)
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, rollout=agent)
+        await rollouts.step()
+        assert "something that it waited for was cancelled" in rollouts.core.story(done[0])
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One response and nothing else: no clock is started for it."""
+    started: list[Any] = []
+    monkeypatch.setattr(TimeLimits, "start", lambda self, what: started.append(what))
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)
+        await rollouts.step()
+        assert started == []
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_time_limits_run_out_in_order_and_start_again() -> None:
+    """The same limit for all: late in the order of their starts, exactly in time; stopped ones never."""
+    events: list[tuple[str, float]] = []
+
+    class Timed:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def late(self) -> None:
+            events.append((self.name, now()))
+            if self.name == "again":
+                self.name = "over"
+                limits.start(self)
+
+    limits = TimeLimits(10)
+
+    async def program() -> None:
+        stopped, first, again, restarted = (Timed(n) for n in ("stopped", "first", "again", "restarted"))
+        for timed in (stopped, first, restarted):
+            limits.start(timed)
+        await asyncio.sleep(4)
+        limits.start(first)  # running already: nothing
+        limits.start(again)
+        limits.stop(stopped)
+        limits.stop(restarted)
+        limits.start(restarted)
+        await asyncio.sleep(100)
+        assert events == [("first", 10.0), ("again", 14.0), ("restarted", 14.0), ("over", 24.0)]
+        limits.start(stopped)
+        limits.close()
+        await asyncio.sleep(100)
+        assert len(events) == 4
+
+    virtual(program)
+
+
+# ---------------------------------------------------------------- plain functions, in threads
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """What hung functions wait for; set when the test is over, and then their threads end."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("april-worker"):
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def limited(**arguments: Any) -> april.RolloutScheduler:
+    """N = n = 1; functions have 50 ms. A slow machine may make others late: what is late may begin again for ever."""
+    settings = config(
+        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=1, function_timeout_s=0.05,
+        max_attempt_failures=10**6,
+    )  # fmt: skip
+    return scheduler(**({"config": settings, "engines": [GateEngine()], "reward": None} | arguments))
+
+
+def test_a_plain_reward_that_hangs_is_asked_again(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left behind in its thread, which gives its place to the next; close does not wait for it."""
+    monkeypatch.setattr("april.driver.user_calls.PLAIN_FUNCTIONS_AT_ONCE", 1)
+    hung: list[str] = []
+
+    def judge(prompt: april.Prompt, response: Response) -> float:
+        if not hung:
+            hung.append(str(response.sample_id))
+            release.wait()
+            return 99.0
+        return 1.0
+
+    with limited(reward=judge) as rollouts:
+        assert rollouts.next_batch().rewards.tolist() == [1.0]
+        assert "judge was not done with g0.s0 after function_timeout_s=0.05" in rollouts.story(0, 0)
+        assert not rollouts.ledger()["tokens"].dropped
+    assert not release.is_set()
+
+
+def test_a_plain_rollout_function_that_hangs_begins_again(release: threading.Event) -> None:
+    """Between two calls: a new thread for the sample; the old one is cancelled when it next generates."""
+    hung: list[str] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def agent(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        llm.generate()
+        if not hung:
+            hung.append(str(llm.sample_id))
+            release.wait()
+            try:
+                llm.generate()
+            except BaseException as error:
+                errors.append(error)
+                ended.set()
+                raise
+
+    with limited(rollout=agent) as rollouts:
+        (sample,) = rollouts.next_batch().samples
+        assert sample.id == (0, 0)
+        assert sample.tokens.tolist() == TAIL
+        assert "agent was not done with g0.s0 after function_timeout_s=0.05" in rollouts.story(0, 0)
+        assert rollouts.ledger()["tokens"].dropped[DropReason.FAILED] % len(TAIL) == 0
+        release.set()
+        assert ended.wait(30)
+    assert [type(e) for e in errors] == [asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("what", ["rollout", "reward", "async reward"])
+def test_a_function_that_hangs_in_an_evaluation_is_named(what: str, release: threading.Event) -> None:
+    """RolloutError instead of an evaluation without end, a coroutine that ignores its cancellation included."""
+    async_release = asyncio.Event()
+
+    def agent(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        llm.generate()
+        if what == "rollout":
+            release.wait()
+
+    def judge(prompt: april.Prompt, response: Response) -> float:
+        if what == "reward":
+            release.wait()
+        return 1.0
+
+    async def async_judge(prompt: april.Prompt, response: Response) -> float:
+        while not async_release.is_set():
+            try:
+                await async_release.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    with limited(rollout=agent, reward=async_judge if what == "async reward" else judge) as rollouts:
+        with pytest.raises(RolloutError, match=r"was not done with g0.s0 after function_timeout_s=0.05"):
+            rollouts.evaluate([[1, 2]])
+        rollouts._thread.call(async_release.set)
+
+
+@pytest.mark.asyncio
+async def test_only_so_many_plain_functions_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait their turn, without using up their time; one that was cancelled meanwhile never starts."""
+    monkeypatch.setattr("april.driver.user_calls.PLAIN_FUNCTIONS_AT_ONCE", 2)
+    threads = WorkerThreads()
+    calls = UserCalls(TimeLimits(1000), threads, asyncio.get_running_loop().create_task)
+    inside, most, ran = [0], [0], []
+    lock = threading.Lock()
+    gates = [threading.Event() for _ in range(6)]
+
+    def function(number: int) -> int:
+        with lock:
+            ran.append(number)
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        gates[number].wait()
+        with lock:
+            inside[0] -= 1
+        return number
+
+    tasks = [asyncio.create_task(calls.call(function, i, where=i)) for i in range(6)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    tasks[0].cancel()  # this one runs: its place is taken until it ends
+    await asyncio.sleep(0)
+    for gate in gates:
+        gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [r for r in results if isinstance(r, int)] == [1, 2, 4, 5]
+    assert sorted(ran) == [0, 1, 2, 4, 5]
+    assert most[0] <= 2
+    threads.close()
+
+
+# ---------------------------------------------------------------- the setting
+
+
+def test_the_setting() -> None:
+    """Ten minutes unless given; None means for ever; what cannot be is refused."""
+    assert config().function_timeout_s == 600.0
+    assert config(function_timeout_s=None).function_timeout_s is None
+    for wrong in (0, -1.0, float("inf"), True, "soon"):
+        with pytest.raises(ConfigError, match="function_timeout_s"):
+            config(function_timeout_s=wrong)
