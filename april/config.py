@@ -162,6 +162,8 @@ class Config(_Model):
     """Longest wait for an aborted request before its engine is quarantined."""
     abort_resend_s: PositiveFloat = 1.0
     """Time between two requests for the same abort."""
+    stall_timeout_s: PositiveFloat | None = 1800.0
+    """Longest silence of an engine about a request; then it is asked to end it, and what came is continued."""
     outage_deadline_s: PositiveFloat = 600.0
     """Longest wait for an engine while none is well, before the step fails."""
     allow_mismatch: bool = False

@@ -99,7 +99,7 @@ class RolloutScheduler:
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
                     allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
-                    function_timeout_s=config.function_timeout_s, check=check,
+                    function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
                 )
             )
         except BaseException:

@@ -42,6 +42,13 @@ class StopFound:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptStalled:
+    """The engine has sent nothing for an attempt for too long."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEnded:
     """The engine ended an attempt. ``finish`` is "stop", "length" or "abort"; its tokens are on its tape."""
 
@@ -142,6 +149,7 @@ Event = (
     | PromptsDrawn
     | CallMade
     | StopFound
+    | AttemptStalled
     | AttemptEnded
     | AttemptFailed
     | SampleReturned

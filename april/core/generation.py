@@ -142,6 +142,16 @@ class Generation:
         else:
             self._books.stop([attempt])
 
+    def attempt_stalled(self, event: ev.AttemptStalled) -> None:
+        """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
+        attempt = self._books.attempts.in_flight.get(event.attempt_id)
+        if attempt is None:
+            self._books.counters["late_events"] += 1
+            return
+        attempt.stalled = True
+        self._books.counters["stalled_attempts"] += 1
+        self._books.stop([attempt])
+
     def attempt_ended(self, event: ev.AttemptEnded) -> None:
         """An attempt is over, by itself or because it was asked to end."""
         books = self._books
@@ -153,11 +163,24 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
+        if self._is_complete(attempt, event.finish):
+            return
+        if attempt.stalled:
+            self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=attempt.tape.count > 0)
+            return
+        if not attempt.tape.count:
+            books.counters["empty_partials"] += 1
         sample.attempt_failures, sample.avoid = 0, ""
-        if not self._is_complete(attempt, event.finish):
-            if not attempt.tape.count:
-                books.counters["empty_partials"] += 1
-            self._queue(sample, f"partial after {attempt.tape.count} tokens")
+        self._queue(sample, f"partial after {attempt.tape.count} tokens")
+
+    def _broke_off(self, attempt: Attempt, error: str, *, progressed: bool) -> None:
+        """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
+        sample = attempt.sample
+        sample.attempt_failures = 1 if progressed else sample.attempt_failures + 1
+        sample.avoid = attempt.engine
+        self._queue(sample, f"attempt failed: {error}")
+        if sample.attempt_failures >= self._books.settings.max_attempt_failures:
+            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
 
     def _is_complete(self, attempt: Attempt, finish: str) -> bool:
         """Complete the call if the attempt brought its last token, whatever the end of its stream looked like."""
@@ -192,16 +215,9 @@ class Generation:
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
             return
-        sample = attempt.sample
         if not event.corrupt and self._is_complete(attempt, "abort"):
             return
-        # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
-        progressed = attempt.tape.count > 0 and not event.corrupt
-        sample.attempt_failures = 1 if progressed else sample.attempt_failures + 1
-        sample.avoid = attempt.engine
-        self._queue(sample, f"attempt failed: {event.error}")
-        if sample.attempt_failures >= books.settings.max_attempt_failures:
-            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {event.error}")
+        self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
 
     def _take(self, attempt_id: str) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""

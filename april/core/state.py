@@ -73,6 +73,7 @@ class RolloutCore:
             ev.PromptsDrawn: self._prompts_drawn,
             ev.CallMade: generation.call_made,
             ev.StopFound: generation.stop_found,
+            ev.AttemptStalled: generation.attempt_stalled,
             ev.AttemptEnded: generation.attempt_ended,
             ev.AttemptFailed: generation.attempt_failed,
             ev.SampleReturned: scoring.sample_returned,

@@ -13,6 +13,7 @@ STEP_METRICS = (
     "failed_attempts",
     "failed_samples",
     "fenced_attempts",
+    "stalled_attempts",
     "late_events",
     "after_stop_tokens",
     "prompts_drawn",

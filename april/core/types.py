@@ -170,6 +170,8 @@ class Attempt:
     sampling: SamplingParams
     tape: AttemptTape
     urgent: bool = False
+    stalled: bool = False
+    """It was asked to end because its engine was silent."""
     dropped_for: DropReason | None = None
     """Its sample went on without it: its tokens are dropped for this reason."""
 

@@ -20,6 +20,7 @@ from april.core.types import Attempt
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.stop_strings import StopMatcher
+from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
@@ -33,16 +34,23 @@ PROBE_TIMEOUT_S = 10.0
 """A probe without an answer for this long counts as unwell."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
     """One attempt at an engine."""
 
     attempt: Attempt
+    post: Callable[[ev.Event], None]
     response_offset: int
     """Tokens of the present llm.generate call that earlier attempts generated."""
     task: asyncio.Task[None] | None = None
     sent: bool = False
     aborted: bool = False
+
+    def late(self) -> None:
+        """Nothing has come for too long."""
+        attempt = self.attempt
+        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.id, attempt.engine)
+        self.post(ev.AttemptStalled(self.attempt.id))
 
 
 class AttemptStreams:
@@ -56,6 +64,7 @@ class AttemptStreams:
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self._engines = engines
         self._core = core
@@ -63,6 +72,7 @@ class AttemptStreams:
         self._post = post
         self._spawn = spawn
         self._detokenizer = detokenizer
+        self._silence = TimeLimits(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
         self._sweeps: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
 
@@ -72,12 +82,13 @@ class AttemptStreams:
     def clear(self) -> None:
         """Forget all streams; their tasks have ended."""
         self._open.clear()
+        self._silence.close()
 
     def submit(self, command: do.Submit) -> None:
         """Send one attempt to its engine; its end is an event."""
         sample = command.attempt.sample
         assert sample.call is not None
-        stream = _Stream(command.attempt, len(sample.tape) - sample.call.start)
+        stream = _Stream(command.attempt, self._post, len(sample.tape) - sample.call.start)
         self._open[command.attempt.id] = stream
         self._busy.change(+1, asyncio.get_running_loop().time())
         stream.task = self._spawn(self._run_attempt(stream))
@@ -99,6 +110,7 @@ class AttemptStreams:
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
         except asyncio.CancelledError as error:
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
+        self._silence.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
             self._busy.change(-1, asyncio.get_running_loop().time())
             self._post(event)
@@ -120,11 +132,14 @@ class AttemptStreams:
             stream=stops is not None,
         )
         stream.sent = True
+        self._silence.start(stream)
         finish: EngineFinish | None = None
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if self._open.get(attempt.id) is not stream:
                     break  # fenced: its tape is closed, whatever the engine makes of the cancellation
+                self._silence.stop(stream)
+                self._silence.start(stream)
                 room = attempt.sampling.max_tokens - attempt.tape.parsed
                 try:
                     if finish is not None:
@@ -212,6 +227,7 @@ class AttemptStreams:
             stream = self._open.pop(attempt_id, None)
             if stream is not None and stream.task is not None:
                 self._busy.change(-1, asyncio.get_running_loop().time())
+                self._silence.stop(stream)
                 stream.task.cancel()
 
     def probe(self, command: do.ProbeEngine) -> None:

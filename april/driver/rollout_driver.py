@@ -64,6 +64,7 @@ class RolloutDriver:
         allow_mismatch: bool = False,
         detokenizer: Detokenizer | None = None,
         function_timeout_s: float | None = None,
+        stall_timeout_s: float | None = None,
         check: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
@@ -91,7 +92,9 @@ class RolloutDriver:
         )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
-        self.streams = AttemptStreams(self.engines, self.core, self._busy, self.post, self.spawn, detokenizer)
+        self.streams = AttemptStreams(
+            self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
+        )
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._samples.start,

@@ -1,4 +1,4 @@
-"""How long a user's function may take: one limit for all, so the one that began first is always the next to be late.
+"""How long a function may take or an engine be silent: one limit for all, so the first to begin is the next to be late.
 
 Invariant: starting and stopping costs the same however many run; there is one timer, for the oldest.
 """
