@@ -24,6 +24,12 @@ def blocks(language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
+def block(word: str) -> str:
+    """The one Python block that contains ``word``."""
+    (found,) = [b for b in blocks("python") if word in b]
+    return found
+
+
 def test_the_loop_in_the_readme_runs_and_is_at_most_15_lines() -> None:
     """config, prompts, reward, next_batch, train, weight_update: copied from the README, run on a real model."""
     code, batch_code = blocks("python")[:2]
@@ -68,15 +74,36 @@ def test_the_flags_in_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--rollout-batch-size", "4", "--over-sampling-batch-size", "6", "--max-response-len", "9"]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])
 
-    exec(compile(blocks("python")[3], "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+    exec(compile(block("add_april_arguments"), "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
 
     assert space["config"] == april.Config(rollout_batch_size=4, over_sampling_batch_size=6, max_response_len=9)
+
+
+def test_the_restart_in_the_readme_works(tmp_path: Path) -> None:
+    """Saved through torch, loaded with weights_only: the lines before and after the restart, copied from the README."""
+    before, after = block("load_state_dict").split("# after a restart")
+    config = april.Config(rollout_batch_size=1, over_sampling_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
+    space: dict[str, Any] = {"torch": torch, "model": tiny_model(), "path": tmp_path / "checkpoint.pt"}
+    prompts = [[3, 4, 5 + i] for i in range(4)]
+    delivered = []
+    with april.RolloutScheduler(config, prompts=prompts, model=space["model"], check=True) as rollouts:
+        space["rollouts"], space["batch"] = rollouts, rollouts.next_batch()
+        delivered += [s.prompt.position for s in space["batch"].samples]
+        exec(compile(before, "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+    with april.RolloutScheduler(config, prompts=prompts, model=space["model"], check=True) as rollouts:
+        space["rollouts"] = rollouts
+        exec(compile("#" + after, "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+        assert rollouts.version == (1, 0)
+        for _ in range(3):
+            delivered += [s.prompt.position for s in rollouts.next_batch().samples]
+
+    assert sorted(delivered) == [0, 1, 2, 3]
 
 
 def test_the_multi_turn_function_in_the_readme_runs() -> None:
     """The coroutine with a tool, copied from the README."""
     space: dict[str, Any] = {}
-    exec(compile(blocks("python")[2], "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+    exec(compile(block("run_tool"), "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
 
     async def run_tool(tokens: Any) -> list[int]:
         return [5, 6, 7]
