@@ -147,8 +147,11 @@ class Rollouts:
         prompts: Iterable[Any] | int = 10_000,
         reward: Callable[..., Any] | None = by_first_token,
         group_reward: Callable[..., Any] | None = None,
+        filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
+        epochs: int | None = 1,
+        check: bool = True,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -160,21 +163,22 @@ class Rollouts:
             "max_in_flight": max(n, over) * samples,
             "has_reward": reward is not None or group_reward is not None,
             "group_reward": group_reward is not None,
+            "has_filter": filter is not None,
         }
         self.settings = CoreSettings(**(values | changes))
         self.length_of = length_of
         self.engines = list(engines or [RecordingEngine(length_of)])
         if isinstance(prompts, int):
             prompts = [prompt_ids(i) for i in range(prompts)]
-        functions = UserFunctions(rollout, None if group_reward else reward, group_reward)
+        functions = UserFunctions(rollout, None if group_reward else reward, group_reward, filter)
         self.driver = RolloutDriver(
             self.settings,
             SamplingParams(max_tokens=self.settings.max_response_len),
             self.engines,
-            PromptSource(prompts, VOCAB),
+            PromptSource(prompts, VOCAB, epochs),
             functions,
             allow_mismatch=allow_mismatch,
-            check=True,
+            check=check,
         )
         self.core = self.driver.core
 

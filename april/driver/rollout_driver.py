@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from april.core import commands as do
 from april.core import events as ev
@@ -35,6 +35,8 @@ from april.engines.protocol import Engine
 from april.errors import AprilError, CheckpointError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
+
+T = TypeVar("T")
 
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
@@ -195,7 +197,11 @@ class RolloutDriver:
                 await transfer()
             await self._give_version(version, path)
         finally:
-            _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
+            # an engine that stays paused would hold up everything for ever
+            results, cancelled = await _to_its_end(self._on_all_engines(lambda engine: engine.resume()))
+            _raise_first(results)
+            if cancelled is not None:
+                raise cancelled
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -226,12 +232,7 @@ class RolloutDriver:
 
     async def _give_version(self, version: PolicyVersion, path: str | None) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
-        giving = asyncio.ensure_future(self._on_all_engines(lambda engine: engine.update_weights(version, path)))
-        cancelled: asyncio.CancelledError | None = None
-        try:
-            results = await asyncio.shield(giving)
-        except asyncio.CancelledError as error:
-            cancelled, results = error, await giving
+        results, cancelled = await _to_its_end(self._on_all_engines(lambda e: e.update_weights(version, path)))
         self._note_half_update(results)
         _raise_first(results)
         taken, self._taken = self._taken, []
@@ -508,6 +509,18 @@ _ABANDONED = (
     "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response is still being "
     "generated; await every call to its end, without a timeout: a parked call takes as long as the steps between"
 )
+
+
+async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
+    """Its result, and the cancellation that came meanwhile and is to be raised when the result is taken care of."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return task.result(), cancelled
 
 
 def _raise_first(results: dict[str, BaseException | None]) -> None:
