@@ -187,6 +187,7 @@ def _restore(core: RolloutCore, state: State) -> None:
         core.buffer.add(group)
     for group in ready:
         group.unfinished = 0
+        books.event_number += 1  # completed one after the other: batches are delivered again in their order
         core.monitor.accept(group, books.event_number)
     for group in waiting:
         for sample in group.samples:
