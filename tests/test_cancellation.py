@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids
 
@@ -270,6 +271,46 @@ def test_evaluate(running: bool) -> None:
         return [*seen, sorted((s.id, s.tokens.tolist()) for s in batch.samples)]
 
     assert cut_everywhere(program) > 20
+
+
+def test_load_state_dict() -> None:
+    """Loaded or not, never half: a driver whose load was cancelled takes the state again, or has it."""
+
+    async def saved(scissors: Scissors) -> bytes:
+        rollouts = new()
+        await rollouts.driver.next_batch()
+        await rollouts.driver.update_weights()
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(6.5)
+        state = msgspec.msgpack.encode(rollouts.driver.state_dict(None))
+        waiter.cancel()
+        await rollouts.close()
+        return state
+
+    state = msgspec.msgpack.decode(Scissors().run(saved))
+
+    async def program(scissors: Scissors) -> Seen:
+        rollouts = new()
+        driver, core = rollouts.driver, rollouts.core
+        await scissors.call(driver.load_state_dict(state))
+        core.validate()
+        assert not any(e.inner._paused for e in rollouts.engines)
+        if core.clock.current == PolicyVersion(0, 0):
+            assert len(core.buffer) == 0
+            assert driver._source.position == 0
+            assert await driver.load_state_dict(state) == PolicyVersion(1, 1)
+        assert core.clock.current == PolicyVersion(1, 1)
+        assert {e.inner._version for e in rollouts.engines} == {PolicyVersion(1, 1)}
+        seen = []
+        for _ in range(3):
+            batch = await driver.next_batch()
+            seen.append([(s.id, s.tokens.tolist(), s.versions.tolist()) for s in batch.samples])
+            await driver.update_weights()
+        core.validate()
+        await rollouts.close()
+        return seen
+
+    assert cut_everywhere(program) > 10
 
 
 @pytest.mark.parametrize("at", [0.0, 6.5, 200.0])

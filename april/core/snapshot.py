@@ -153,13 +153,18 @@ def restore(core: RolloutCore, state: State) -> None:
     Raises:
         CheckpointError: the core is not fresh, or the state is not one of april's, or of another configuration.
     """
-    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
-        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
+    require_fresh(core)
     _check(core, state)
     try:
         _restore(core, state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
+
+
+def require_fresh(core: RolloutCore) -> None:
+    """Raise CheckpointError for a core that has done something already."""
+    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
+        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
 
 
 def _check(core: RolloutCore, state: State) -> None:
