@@ -20,6 +20,7 @@ from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.prompt_source import PromptSource, as_prompt
+from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver, UserFunctions
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
@@ -59,12 +60,23 @@ class RolloutScheduler:
         engines: Sequence[Engine] | None = None,
         check: bool = False,
     ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
+                "Config.from_yaml make one"
+            )
         if reward is not None and group_reward is not None:
             raise ConfigError("give reward or group_reward, not both")
         named = {"reward": reward, "group_reward": group_reward, "filter": filter, "rollout": rollout}
         for what, function in named.items():
             if function is not None and not callable(function):
                 raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
+        if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
+            raise ConfigError(
+                "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
+            )
+        if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
+            raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
         self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
         _check_engines(config, self._engines)
@@ -132,6 +144,8 @@ class RolloutScheduler:
         """
         if transfer is None:
             return self._thread.run(self._driver.update_weights(path))
+        if not callable(transfer):
+            raise ConfigError(f"weight_update: transfer must be a function, got {type(transfer).__name__}")
         paused: Future[None] = Future()
         handed_over: Future[None] = Future()
 
@@ -188,8 +202,8 @@ class RolloutScheduler:
         max_tokens: int | None, seed: int,
     ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
-        if n_samples < 1:
-            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples}")
+        if not isinstance(n_samples, int) or n_samples < 1:
+            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples!r}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
@@ -200,7 +214,7 @@ class RolloutScheduler:
         wrong = wrong_sampling(sampling, self._vocab_size)
         if wrong is not None:
             raise ConfigError(f"evaluate: {wrong}")
-        if isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"evaluate: prompts must be an iterable of prompts, got {type(prompts).__name__}")
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
         if not checked:
@@ -313,6 +327,9 @@ def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
     """Refuse what cannot work with these engines, before anything starts."""
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
+    for engine in engines:
+        if not hasattr(engine, "capabilities"):
+            raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")

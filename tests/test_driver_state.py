@@ -80,7 +80,7 @@ def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
         with pytest.raises(CheckpointError, match=r"trained_through=0, but batch 1 is committed by a weight update"):
             old.driver.state_dict(0)
         for wrong in (3, -2):
-            with pytest.raises(CheckpointError, match=rf"trained_through={wrong}: the batches .* are 0 to 2"):
+            with pytest.raises(CheckpointError, match=rf"trained_through={wrong} .* delivered so far are 0 to 2"):
                 old.driver.state_dict(wrong)
         await old.close()
 

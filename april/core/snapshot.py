@@ -53,8 +53,10 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     books = core.books
     newest_committed = _newest_committed(core)
     last = newest_committed if trained_through is None else trained_through
-    if not -1 <= last < books.batches:
-        raise CheckpointError(f"trained_through={last}: the batches delivered so far are 0 to {books.batches - 1}")
+    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < books.batches:
+        newest = books.batches - 1
+        there = f"the batches delivered so far are 0 to {newest}" if books.batches else "no batch was delivered"
+        raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
     if last < newest_committed:
         raise CheckpointError(
             f"trained_through={last}, but batch {newest_committed} is committed by a weight update and no longer "

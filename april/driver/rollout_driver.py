@@ -492,6 +492,8 @@ class RolloutDriver:
             if command.kept
             else "every prompt is settled"
         )
+        if dropped := {str(reason): count for reason, count in self.core.prompts.dropped.items() if count}:
+            rest += f" (dropped so far: {dropped})"
         self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
