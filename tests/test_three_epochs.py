@@ -117,7 +117,7 @@ class World:
         self.rollouts = Rollouts(
             length, n=self.n, samples=SAMPLES, engines=self.engines, prompts=self.prompts, rollout=self.rollout,
             reward=self.reward, filter=self.filter, epochs=None if self.end is OnDataEnd.WRAP else EPOCHS,
-            max_response_len=CAP, on_data_end=self.end, **self.changes,
+            max_response_len=CAP, on_data_end=self.end, run_id=len(self.records), **self.changes,
         )  # fmt: skip
         self.driver, self.core = self.rollouts.driver, self.rollouts.core
         setbacks = self.core._setbacks
@@ -318,7 +318,7 @@ def settings_of(n: int, mode: str) -> dict[str, Any]:
     return {
         "sync": {"over": n},
         "over-sampling": {"over": 2 * n},
-        "portions": {"over": n // 3},
+        "portions": {"over": max(1, n // 3)},
         "refill-group": {"over": 2 * n, "refill": Refill.GROUP},
         "refill-sample": {"refill": Refill.SAMPLE, "max_in_flight": n * SAMPLES * 5 // 4},
     }[mode]
