@@ -22,6 +22,7 @@ from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.prompt_source import PromptSource, as_prompt
+from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function
@@ -69,6 +70,11 @@ class RolloutScheduler:
         tokenizer: Any = None,
         check: bool = False,
     ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
+                "Config.from_yaml make one"
+            )
         if reward is not None and group_reward is not None:
             raise ConfigError("give reward or group_reward, not both")
         check_function("rollout", rollout, ("prompt", "llm"))
@@ -78,6 +84,12 @@ class RolloutScheduler:
             check_function("group_reward", group_reward, ("prompt", "responses"))
         if filter is not None:
             check_function("filter", filter, ("prompt", "responses"))
+        if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
+            raise ConfigError(
+                "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
+            )
+        if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
+            raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
@@ -149,6 +161,8 @@ class RolloutScheduler:
         """
         if transfer is None:
             return self._thread.run(self._driver.update_weights(path))
+        if not callable(transfer):
+            raise ConfigError(f"weight_update: transfer must be a function, got {type(transfer).__name__}")
         paused: Future[None] = Future()
         handed_over: Future[None] = Future()
 
@@ -205,8 +219,8 @@ class RolloutScheduler:
         max_tokens: int | None, seed: int,
     ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
-        if n_samples < 1:
-            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples}")
+        if not isinstance(n_samples, int) or n_samples < 1:
+            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples!r}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
@@ -217,7 +231,7 @@ class RolloutScheduler:
         wrong = wrong_sampling(sampling, self._vocab_size)
         if wrong is not None:
             raise ConfigError(f"evaluate: {wrong}")
-        if isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"evaluate: prompts must be an iterable of prompts, got {type(prompts).__name__}")
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
         if not checked:
@@ -337,6 +351,9 @@ def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
     """
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
+    for engine in engines:
+        if not hasattr(engine, "capabilities"):
+            raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
     kinds = {e.capabilities.logprob_kind.value: e.name for e in engines}
     if len(kinds) > 1 and not config.allow_mismatch:
         given = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))

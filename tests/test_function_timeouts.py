@@ -271,9 +271,9 @@ def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
 
 
 def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One response and nothing else: no clock is started for it."""
+    """One response and nothing else: no clock is started for it, nor a coroutine."""
     started: list[Any] = []
-    monkeypatch.setattr(TimeLimits, "start", lambda self, what: started.append(what))
+    monkeypatch.setattr(UserCalls, "begin_async", lambda self, *args, **options: started.append(args))
 
     async def program() -> None:
         rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)

@@ -11,7 +11,7 @@ import pytest
 
 from april.core.types import Prompt
 from april.driver.prompt_source import PromptSource, as_prompt
-from april.errors import ConfigError
+from april.errors import CheckpointError, ConfigError
 
 
 def ids(prompts: list[Prompt]) -> list[list[int]]:
@@ -141,3 +141,120 @@ def test_a_source_that_raises_is_reported_like_a_bad_prompt(caplog: pytest.LogCa
     assert error == "the prompt source failed at prompt 2: OSError: shard 7 is gone"
     assert "Traceback" in caplog.text
     assert ids(source.draw(1)[0]) == [[4]]
+
+
+# ---------------------------------------------------------------- passes and restarts
+
+
+class Shuffled:
+    """A data set whose sampler is told the epoch, as those of data loaders are."""
+
+    def __init__(self, sizes: int | list[int], fails_in: int | None = None) -> None:
+        self.sizes = sizes
+        self.epochs: list[int] = []
+        self.fails_in = fails_in
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        if epoch == self.fails_in:
+            self.fails_in = None
+            raise OSError("shard list is gone")
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.sizes if isinstance(self.sizes, int) else self.sizes[self.epochs[-1]]
+        first = self.epochs[-1]
+        return iter([[(first + i) % size + 1] for i in range(size)])
+
+
+def test_passes_name_every_prompt_by_epoch_and_position() -> None:
+    """Pass after pass until the last one has ended; set_epoch is called before each."""
+    data = Shuffled(3)
+    source = PromptSource(data, 10, epochs=2)
+    prompts, exhausted, error = source.draw(10)
+    assert ids(prompts) == [[1], [2], [3], [2], [3], [1]]
+    assert [(p.epoch, p.position) for p in prompts] == [(e, i) for e in range(2) for i in range(3)]
+    assert (exhausted, error) == (True, None)
+    assert data.epochs == [0, 1]
+    endless = PromptSource([[1], [2]], 10, epochs=None)
+    prompts, exhausted, _ = endless.draw(7)
+    assert [p.epoch for p in prompts] == [0, 0, 1, 1, 2, 2, 3]
+    assert not exhausted
+
+
+@pytest.mark.parametrize("drawn", range(7))
+def test_a_new_source_goes_on_where_the_old_one_stood(drawn: int) -> None:
+    """Saved after any number of prompts: together they hand over each prompt once, each pass in its own order."""
+    old, data = PromptSource(Shuffled(3), 10, epochs=2), Shuffled(3)
+    before, _, _ = old.draw(drawn)
+    new = PromptSource(data, 10, epochs=2)
+    new.load_state_dict(old.state_dict())
+    after, exhausted, error = new.draw(10)
+    assert ids(before + after) == [[1], [2], [3], [2], [3], [1]]
+    assert [(p.epoch, p.position) for p in before + after] == [(e, i) for e in range(2) for i in range(3)]
+    assert (exhausted, error) == (True, None)
+    assert data.epochs == [0, 1]
+    assert new.state_dict() == {"epoch": 1, "position": 3}
+
+
+@pytest.mark.parametrize(("epochs", "at"), [(1, 0), (2, 0), (2, 1), (None, 4)])
+def test_fewer_prompts_than_before_the_restart(epochs: int | None, at: int) -> None:
+    """One sentence at every draw, in the last pass as well, instead of a silent end."""
+    source = PromptSource([[1], [2], [3]], 10, epochs=epochs)
+    source.load_state_dict({"epoch": at, "position": 5})
+    for _ in range(2):
+        prompts, exhausted, error = source.draw(2)
+        assert (prompts, exhausted) == ([], False)
+        assert error == (
+            f"the prompts ended after 3 of epoch {at}, where 5 had been drawn before; they must be the same in every "
+            "pass, and after a restart"
+        )
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"epoch": 0}, {"epoch": None, "position": 1}, {"epoch": 0, "position": "x"}, {"epoch": -1, "position": 0},
+     {"epoch": 0, "position": -1}, {"epoch": 2, "position": 0}, 5],
+    ids=str,
+)  # fmt: skip
+def test_positions_that_cannot_be(state: Any) -> None:
+    """CheckpointError, and the source stands where it stood."""
+    source = PromptSource([[1], [2]], 10, epochs=2)
+    source.draw(1)
+    with pytest.raises(CheckpointError, match=r"the state (is damaged|was saved in epoch 2)"):
+        source.load_state_dict(state)
+    assert ids(source.draw(1)[0]) == [[2]]
+
+
+def test_a_bad_prompt_that_nobody_was_told_of_is_reported_after_a_restart() -> None:
+    """It counts as drawn only when its error was handed over."""
+    prompts = [[1], "oops", [3]]
+    source = PromptSource(prompts, 10)
+    source.draw(2)
+    assert source.state_dict() == {"epoch": 0, "position": 1}
+    again = PromptSource(prompts, 10)
+    again.load_state_dict(source.state_dict())
+    assert "prompt 1 is a str" in str(again.draw(2)[2])
+    assert again.state_dict() == {"epoch": 0, "position": 2}
+    assert ids(again.draw(1)[0]) == [[3]]
+
+
+def test_a_pass_that_cannot_begin_is_an_error_and_is_tried_again() -> None:
+    """set_epoch and __iter__ are the user's: what they raise names the epoch, and ends nothing else."""
+    source = PromptSource(Shuffled(2, fails_in=1), 10, epochs=2)
+    assert ids(source.draw(3)[0]) == [[1], [2]]
+    assert source.draw(1) == ([], False, "the prompt source failed to begin epoch 1: OSError: shard list is gone")
+    assert ids(source.draw(3)[0]) == [[2], [1]]
+    assert source.draw(1) == ([], True, None)
+
+
+def test_one_pass_only() -> None:
+    """A generator cannot be iterated again; said before anything starts."""
+    with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), and several epochs"):
+        PromptSource(([i] for i in range(3)), 10, epochs=2)
+
+
+@pytest.mark.parametrize("epochs", [2, None])
+def test_no_prompts_at_all(epochs: int | None) -> None:
+    """An empty data set is an error, not an endless loop."""
+    source = PromptSource([], 10, epochs=epochs)
+    assert "the prompts ended after 0 of epoch 0" in str(source.draw(1)[2])

@@ -154,6 +154,8 @@ class Rollouts:
         allow_mismatch: bool = False,
         tokenizer: Any = None,
         function_timeout_s: float | None = None,
+        epochs: int | None = 1,
+        check: bool = True,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -177,12 +179,12 @@ class Rollouts:
             self.settings,
             SamplingParams(max_tokens=self.settings.max_response_len),
             self.engines,
-            PromptSource(prompts, VOCAB),
+            PromptSource(prompts, VOCAB, epochs),
             functions,
             allow_mismatch=allow_mismatch,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
             function_timeout_s=function_timeout_s,
-            check=True,
+            check=check,
         )
         self.core = self.driver.core
 

@@ -27,7 +27,7 @@ from april.core.types import (
     SampleState,
 )
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
-from april.errors import CheckpointError
+from april.errors import CheckpointError, InvariantError
 
 if TYPE_CHECKING:
     from april.core.state import RolloutCore
@@ -53,8 +53,10 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     books = core.books
     newest_committed = _newest_committed(core)
     last = newest_committed if trained_through is None else trained_through
-    if not -1 <= last < books.batches:
-        raise CheckpointError(f"trained_through={last}: the batches delivered so far are 0 to {books.batches - 1}")
+    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < books.batches:
+        newest = books.batches - 1
+        there = f"the batches delivered so far are 0 to {newest}" if books.batches else "no batch was delivered"
+        raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
     if last < newest_committed:
         raise CheckpointError(
             f"trained_through={last}, but batch {newest_committed} is committed by a weight update and no longer "
@@ -78,7 +80,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         "format": FORMAT,
         "n_samples_per_prompt": core.settings.n_samples_per_prompt,
         "run_seed": core.settings.run_seed,
-        "version": list(core.clock.current),
+        # what the weights were trained on beyond the last weight update makes them one update newer
+        "version": [core.clock.current.incarnation, core.clock.current.n + (last > newest_committed)],
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
         "groups_drawn": books.groups_drawn,
         "batches": last + 1,
@@ -160,13 +163,19 @@ def restore(core: RolloutCore, state: State) -> None:
     Raises:
         CheckpointError: the core is not fresh, or the state is not one of april's, or of another configuration.
     """
-    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
-        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
+    require_fresh(core)
     _check(core, state)
     try:
         _restore(core, state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, InvariantError) as error:
+        what = str(error).partition("\n")[0]
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {what}") from error
+
+
+def require_fresh(core: RolloutCore) -> None:
+    """Raise CheckpointError for a core that has done something already."""
+    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
+        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
 
 
 def _check(core: RolloutCore, state: State) -> None:
@@ -192,15 +201,13 @@ def _restore(core: RolloutCore, state: State) -> None:
     core.counters.update({str(name): int(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
         core.buffer.add(group)
-    for group in ready:
-        group.unfinished = 0
-        core.monitor.accept(group, books.event_number)
-    for group in waiting:
+    for group in [*ready, *waiting]:
+        books.event_number += 1  # completed one after the other: batches are delivered again in their order
         for sample in group.samples:
-            if sample.state is SampleState.FINISHED:
-                core.monitor.sample_finished(group)
-            else:
+            if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
+            elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
+                core.monitor.accept(group, books.event_number)
     _ledger_in(books.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
     _ledger_in(books.prompts, state["prompts"], len(core.buffer))
     core.validate()

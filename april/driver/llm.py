@@ -133,6 +133,13 @@ def refused_argument(name: str) -> str:
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
     """What no engine can be asked for, or None."""
+    try:
+        return _out_of_range(sampling, vocab_size)
+    except TypeError:
+        return f"sampling parameters must be numbers, got {sampling}"
+
+
+def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
     if sampling.max_tokens < 1:
         return f"max_tokens must be at least 1, got {sampling.max_tokens}"
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:

@@ -37,24 +37,26 @@ class PromptSource:
         self._epochs = epochs
         self._prompts = prompts
         self._error: str | None = None
+        self._bad = 0
+        """1 while the prompt at ``position`` is unusable and nobody was told; it counts as drawn from then on."""
         self.epoch = 0
         """Passes that are complete."""
         self.position = 0
         """Prompts drawn in the present pass."""
         self._to_skip = 0
-        self._iterator = self._begin(prompts)
+        self._iterator = self._begin(prompts, 0)
         if epochs != 1 and self._iterator is prompts:
             raise ConfigError(
                 f"prompts can be iterated only once ({type(prompts).__name__}), and several epochs are wanted; give a "
                 "list or a data set, or an object whose __iter__ begins anew"
             )
 
-    def _begin(self, prompts: Iterable[Any]) -> Iterator[Any]:
+    def _begin(self, prompts: Iterable[Any], epoch: int) -> Iterator[Any]:
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
         set_epoch = getattr(prompts, "set_epoch", None)
         if callable(set_epoch):
-            set_epoch(self.epoch)
+            set_epoch(epoch)
         try:
             return iter(prompts)
         except TypeError:
@@ -62,7 +64,7 @@ class PromptSource:
 
     def extend(self, prompts: Iterable[Any]) -> None:
         """More prompts, after those there are; raises ConfigError for anything but an iterable."""
-        more = self._begin(prompts)
+        more = self._begin(prompts, self.epoch)
         self._iterator = chain(self._iterator, more)
 
     # ---------------------------------------------------------------- drawing
@@ -76,13 +78,19 @@ class PromptSource:
                 if prompts:
                     break
                 error, self._error = self._error, None
+                self.position += self._bad
+                self._bad = 0
                 return [], False, error
             try:
                 self._skip()
                 item = next(self._iterator)
             except StopIteration:
-                if not self._next_epoch():
-                    return prompts, True, None
+                try:
+                    if not self._next_epoch():
+                        return prompts, True, None
+                except Exception as error:
+                    log.warning("epoch %d could not begin", self.epoch + 1, exc_info=error)
+                    self._error = f"the prompt source failed to begin epoch {self.epoch + 1}: {describe(error)}"
                 continue
             except Exception as error:
                 log.warning("the prompt source failed at prompt %d", self.position, exc_info=error)
@@ -90,25 +98,26 @@ class PromptSource:
                 continue
             try:
                 prompts.append(as_prompt(item, self._vocab_size, self.position, self.epoch))
+                self.position += 1
             except ConfigError as error:
-                self._error = str(error)
-            self.position += 1
+                self._error, self._bad = str(error), 1
         return prompts, False, None
 
     def _next_epoch(self) -> bool:
         """Begin the next pass; False after the last one."""
-        if self._epochs is not None and self.epoch + 1 >= self._epochs:
-            return False
-        if self._to_skip or not self.position:
+        last = self._epochs is not None and self.epoch + 1 >= self._epochs
+        if self._to_skip or not (last or self.position):
             drawn = self.position - self._to_skip
             self._error = (
                 f"the prompts ended after {drawn} of epoch {self.epoch}, where {self.position or 'some'} had been "
                 "drawn before; they must be the same in every pass, and after a restart"
             )
             return True
+        if last:
+            return False
+        self._iterator = self._begin(self._prompts, self.epoch + 1)
         self.epoch += 1
         self.position = 0
-        self._iterator = self._begin(self._prompts)
         return True
 
     # ---------------------------------------------------------------- restarts
@@ -121,14 +130,20 @@ class PromptSource:
         """Go on where another source over the same prompts stood; what was drawn is skipped when the next is drawn.
 
         Raises:
-            CheckpointError: it stood in an epoch that this source does not have.
+            CheckpointError: it stood in an epoch that this source does not have, or the state is damaged. Nothing has
+                changed then.
         """
-        epoch, position = int(state["epoch"]), int(state["position"])
+        try:
+            epoch, position = int(state["epoch"]), int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
+        if epoch < 0 or position < 0:
+            raise CheckpointError(f"the state is damaged: prompt {position} of epoch {epoch}")
         if self._epochs is not None and epoch >= self._epochs:
             raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
         if epoch != self.epoch:
+            self._iterator = self._begin(self._prompts, epoch)
             self.epoch = epoch
-            self._iterator = self._begin(self._prompts)
         self.position = self._to_skip = position
 
     def _skip(self) -> None:

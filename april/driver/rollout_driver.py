@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from april.core import commands as do
 from april.core import events as ev
@@ -37,6 +37,8 @@ from april.engines.protocol import Engine
 from april.errors import AprilError, CheckpointError, DataExhausted, EngineError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
+
+T = TypeVar("T")
 
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
@@ -78,6 +80,7 @@ class RolloutDriver:
         self._draining = False
         self._broken: AprilError | None = None
         self._half_updated: str | None = None
+        self._loading = False
         self._taken: list[int] = []
         self._waiting = _Waiting()
         self._context = copy_context()
@@ -127,6 +130,8 @@ class RolloutDriver:
         self._raise_if_broken()
         if self._waiting.batch is None:
             self.raise_if_half_updated()
+            if self._loading:
+                raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
             self._waiting.batch = loop.create_future()
             self._busy.step_started(loop.time())
@@ -178,15 +183,24 @@ class RolloutDriver:
         return version
 
     async def _change_version(
-        self, version: PolicyVersion, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
+        self,
+        version: PolicyVersion,
+        path: str | None = None,
+        transfer: Callable[[], Awaitable[None]] | None = None,
+        first: Callable[[], None] = lambda: None,
     ) -> None:
+        """``first`` is called when all engines have the version, before the core is told."""
         try:
             _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
             if transfer is not None:
                 await transfer()
-            await self._give_version(version, path)
+            await self._give_version(version, path, first)
         finally:
-            _raise_first(await self._on_all_engines(lambda engine: engine.resume()))
+            # an engine that stays paused would hold up everything for ever
+            results, cancelled = await _to_its_end(self._on_all_engines(lambda engine: engine.resume()))
+            _raise_first(results)
+            if cancelled is not None:
+                raise cancelled
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -208,23 +222,26 @@ class RolloutDriver:
             raise CheckpointError("this is not a state that april's state_dict() gave") from None
         async with self.paused():
             # tried out first: a state that is refused leaves everything as it is
-            snapshot.restore(RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()]), core)
+            trial = RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()])
+            snapshot.restore(trial, core)
+            snapshot.require_fresh(self.core)
+            version, before = trial.clock.current, self._source.state_dict()
             self._source.load_state_dict(prompts)
-            snapshot.restore(self.core, core)
-            self._half_updated = "the engines were not told the version of the loaded state; call weight_update first"
-            await self._change_version(self.core.clock.current)
+            self._loading = True
+            try:
+                await self._change_version(version, first=lambda: snapshot.restore(self.core, core))
+            finally:
+                self._loading = False
+                if self.core.clock.current != version:  # the engines do not have it: it may be loaded again
+                    self._source.load_state_dict(before)
         return self.core.clock.current
 
-    async def _give_version(self, version: PolicyVersion, path: str | None) -> None:
+    async def _give_version(self, version: PolicyVersion, path: str | None, first: Callable[[], None]) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
-        giving = asyncio.ensure_future(self._on_all_engines(lambda engine: engine.update_weights(version, path)))
-        cancelled: asyncio.CancelledError | None = None
-        try:
-            results = await asyncio.shield(giving)
-        except asyncio.CancelledError as error:
-            cancelled, results = error, await giving
+        results, cancelled = await _to_its_end(self._on_all_engines(lambda e: e.update_weights(version, path)))
         self._note_half_update(results)
         _raise_first(results)
+        first()
         taken, self._taken = self._taken, []
         for batch_id in taken:
             self.post(ev.BatchCommitted(batch_id))
@@ -344,6 +361,8 @@ class RolloutDriver:
             if command.kept
             else "every prompt is settled"
         )
+        if dropped := {str(reason): count for reason, count in self.core.prompts.dropped.items() if count}:
+            rest += f" (dropped so far: {dropped})"
         self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
@@ -371,6 +390,18 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
+
+
+async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
+    """Its result, and the cancellation that came meanwhile and is to be raised when the result is taken care of."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return task.result(), cancelled
 
 
 def _raise_first(results: dict[str, BaseException | None]) -> None:

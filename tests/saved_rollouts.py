@@ -1,0 +1,68 @@
+"""Drivers on virtual time whose state is saved and loaded: what the tests of restarts share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
+
+from april.core.batch import Batch
+from april.core.types import SampleId, SampleState
+from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated import synthetic_response
+from april.errors import DataExhausted
+
+LENGTHS = LognormalLengths(25, 0.6, 0.6, seed=4)
+
+
+def plain(state: Any) -> Any:
+    """The state as a trainer's checkpoint gives it back."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def new(**changes: Any) -> Rollouts:
+    """N = 2, N' = 4, n = 2, on two engines, one of them streaming."""
+    lengths = changes.pop("lengths", LENGTHS.sample)
+    engines = [RecordingEngine(lengths, "e0"), RecordingEngine(lengths, "e1", stream_interval_s=3.0)]
+    values: dict[str, Any] = {"n": 2, "samples": 2, "over": 4, "max_response_len": 200, "engines": engines}
+    return Rollouts(lengths, **(values | changes))
+
+
+def seen_of(batch: Batch) -> list[Any]:
+    return [(s.id, s.tokens.tolist(), s.logprobs.tolist(), s.reward) for s in batch.samples]
+
+
+def check(batch: Batch, lengths: Callable[[int, int], int] = LENGTHS.sample) -> None:
+    """Every sample is the uncut synthetic response."""
+    for s in batch.samples:
+        tokens, logprobs = synthetic_response(s.prompt.token_ids, s.id, 0, lengths(*s.id), VOCAB, (EOS,))
+        tokens[-1] = EOS
+        assert s.tokens.tolist() == tokens.tolist()
+        assert s.logprobs.tolist() == logprobs.tolist()
+
+
+def observed(rollouts: Rollouts) -> dict[SampleId, tuple[list[int], list[float], list[Any]]]:
+    """Tokens, log-probabilities and versions of every held sample, those of running attempts included."""
+    out = {}
+    for sample in rollouts.core.buffer.samples():
+        tokens, logprobs = sample.tape.tokens.tolist(), sample.tape.logprobs.tolist()
+        versions = [tuple(v) for v in sample.tape.version_array().tolist()]
+        if sample.state is SampleState.IN_FLIGHT:
+            more, more_logprobs, spans = rollouts.core.attempts[sample.attempt_id].tape.packed()
+            tokens, logprobs = tokens + more.tolist(), logprobs + more_logprobs.tolist()
+            versions += [tuple(v) for v, count in spans for _ in range(count)]
+        out[sample.id] = (tokens, logprobs, versions)
+    return out
+
+
+async def until_the_end(rollouts: Rollouts) -> AsyncIterator[Batch]:
+    """Batches, with weight updates between them, until the data has ended."""
+    while True:
+        try:
+            batch = await rollouts.driver.next_batch()
+        except DataExhausted:
+            return
+        yield batch
+        await rollouts.driver.update_weights()

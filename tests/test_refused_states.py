@@ -1,0 +1,170 @@
+"""States that cannot be loaded: one sentence each, nothing has changed, and the right state can still be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from saved_rollouts import LENGTHS, check, new, plain, until_the_end
+from virtual_rollouts import RecordingEngine, virtual
+
+from april.core.versions import PolicyVersion
+from april.errors import CheckpointError, EngineError
+
+
+def damage(path: list[Any], value: Any) -> Callable[[Any], Any]:
+    """A change of one place in a state."""
+
+    def change(state: Any) -> Any:
+        *way, last = path
+        place = state
+        for step in way:
+            place = place[step]
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+        return state
+
+    return change
+
+
+def cut_tokens(state: Any) -> Any:
+    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
+    sample["tokens"] = sample["tokens"][:-4]
+    return state
+
+
+def odd_bytes(state: Any) -> Any:
+    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
+    sample["tokens"] = sample["tokens"][:-1]
+    return state
+
+
+def one_sample_missing(state: Any) -> Any:
+    state["core"]["waiting"][0]["samples"].pop()
+    return state
+
+
+DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "none": (lambda s: None, "not a state that april's"),
+    "text": (lambda s: "state", "not a state that april's"),
+    "empty": (lambda s: {}, "not a state that april's"),
+    "no core": (damage(["core"], ...), "not a state that april's"),
+    "core": (damage(["core"], {}), "not a state that april's"),
+    "format": (damage(["core", "format"], 99), "has format 99; this version of april reads format"),
+    "n": (damage(["core", "n_samples_per_prompt"], 3), "saved with n_samples_per_prompt=3, the configuration has 2"),
+    "seed": (damage(["core", "run_seed"], 7), "saved with seed=7, the configuration has 0"),
+    "version": (damage(["core", "version"], 3), "is damaged"),
+    "waiting": (damage(["core", "waiting"], ...), "is damaged"),
+    "ledger": (damage(["core", "tokens", "observed"], 1), "is damaged: .*does not balance"),
+    "prompts ledger": (damage(["core", "prompts", "delivered"], 1), "is damaged: .*does not balance"),
+    "reason": (damage(["core", "tokens", "dropped"], {"whim": 0}), "is damaged"),
+    "tokens": (cut_tokens, "is damaged"),
+    "bytes": (odd_bytes, "is damaged"),
+    "sample": (one_sample_missing, "is damaged"),
+    "position": (damage(["prompts", "position"], None), "is damaged"),
+    "prompts": (damage(["prompts"], []), "is damaged"),
+    "epoch": (damage(["prompts", "epoch"], 4), r"saved in epoch 4, the configuration has epochs=1"),
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGED))
+def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
+    """CheckpointError with one sentence; afterwards the right state can be loaded, and goes on as if nothing was."""
+    change, words = DAMAGED[kind]
+
+    async def program() -> None:
+        old = new()
+        await old.step()
+        waiter = asyncio.create_task(old.driver.next_batch())
+        await asyncio.sleep(8)
+        good = plain(old.driver.state_dict(None))
+        await waiter
+        await old.close()
+        again = new()
+        before = repr(again.core)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            await again.driver.load_state_dict(change(deepcopy(good)))
+        assert "\n" not in str(caught.value)
+        assert repr(again.core) == before
+        assert again.driver._source.state_dict() == {"epoch": 0, "position": 0}
+        assert {e.inner._version for e in again.engines} == {PolicyVersion(0, 0)}
+        again.core.validate()
+        await again.driver.load_state_dict(good)
+        for _ in range(2):
+            check(await again.driver.next_batch())
+            await again.driver.update_weights()
+        await again.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("after", ["a batch", "a weight update", "a load"])
+def test_a_state_is_loaded_first(after: str) -> None:
+    """Once something has begun a load is refused, and the run goes on with every prompt."""
+
+    async def program() -> None:
+        old = new(prompts=30)
+        await old.step()
+        state = plain(old.driver.state_dict(None))
+        await old.close()
+        again = new(prompts=30)
+        delivered = []
+        if after == "a load":
+            delivered = list(old_groups)
+            await again.driver.load_state_dict(state)
+        elif after == "a batch":
+            delivered += (await again.step()).group_ids.tolist()
+        else:
+            await again.driver.update_weights()
+        with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
+            await again.driver.load_state_dict(state)
+        async for batch in until_the_end(again):
+            delivered += batch.group_ids.tolist()
+        assert sorted(delivered) == sorted(2 * list(range(30)))
+        await again.close()
+
+    old_groups: list[int] = []
+
+    async def groups() -> None:
+        rollouts = new(prompts=30)
+        old_groups.extend((await rollouts.step()).group_ids.tolist())
+        await rollouts.close()
+
+    virtual(groups)
+    virtual(program)
+
+
+def test_an_engine_that_cannot_be_told() -> None:
+    """The load fails as a whole and can be repeated."""
+
+    class Fails(RecordingEngine):
+        failures = 1
+
+        async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise EngineError("no route to e1")
+            await super().update_weights(version, path)
+
+    async def program() -> None:
+        old = new()
+        await old.step()
+        state = plain(old.driver.state_dict(None))
+        await old.close()
+        again = new(engines=[RecordingEngine(LENGTHS.sample, "e0"), Fails(LENGTHS.sample, "e1")])
+        with pytest.raises(EngineError, match="no route to e1"):
+            await again.driver.load_state_dict(state)
+        assert len(again.core.buffer) == 0
+        assert again.driver._source.position == 0
+        with pytest.raises(EngineError, match=r"reached engines \['e0'\] and not \['e1'\]"):
+            await again.driver.next_batch()
+        assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
+        check(await again.driver.next_batch())
+        await again.close()
+
+    virtual(program)

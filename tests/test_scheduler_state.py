@@ -1,0 +1,223 @@
+"""state_dict and load_state_dict as a trainer calls them: real loops, two processes' worth of schedulers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, reward, scheduler
+
+import april
+from april.engines.decode_cost import DecodeCost
+from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
+
+PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i} for i in range(1, 41)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    assert_nothing_is_left()
+
+
+def plain(state: Any) -> Any:
+    """The state as a trainer's checkpoint gives it back."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def answers(batch: april.Batch) -> list[int]:
+    return [s.prompt.data["answer"] for s in batch.samples[::2]]
+
+
+@pytest.mark.parametrize("through", ["weight update", "batch"])
+def test_a_run_in_two_processes(through: str) -> None:
+    """Saved after the weight update, or before it with the number of the batch: every prompt is trained on once."""
+    trained: list[int] = []
+    with scheduler(prompts=PROMPTS) as rollouts:
+        for step in range(4):
+            batch = rollouts.next_batch()
+            check(batch)
+            trained += answers(batch)
+            if through == "batch" and step == 3:
+                state = plain(rollouts.state_dict(trained_through=batch.id))
+            rollouts.weight_update()
+        if through == "weight update":
+            state = plain(rollouts.state_dict())
+        books = rollouts.ledger()
+        check(rollouts.next_batch())  # forgotten: the checkpoint does not have it
+    with scheduler(prompts=PROMPTS) as rollouts:
+        assert rollouts.load_state_dict(state) == rollouts.version == (1, 4)
+        if through == "weight update":
+            assert rollouts.ledger() == books
+        with pytest.raises(DataExhausted):  # noqa: PT012
+            while True:
+                batch = rollouts.next_batch()
+                check(batch)
+                trained += answers(batch)
+                rollouts.weight_update()
+        prompts = rollouts.ledger()["prompts"]
+        assert prompts.as_dict() == {"observed": 40, "delivered": 40, "held": 0, "dropped": {}}
+    assert sorted(trained) == list(range(1, 41))
+
+
+def test_a_state_taken_while_requests_run() -> None:
+    """From another thread than the one that waits for the batch; tokens of running requests are in it."""
+
+    class Slow(SimulatedEngine):
+        """Streams, and takes its time."""
+
+        def __init__(self) -> None:
+            super().__init__(
+                "e0", DecodeCost(1e-3, 0.0, 0.0), by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB,
+                stream_interval_s=2e-3,
+            )  # fmt: skip
+
+    rollouts = scheduler(prompts=PROMPTS, engines=[Slow()])
+    waiter = threading.Thread(target=rollouts.next_batch)
+    waiter.start()
+    while True:
+        state = rollouts.state_dict()
+        if state["core"]["tokens"]["observed"]:
+            break
+    waiter.join()
+    rollouts.close()
+    held = {
+        (group["id"], index): sample["tokens"]
+        for group in (*state["core"]["waiting"], *state["core"]["ready"])
+        for index, sample in enumerate(group["samples"])
+    }
+    assert sum(len(tokens) for tokens in held.values()) == 4 * state["core"]["tokens"]["observed"]
+    with scheduler(prompts=PROMPTS) as again:
+        assert again.load_state_dict(plain(state)) == (1, 0)
+        for _ in range(3):
+            batch = again.next_batch()
+            check(batch)
+            for s in batch.samples:
+                tokens = held.get(s.id, b"")
+                assert s.tokens.astype("<i4").tobytes()[: len(tokens)] == tokens
+                assert not tokens or tuple(s.segments[0].version) == (0, 0)
+            again.weight_update()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"config": config(n_samples_per_prompt=3)}, "saved with n_samples_per_prompt=2, the configuration has 3"),
+        ({"config": config(seed=8)}, "saved with seed=1, the configuration has 8"),
+    ],
+)
+def test_another_configuration_is_refused(change: dict[str, Any], words: str) -> None:
+    """A state of another group size or seed is not gone on from; the new scheduler works."""
+    with scheduler() as rollouts:
+        rollouts.next_batch()
+        state = rollouts.state_dict()
+    with scheduler(**change) as rollouts:
+        with pytest.raises(CheckpointError, match=words):
+            rollouts.load_state_dict(state)
+        assert rollouts.version == (0, 0)
+        assert rollouts.next_batch().id == 0
+
+
+def test_other_schedules_go_on_from_the_same_state() -> None:
+    """N, N' and refill may change over a restart."""
+    with scheduler(prompts=PROMPTS) as rollouts:
+        trained = answers(rollouts.next_batch())
+        rollouts.weight_update()
+        state = rollouts.state_dict()
+    changed = config(rollout_batch_size=2, over_sampling_batch_size=4, refill="sample")
+    with scheduler(prompts=PROMPTS, config=changed) as rollouts:
+        rollouts.load_state_dict(state)
+        with pytest.raises(DataExhausted):  # noqa: PT012
+            while True:
+                batch = rollouts.next_batch()
+                check(batch)
+                assert len(batch) == 4 or len(trained) > 36
+                trained += answers(batch)
+                rollouts.weight_update()
+    assert sorted(trained) == list(range(1, 41))
+
+
+def test_epochs_and_set_epoch() -> None:
+    """Each pass is announced; after a restart the pass goes on in its own order."""
+
+    class Data:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(PROMPTS[::-1] if self.epochs[-1] % 2 else PROMPTS)
+
+    first, second = Data(), Data()
+    trained: list[tuple[int, int]] = []
+    with scheduler(prompts=first, config=config(epochs=3)) as rollouts:
+        for _ in range(20):
+            batch = rollouts.next_batch()
+            trained += [(s.prompt.epoch, s.prompt.data["answer"]) for s in batch.samples[::2]]
+            rollouts.weight_update()
+        state = plain(rollouts.state_dict())
+    assert first.epochs == [0, 1]
+    with scheduler(prompts=second, config=config(epochs=3)) as rollouts:
+        rollouts.load_state_dict(state)
+        with pytest.raises(DataExhausted):  # noqa: PT012
+            while True:
+                batch = rollouts.next_batch()
+                trained += [(s.prompt.epoch, s.prompt.data["answer"]) for s in batch.samples[::2]]
+                rollouts.weight_update()
+    assert second.epochs == [0, 1, 2]
+    assert sorted(trained) == [(e, i) for e in range(3) for i in range(1, 41)]
+
+
+def test_extend() -> None:
+    """More prompts after the end; with several passes it is refused with a sentence."""
+    settings = config(over_sampling_batch_size=3, on_data_end="wait")
+    with scheduler(prompts=[[1], [2], [3], [4]], config=settings) as rollouts:
+        rollouts.next_batch()
+        for _ in range(2):
+            with pytest.raises(DataExhausted, match=r"1 complete groups wait for more prompts: give them to extend"):
+                rollouts.next_batch()
+        with pytest.raises(ConfigError, match="prompts must be an iterable of prompts, got str"):
+            rollouts.extend("text")
+        rollouts.extend([[5], [6]])
+        assert [int(s.prompt.token_ids[0]) for s in rollouts.next_batch().samples[::2]] == [4, 5, 6]
+    with (
+        scheduler(prompts=PROMPTS, config=config(epochs=2)) as rollouts,
+        pytest.raises(ConfigError, match="extend: with several epochs the prompts must be the same in every pass"),
+    ):
+        rollouts.extend([[5]])
+    for call in (rollouts.state_dict, lambda: rollouts.load_state_dict({})):
+        with pytest.raises(SchedulerClosed, match="closed"):
+            call()
+
+
+async def of_the_group(prompt: april.Prompt, responses: list[april.Response]) -> list[float]:
+    return [await reward(prompt, r) for r in responses]
+
+
+def test_group_rewards_and_filters_over_a_restart() -> None:
+    """What the filter rejects is replaced in both processes, and no prompt is judged into two batches."""
+    trained: list[int] = []
+
+    def even(prompt: april.Prompt, responses: list[april.Response]) -> bool:
+        return prompt.data["answer"] % 2 == 0
+
+    arguments: dict[str, Any] = {"prompts": PROMPTS, "reward": None, "group_reward": of_the_group, "filter": even}
+    state: Any = None
+    for _ in range(2):
+        with scheduler(**arguments) as rollouts:
+            if state is not None:
+                rollouts.load_state_dict(state)
+            for _ in range(3):
+                batch = rollouts.next_batch()
+                check(batch)
+                trained += answers(batch)
+                rollouts.weight_update()
+            state = plain(rollouts.state_dict())
+    assert len(set(trained)) == len(trained) == 18
+    assert all(answer % 2 == 0 for answer in trained)
