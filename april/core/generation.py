@@ -53,14 +53,21 @@ class Generation:
         self._open_call(sample, GenerateCall(event.sampling, len(sample.tape)))
 
     def _open_call(self, sample: Sample, call: GenerateCall) -> None:
-        books = self._books
         sample.call = call
-        if books.attempts.ends_in_stop(sample, call):  # saved between the last token and the end of its attempt
+        if not self._complete_if_it_is(sample):  # saved between the last token and the end of its attempt
+            self._queue(sample, "waits for a place")
+
+    def _complete_if_it_is(self, sample: Sample) -> bool:
+        """A call whose tokens end in EOS, or have used its budget, is complete, whatever cut them off there."""
+        call, attempts = sample.call, self._books.attempts
+        assert call is not None
+        if attempts.ends_in_stop(sample, call):
             self._complete_call(sample, FinishReason.STOP)
-        elif books.attempts.budget(sample, call) <= 0:
+        elif attempts.budget(sample, call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
         else:
-            self._queue(sample, "waits for a place")
+            return False
+        return True
 
     def _take_environment(self, sample: Sample, token_ids: Int32) -> str | None:
         """What the rollout function added since the last call becomes a segment of the environment, cut to the room."""
@@ -144,13 +151,11 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
-        call = sample.call
-        assert call is not None
-        if event.finish == "stop" or (event.finish == "abort" and books.attempts.ends_in_stop(sample, call)):
+        if event.finish == "stop":
             self._complete_call(sample, FinishReason.STOP)
-        elif event.finish == "length" or books.attempts.budget(sample, call) <= 0:
+        elif event.finish == "length":
             self._complete_call(sample, FinishReason.LENGTH)
-        else:
+        elif not self._complete_if_it_is(sample):
             if not attempt.tape.count:
                 books.counters["empty_partials"] += 1
             self._queue(sample, f"partial after {attempt.tape.count} tokens")
@@ -174,6 +179,8 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
+        if self._complete_if_it_is(sample):
+            return  # it broke off between the last token and the word of its end
         # what counts is failing again and again at the same token: an engine that restarts is not the sample's fault
         progressed = attempt.tape.count > 0 and not event.corrupt
         sample.failures = 1 if progressed else sample.failures + 1
