@@ -45,7 +45,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Args:
         core: at any time, also in the middle of a step.
         trained_through: number of the last batch that the trainer's checkpoint has trained on (-1: none). Later
-            batches, delivered or not, are part of the state. None: the last committed batch.
+            batches, delivered or not, are part of the state. None: the last committed batch. If a weight update has
+            not committed it yet, the version in the state is that of the update which would.
 
     Raises:
         CheckpointError: no such batch, or a later one is already committed.
@@ -71,13 +72,16 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         tokens.observe(attempt.tape.count)
         if attempt.dropped_for is not None:
             tokens.drop(attempt.tape.count, attempt.dropped_for)
+    current = core.clock.current
+    if last > newest_committed:  # these weights are what the next weight update would have announced
+        current = current._replace(n=current.n + 1)
     ready = [*again, *core.monitor]
     waiting = [group for group in core.buffer if group.ready_at < 0]
     return {
         "format": FORMAT,
         "n_samples_per_prompt": core.settings.n_samples_per_prompt,
         "run_seed": core.settings.run_seed,
-        "version": list(core.clock.current),
+        "version": list(current),
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
         "groups_drawn": books.groups_drawn,
         "batches": last + 1,
