@@ -226,7 +226,7 @@ def _sample_in(sample: Sample, state: State, *, keeps_finished: bool) -> None:
     sample.restarts = int(state["restarts"])
     calls = [RecordedCall(start, end, FinishReason(finish)) for start, end, finish in state["calls"]]
     if state["finished"] and keeps_finished:
-        sample.state, sample.calls = SampleState.FINISHED, calls
+        sample.state, sample.calls, sample.outlived = SampleState.FINISHED, calls, True
         sample.finish, sample.reward = FinishReason(state["finish"]), float(state["reward"])
     elif calls or state["open_call"] is not None:
         sample.replay = Replay(deque(calls), state["open_call"])

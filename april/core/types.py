@@ -176,8 +176,8 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "replay", "restarts", "reward",
-        "state", "tape", "ticket",
+        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "outlived", "replay", "restarts",
+        "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -197,6 +197,8 @@ class Sample:
         """How often it began again from nothing."""
         self.finish: FinishReason | None = None
         self.reward = 0.0
+        self.outlived = False
+        """It finished before a restart of the process, so nobody has what its rollout function returned."""
         self.ticket = 0
         """Its latest place in the queue; older queue entries are void."""
 
