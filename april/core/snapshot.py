@@ -8,6 +8,7 @@ Tokens are little-endian bytes (int32), log-probabilities too (float32). ``data`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from april.core.types import (
     SampleState,
 )
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
-from april.errors import CheckpointError
+from april.errors import CheckpointError, InvariantError
 
 if TYPE_CHECKING:
     from april.core.state import RolloutCore
@@ -162,8 +163,11 @@ def restore(core: RolloutCore, state: State) -> None:
     _check(core, state)
     try:
         _restore(core, state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, InvariantError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
 
 
 def _check(core: RolloutCore, state: State) -> None:
@@ -180,14 +184,18 @@ def _check(core: RolloutCore, state: State) -> None:
 
 def _restore(core: RolloutCore, state: State) -> None:
     books = core.books
-    clock = VersionClock(_version(state["version"]), {int(i): int(n) for i, n in state["branches"].items()})
+    clock = VersionClock(_version(state["version"]), {int(i): _count(n) for i, n in state["branches"].items()})
     current = clock.restart(clock.current.n)
     ready = [_group_in(core, g, ready=True) for g in state["ready"]]
     waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
     core.clock.current, core.clock.branches = current, clock.branches
-    books.groups_drawn, books.batches = int(state["groups_drawn"]), int(state["batches"])
-    core.counters.update({str(name): int(count) for name, count in state["counters"].items()})
+    books.groups_drawn, books.batches = _count(state["groups_drawn"]), _count(state["batches"])
+    core.counters.update({str(name): _count(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
+        if group.id >= books.groups_drawn:
+            raise ValueError(f"group {group.id} of {books.groups_drawn}")
+        for version in (group.drawn_under, *(part.version for sample in group.samples for part in sample.tape.segments)):
+            clock.staleness(version)  # raises for a version that cannot have been
         core.buffer.add(group)
     for group in ready:
         group.unfinished = 0
@@ -204,32 +212,43 @@ def _restore(core: RolloutCore, state: State) -> None:
 
 
 def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
-    prompt = Prompt(_int_array(state["prompt"]), state["data"], int(state["epoch"]), int(state["position"]))
+    prompt = Prompt(_int_array(state["prompt"]), dict(state["data"]), _count(state["epoch"]), _count(state["position"]))
     n = core.settings.n_samples_per_prompt
-    group = Group(int(state["id"]), prompt, n, _version(state["drawn_under"]))
+    group = Group(_count(state["id"]), prompt, n, _version(state["drawn_under"]))
     # a filter or a group reward sees what rollout functions return, and that does not survive the process
     keeps_finished = ready or not (core.settings.group_reward or core.settings.has_filter)
     for sample, saved in zip(group.samples, state["samples"], strict=True):
         _sample_in(sample, saved, keeps_finished=keeps_finished)
+        if len(sample.tape) > core.settings.max_response_len:
+            raise CheckpointError(
+                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
+                f"max_response_len={core.settings.max_response_len}"
+            )
     return group
 
 
 def _sample_in(sample: Sample, state: State, *, keeps_finished: bool) -> None:
     tape, start = sample.tape, 0
     for count, incarnation, n, kind, attempt_id, engine, temperature in state["segments"]:
-        version = PolicyVersion(incarnation, n)
-        tape.segments.append(Segment(start, count, version, SegmentKind(kind), attempt_id, engine, temperature))
+        version = _version((incarnation, n))
+        kept = (SegmentKind(kind), str(attempt_id), str(engine), float(temperature))
+        tape.segments.append(Segment(start, _count(count), version, *kept))
         start += count
     tape.tokens = _int_array(state["tokens"])
     tape.logprobs = np.frombuffer(state["logprobs"], "<f4").astype(np.float32)
-    sample.attempts, sample.failures = int(state["attempts"]), int(state["failures"])
-    sample.restarts = int(state["restarts"])
-    calls = [RecordedCall(start, end, FinishReason(finish)) for start, end, finish in state["calls"]]
-    if state["finished"] and keeps_finished:
+    sample.attempts, sample.failures = _count(state["attempts"]), _count(state["failures"])
+    sample.restarts = _count(state["restarts"])
+    calls = [RecordedCall(_count(start), _count(end), FinishReason(finish)) for start, end, finish in state["calls"]]
+    open_call = None if state["open_call"] is None else _count(state["open_call"])
+    if state["finished"] is True and keeps_finished:
         sample.state, sample.calls, sample.outlived = SampleState.FINISHED, calls, True
         sample.finish, sample.reward = FinishReason(state["finish"]), float(state["reward"])
-    elif calls or state["open_call"] is not None:
-        sample.replay = Replay(deque(calls), state["open_call"])
+        if not math.isfinite(sample.reward):
+            raise ValueError(f"the reward of {sample.id} is {sample.reward}")
+    elif calls or open_call is not None:
+        sample.replay = Replay(deque(calls), open_call)
+    elif len(tape):
+        raise ValueError(f"{sample.id} has tokens that nobody asked for")
 
 
 # -------------------------------------------------------------------- plain forms
@@ -243,9 +262,15 @@ def _int_array(data: bytes) -> Any:
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a count, found {value!r}")
+    return value
+
+
 def _version(pair: Any) -> PolicyVersion:
     incarnation, n = pair
-    return PolicyVersion(int(incarnation), int(n))
+    return PolicyVersion(_count(incarnation), _count(n))
 
 
 def _copy(ledger: Ledger) -> Ledger:
@@ -261,8 +286,8 @@ def _ledger_out(ledger: Ledger) -> State:
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
-    ledger.delivered, ledger.held = int(state["delivered"]), held
-    ledger.dropped.update({DropReason(reason): int(count) for reason, count in state["dropped"].items()})
-    ledger.observed = int(state["observed"])
+    ledger.delivered, ledger.held = _count(state["delivered"]), held
+    ledger.dropped.update({DropReason(reason): _count(count) for reason, count in state["dropped"].items()})
+    ledger.observed = _count(state["observed"])
     if not ledger.balanced:
         raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")
