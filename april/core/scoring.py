@@ -78,7 +78,7 @@ class Scoring:
                 self._finish(sample)
 
     def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
-        """The sample itself; if it is finished and rewarded with its group, the sibling for which all are scored anew."""
+        """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
         if sample.state is SampleState.SCORING:
             return sample
         if sample.state is not SampleState.FINISHED or not self._books.settings.group_reward:

@@ -194,7 +194,8 @@ def _restore(core: RolloutCore, state: State) -> None:
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
         if group.id >= books.groups_drawn:
             raise ValueError(f"group {group.id} of {books.groups_drawn}")
-        for version in (group.drawn_under, *(part.version for sample in group.samples for part in sample.tape.segments)):
+        stamped = [part.version for sample in group.samples for part in sample.tape.segments]
+        for version in (group.drawn_under, *stamped):
             clock.staleness(version)  # raises for a version that cannot have been
         core.buffer.add(group)
     for group in ready:

@@ -176,8 +176,8 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "outlived", "replay", "restarts",
-        "reward", "state", "tape", "ticket",
+        "attempt_id", "attempts", "call", "calls", "failures", "finish", "group", "id", "outlived", "replay",
+        "restarts", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
