@@ -74,7 +74,7 @@ def test_unfinished_samples_are_not_delivered() -> None:
     """A row without a finish reason would be half a response."""
     m = CoreMachine(settings(n=1, samples=1), lambda g, i: 30)
     m.post(ev.StepRequested())
-    with pytest.raises(ValueError, match="g0.s0 is not finished"):
+    with pytest.raises(ValueError, match=r"g0\.s0 is not finished"):
         deliver_sample(m.core.buffer.groups[0].samples[0], m.core.clock.staleness, None)
 
 
@@ -119,5 +119,5 @@ def test_events_that_cannot_be_are_named() -> None:
     call(m, None)
     with pytest.raises(InvariantError, match="returned while it was waiting for tokens"):
         m.core.handle(ev.SampleReturned(SampleId(0, 0)))
-    with pytest.raises(InvariantError, match="no such sample: g9.s0"):
+    with pytest.raises(InvariantError, match=r"no such sample: g9\.s0"):
         m.core.handle(ev.SampleReturned(SampleId(9, 0)))

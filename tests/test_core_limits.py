@@ -18,7 +18,8 @@ MODES = pytest.mark.parametrize("on_stale", list(OnStale))
 def starved(on_stale: OnStale, **changes: object) -> CoreMachine:
     """Group 0 is long; one short group after the other is delivered instead of it."""
     return CoreMachine(
-        settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=9, **changes), lambda g, i: 500 if g == 0 else 3
+        settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=9, **changes),
+        lambda g, i: 500 if g == 0 else 3,
     )
 
 
@@ -54,7 +55,7 @@ def waits_for_group_0(m: CoreMachine) -> bool:
 
 @MODES
 def test_group_older_than_max_age_is_waited_for(on_stale: OnStale) -> None:
-    """max_age weight updates after it was drawn a group goes first, and the step waits for it, whatever on_stale says."""
+    """max_age updates after it was drawn a group goes first, and the step waits for it, whatever on_stale says."""
     m = starved(on_stale, max_age=3)
     for _ in range(3):
         pass_by(m)
@@ -84,11 +85,32 @@ def test_sample_with_too_many_attempts_is_waited_for(on_stale: OnStale) -> None:
 def test_age_counts_from_the_draw_also_without_a_token() -> None:
     """A group that never got a place has no token that could get old, and yet its time comes."""
     m = CoreMachine(
-        settings(n=1, samples=1, over=3, max_in_flight=2, on_stale=OnStale.MASK, max_age=2), lambda g, i: 3 + 50 * (g == 0)
+        settings(n=1, samples=1, over=3, max_in_flight=2, on_stale=OnStale.MASK, max_age=2),
+        lambda g, i: 3 + 50 * (g == 0),
     )
     pass_by(m)
     pass_by(m)
     assert waits_for_group_0(m)
+
+
+def test_steps_ahead_of_the_deadline_are_planned() -> None:
+    """Two groups that come due together and one delivery per step: the step before waits for the first of them."""
+    m = CoreMachine(settings(n=1, samples=1, over=3, max_staleness=2), lambda g, i: 3 if g > 1 else 500)
+    m.post(ev.StepRequested())
+    for attempt in list(m.in_flight.values()):
+        if attempt.sample.id.group < 2:
+            m.tokens(attempt.id, 2)
+    m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 2))
+    m.finish_aborts()
+    m.update()
+    m.post(ev.StepRequested())
+    m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 3))
+
+    assert not m.abort_asked
+    assert len(m.batches) == 1
+    m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 1))
+    m.finish_aborts()
+    assert m.batches[1].samples[0].id.group == 1
 
 
 # -------------------------------------------------------------------- a step that has enough, and then no longer
@@ -131,12 +153,13 @@ def outage(m: CoreMachine) -> do.StartTimer:
 
 def broken(engines: int = 1) -> CoreMachine:
     limits = tuple(EngineLimits(f"e{i}", 99, None, (EOS,)) for i in range(engines))
-    return CoreMachine(settings(n=3, samples=2, outage_deadline_s=50.0, max_attempt_failures=9), lambda g, i: 4, None, limits)
+    chosen = settings(n=3, samples=2, outage_deadline_s=50.0, max_attempt_failures=9)
+    return CoreMachine(chosen, lambda g, i: 4, None, limits)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_outage_of_all_engines_ends_the_step_with_a_reason(engines: int) -> None:
-    """After outage_deadline_s the trainer is told; everything is kept, and the next step goes on when an engine is well."""
+    """After outage_deadline_s the trainer is told; all is kept, and the next step goes on when an engine is well."""
     m = broken(engines)
     timer = outage(m)
     assert timer.seconds == 50.0
@@ -203,7 +226,7 @@ def test_failure_between_steps_is_told_in_the_next_one() -> None:
 
 
 def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
-    """The sample begins again at once; the old attempt's tokens are dropped by name when it ends, and never mixed in."""
+    """The sample begins again at once; its old attempt's tokens are dropped by name when it ends, never mixed in."""
     m = CoreMachine(settings(n=1, samples=1, max_in_flight=4), lambda g, i: 20)
     m.post(ev.StepRequested())
     (first,) = m.in_flight.values()

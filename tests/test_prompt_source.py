@@ -11,7 +11,7 @@ import pytest
 
 from april.core.types import Prompt
 from april.driver.prompt_source import PromptSource, as_prompt
-from april.errors import ConfigError
+from april.errors import CheckpointError, ConfigError
 
 
 def ids(prompts: list[Prompt]) -> list[list[int]]:
@@ -141,3 +141,85 @@ def test_a_source_that_raises_is_reported_like_a_bad_prompt(caplog: pytest.LogCa
     assert error == "the prompt source failed at prompt 2: OSError: shard 7 is gone"
     assert "Traceback" in caplog.text
     assert ids(source.draw(1)[0]) == [[4]]
+
+
+@pytest.mark.parametrize("drawn", range(7))
+@pytest.mark.parametrize("epochs", [1, 2, None])
+def test_restart_goes_on_with_the_next_prompt(drawn: int, epochs: int | None) -> None:
+    """What was drawn is skipped, and nothing else: both lives together draw what one would have drawn."""
+    prompts = [[i] for i in range(1, 5)]
+
+    def some(source: PromptSource, count: int) -> list[tuple[int, int, int]]:
+        return [(p.epoch, p.position, int(p.token_ids[0])) for p in source.draw(count)[0]]
+
+    first = PromptSource(prompts, 10, epochs)
+    before = some(first, drawn)
+    second = PromptSource(prompts, 10, epochs)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+
+    whole = [(e, i, i + 1) for e in range(3) for i in range(4)][: (epochs or 3) * 4]
+    assert before + some(second, len(whole) - len(before)) == whole
+    assert second.draw(1)[1] == (epochs is not None)
+
+
+def test_restart_among_fewer_prompts_is_an_error_where_another_pass_would_hide_it() -> None:
+    """The data set became smaller: the position is beyond its end."""
+    source = PromptSource([[1], [2]], 10, epochs=3)
+    source.load_state_dict({"epoch": 1, "position": 3})
+    prompts, exhausted, error = source.draw(1)
+    assert (prompts, exhausted) == ([], False)
+    assert "the prompts ended after 2 of epoch 1, where 3 had been drawn before" in str(error)
+
+
+def test_empty_prompts_with_more_passes_are_an_error() -> None:
+    """An endless loop over nothing has no end."""
+    assert "the prompts ended after 0 of epoch 0" in str(PromptSource([], 10, epochs=None).draw(1)[2])
+
+
+def test_epoch_that_the_configuration_does_not_have_is_refused() -> None:
+    """The state belongs to a longer run."""
+    with pytest.raises(CheckpointError, match="saved in epoch 2, the configuration has epochs=2"):
+        PromptSource([[1]], 10, epochs=2).load_state_dict({"epoch": 2, "position": 0})
+
+
+def test_restart_among_prompts_that_were_extended() -> None:
+    """The position counts them too: given again, those that were drawn are skipped."""
+    source = PromptSource([[1]], 10)
+    source.extend([[2], [3], [4]])
+    assert ids(source.draw(3)[0]) == [[1], [2], [3]]
+    again = PromptSource([[1]], 10)
+    again.load_state_dict(source.state_dict())
+    assert again.draw(1) == ([], True, None)
+    again.extend([[2], [3], [4]])
+    assert ids(again.draw(5)[0]) == [[4]]
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    """set_epoch is called before each pass, and with the right number after a restart."""
+
+    class Shuffled:
+        told: list[int]
+
+        def __init__(self) -> None:
+            self.told = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[1 + self.told[-1]], [5 + self.told[-1]]])
+
+    sampler = Shuffled()
+    source = PromptSource(sampler, 10, epochs=2)
+    assert ids(source.draw(3)[0]) == [[1], [5], [2]]
+    assert sampler.told == [0, 1]
+    again = PromptSource(Shuffled(), 10, epochs=2)
+    again.load_state_dict(source.state_dict())
+    assert ids(again.draw(3)[0]) == [[6]]
+
+
+def test_iterators_cannot_be_passed_over_twice() -> None:
+    """A generator has one pass; more are refused before anything starts."""
+    with pytest.raises(ConfigError, match=r"iterated only once \(list_iterator\)"):
+        PromptSource(iter([[1]]), 10, epochs=2)
