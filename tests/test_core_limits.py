@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.types import OnStale, SampleId, SampleState
+from april.core.types import Group, OnStale, Prompt, SampleId, SampleState
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
 
@@ -111,6 +113,29 @@ def test_steps_ahead_of_the_deadline_are_planned() -> None:
     m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 1))
     m.finish_aborts()
     assert m.batches[1].samples[0].id.group == 1
+
+
+def test_group_that_is_given_up_is_owed_no_longer() -> None:
+    """The step does not wait for a group that failed while it was waited for."""
+    m = starved(OnStale.FINISH, max_age=1, max_attempt_failures=1)
+    pass_by(m)
+    m.post(ev.StepRequested())
+    long, other = sorted(m.in_flight.values(), key=lambda a: a.sample.id.group)
+    m.end(other.id)
+    assert not m.abort_asked
+    m.post(ev.SampleFailed(long.sample.id, "raised"))
+    m.finish_aborts()
+    assert [s.id.group for s in m.batches[-1].samples] == [other.sample.id.group]
+
+
+def test_empty_queue_has_nothing_next() -> None:
+    """Entries that became void are passed over."""
+    queue = OverSampler(settings())
+    sample = Group(0, Prompt(np.array([1], np.int32)), 1).samples[0]
+    queue.push(sample)
+    queue.forget(sample)
+    assert queue.pop() is None
+    assert queue.waiting == 0
 
 
 # -------------------------------------------------------------------- a step that has enough, and then no longer

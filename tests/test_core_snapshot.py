@@ -509,3 +509,27 @@ def test_damage_anywhere_is_refused_or_harmless(damage: Any) -> None:
         assert len(words) <= 1
         refused += len(words)
     assert refused > 100
+
+
+def test_groups_and_tokens_out_of_nowhere_are_refused() -> None:
+    """A group that was never drawn would be drawn again under its number; tokens need the call that asked for them."""
+    with pytest.raises(CheckpointError, match="the state is damaged: ValueError: group 1 of 1"):
+        load(saved() | {"groups_drawn": 1})
+    state = saved()
+    state["waiting"][0]["samples"][0]["open_call"] = None
+    with pytest.raises(CheckpointError, match="has tokens that nobody asked for"):
+        load(state)
+
+
+def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
+    """A single-turn function continues exactly, and says so with or without ids."""
+    m = CoreMachine(ONE, long_then_short())
+    m.post(ev.StepRequested())
+    m.tokens(ids(m)[0], 17)
+    again = restored(save(m), ONE, long_then_short(), auto_call=False)
+    again.core.handle(ev.StepRequested())
+    sample = again.core.buffer.groups[0].samples[0]
+    assert sample.told == 0
+    (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
+    assert isinstance(submit, do.Submit)
+    assert sample.told == 17
