@@ -139,7 +139,8 @@ class Config(_Model):
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None: four
     times max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Requests for one response, after which the same holds: nothing circles for ever."""
+    """Continuations of one response, after which the same holds, unless on_stale is finish, which has its own
+    deadlines: nothing circles for ever."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     """A prompt that leaves no room for a response: stop with an error, or skip and count it."""
     epochs: PositiveInt = 1

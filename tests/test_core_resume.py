@@ -128,6 +128,21 @@ def test_partial_at_its_budget_is_finished() -> None:
     assert m.core.buffer.groups[0].samples[0].finish is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(("length", "finish"), [(6, FinishReason.STOP), (500, FinishReason.LENGTH)])
+def test_stream_that_breaks_after_its_last_token_is_finished(length: int, finish: FinishReason) -> None:
+    """A connection lost between the last token and the word of its end must not resume after EOS, or with no budget."""
+    m = CoreMachine(settings(n=1, samples=1, max_response_len=12, max_attempt_failures=1), lambda g, i: length)
+    m.post(ev.StepRequested())
+    (attempt_id,) = m.in_flight
+    assert m.tokens(attempt_id, 12)
+    del m.in_flight[attempt_id]
+    m.post(ev.AttemptFailed(attempt_id, "connection reset"))
+
+    (sample,) = m.batches[0].samples
+    assert (len(sample.tokens), sample.finish) == (min(length, 12), finish)
+    assert not m.in_flight
+
+
 def test_abort_without_tokens_is_no_partial_and_costs_nothing() -> None:
     """A request aborted before its first token starts again from the prompt, and is not counted as re-prefill."""
     m = machine()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from core_machine import CoreMachine, settings
 
 from april.core import events as ev
-from april.core.types import DropReason, FinishReason, RecordedCall, Replay, SampleState
+from april.core.types import DropReason, FinishReason, Group, RecordedCall, Replay, SampleState
 from april.errors import InvariantError
 
 
@@ -44,6 +45,12 @@ def too_long(m: CoreMachine) -> None:
         tape.add_environment(tape.tokens[:3], m.core.clock.current)
 
 
+def surplus_attempt(m: CoreMachine) -> None:
+    (attempt,) = [a for a in m.core.attempts.values() if a.sample.id == (1, 1)]
+    nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
+    m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, sample=nobody)
+
+
 def judged(m: CoreMachine) -> None:
     group = m.core.buffer.groups[0]
     group.ready_at, group.judged_since = -1, 3
@@ -63,6 +70,9 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
     "replay": (lambda m: setattr(sample(m, 1, 1), "replay", Replay(deque(), None)), "is replayed and is beyond"),
     "calls": (lambda m: sample(m, 1, 0).calls.append(RecordedCall(3, 4, FinishReason.STOP)), r"call \[3, 4\) after"),
     "calls end": (lambda m: sample(m, 1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
+    "opened": (lambda m: setattr(sample(m, 1, 1).call, "start", 9), r"call \[9, ...\) after token 0 of 0"),
+    "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
+    "cap": (lambda m: m.core.__setattr__("settings", replace(m.core.settings, max_in_flight=0)), "more than max_in_fl"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
     "places": (lambda m: setattr(m.core.books, "starting", 1), "places held by starting samples"),

@@ -258,3 +258,34 @@ def test_no_prompts_at_all(epochs: int | None) -> None:
     """An empty data set is an error, not an endless loop."""
     source = PromptSource([], 10, epochs=epochs)
     assert "the prompts ended after 0 of epoch 0" in str(source.draw(1)[2])
+
+
+@pytest.mark.parametrize("drawn", range(7))
+@pytest.mark.parametrize("epochs", [1, 2, None])
+def test_restart_goes_on_with_the_next_prompt(drawn: int, epochs: int | None) -> None:
+    """What was drawn is skipped, and nothing else: both lives together draw what one would have drawn."""
+    prompts = [[i] for i in range(1, 5)]
+
+    def some(source: PromptSource, count: int) -> list[tuple[int, int, int]]:
+        return [(p.epoch, p.position, int(p.token_ids[0])) for p in source.draw(count)[0]]
+
+    first = PromptSource(prompts, 10, epochs)
+    before = some(first, drawn)
+    second = PromptSource(prompts, 10, epochs)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+
+    whole = [(e, i, i + 1) for e in range(3) for i in range(4)][: (epochs or 3) * 4]
+    assert before + some(second, len(whole) - len(before)) == whole
+    assert second.draw(1)[1] == (epochs is not None)
+
+
+def test_restart_among_prompts_that_were_extended() -> None:
+    """The position counts them too: given again, those that were drawn are skipped."""
+    source = PromptSource([[1]], 10)
+    source.extend([[2], [3], [4]])
+    assert ids(source.draw(3)[0]) == [[1], [2], [3]]
+    again = PromptSource([[1]], 10)
+    again.load_state_dict(source.state_dict())
+    again.extend([[2], [3], [4]])
+    assert ids(again.draw(5)[0]) == [[4]]

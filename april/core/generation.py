@@ -53,14 +53,21 @@ class Generation:
         self._open_call(sample, GenerateCall(event.sampling, len(sample.tape)))
 
     def _open_call(self, sample: Sample, call: GenerateCall) -> None:
-        books = self._books
         sample.call = call
-        if books.attempts.ends_in_stop(sample, call):  # saved between the last token and the end of its attempt
+        if not self._complete_if_it_is(sample):  # saved between the last token and the end of its attempt
+            self._queue(sample, "waits for a place")
+
+    def _complete_if_it_is(self, sample: Sample) -> bool:
+        """A call whose tokens end in EOS, or have used its budget, is complete, whatever cut them off there."""
+        call, attempts = sample.call, self._books.attempts
+        assert call is not None
+        if attempts.ends_in_stop(sample, call):
             self._complete_call(sample, FinishReason.STOP)
-        elif books.attempts.budget(sample, call) <= 0:
+        elif attempts.budget(sample, call) <= 0:
             self._complete_call(sample, FinishReason.LENGTH)
         else:
-            self._queue(sample, "waits for a place")
+            return False
+        return True
 
     def _take_environment(self, sample: Sample, token_ids: Int32) -> str | None:
         """What the rollout function added since the last call becomes a segment of the environment, cut to the room."""
@@ -106,6 +113,7 @@ class Generation:
     def _complete_call(self, sample: Sample, finish: FinishReason) -> None:
         assert sample.call is not None
         start, sample.call = sample.call.start, None
+        sample.attempt_failures, sample.avoid = 0, ""
         self._answer(sample, RecordedCall(start, len(sample.tape), finish))
 
     def _answer(self, sample: Sample, call: RecordedCall) -> None:
@@ -163,7 +171,7 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
-        if self._is_complete(attempt, event.finish):
+        if self._complete_after(attempt, event.finish):
             return
         if attempt.stalled:
             self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=attempt.tape.count > 0)
@@ -182,18 +190,14 @@ class Generation:
         if sample.attempt_failures >= self._books.settings.max_attempt_failures:
             self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
 
-    def _is_complete(self, attempt: Attempt, finish: str) -> bool:
-        """Complete the call if the attempt brought its last token, whatever the end of its stream looked like."""
-        sample = attempt.sample
-        call = sample.call
-        assert call is not None
-        stopped = attempt.tape.stopped or finish == "stop"
-        if stopped or (finish != "length" and self._books.attempts.ends_in_stop(sample, call)):
-            self._complete_call(sample, FinishReason.STOP)
-        elif finish == "length" or self._books.attempts.budget(sample, call) <= 0:
-            self._complete_call(sample, FinishReason.LENGTH)
+    def _complete_after(self, attempt: Attempt, finish: str) -> bool:
+        """Complete the call if this attempt brought its last token."""
+        if attempt.tape.stopped or finish == "stop":
+            self._complete_call(attempt.sample, FinishReason.STOP)
+        elif finish == "length":
+            self._complete_call(attempt.sample, FinishReason.LENGTH)
         else:
-            return False
+            return self._complete_if_it_is(attempt.sample)
         return True
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
@@ -215,7 +219,7 @@ class Generation:
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
             return
-        if not event.corrupt and self._is_complete(attempt, "abort"):
+        if not event.corrupt and self._complete_after(attempt, "abort"):
             return
         self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
 

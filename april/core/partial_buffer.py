@@ -73,8 +73,8 @@ class PartialBuffer:
             slack = s.max_age - self._clock.staleness(group.drawn_under)
             if s.on_stale is OnStale.FINISH:
                 slack = min(slack, s.max_staleness - max(self.staleness(sample) for sample in group.samples))
-            if any(sample.resumes > s.max_resumes for sample in group.samples):
-                slack = 0
+            elif any(sample.resumes > s.max_resumes for sample in group.samples):
+                slack = 0  # on_stale: finish has its own deadlines, which this would overrule
             yield group, slack
 
     def too_old(self) -> list[Sample]:

@@ -46,31 +46,44 @@ class Scoring:
     def sample_failed(self, event: ev.SampleFailed) -> None:
         """A rollout or reward function raised, hung, or returned what cannot be."""
         group = self._books.buffer.groups.get(event.sample.group)
-        if group is None or group.samples[event.sample.index].state is SampleState.FINISHED:
+        sample = None if group is None else group.samples[event.sample.index]
+        if sample is not None and sample.state is SampleState.FINISHED:
+            sample = self._whose_reward_is_awaited(sample)
+        if sample is None:
             self._books.counters["late_events"] += 1
             return
-        self._setbacks.fail(group.samples[event.sample.index], event.error)
+        self._setbacks.fail(sample, event.error)
 
     def scored(self, event: ev.Scored) -> None:
-        """Rewards have come in."""
+        """Rewards have come in: all of them count, or none."""
         books = self._books
         group = books.buffer.groups.get(event.group)
         if group is None:
             books.counters["late_events"] += 1
             return
+        awaited: list[tuple[Sample, float]] = []
         for index, reward in event.rewards:
-            sample = group.samples[index]
-            if sample.state is SampleState.FINISHED and books.settings.group_reward:
-                sample.reward = reward  # a sibling began again, and the group was scored anew
-                continue
-            if sample.state is not SampleState.SCORING:
+            blamed = self._whose_reward_is_awaited(group.samples[index])
+            if blamed is None:
                 books.counters["late_events"] += 1
-                continue
-            if not math.isfinite(reward):
-                self._setbacks.fail(sample, f"the reward is {reward}; it must be a finite number")
+            elif not math.isfinite(reward):
+                self._setbacks.fail(blamed, f"the reward is {reward}; it must be a finite number")
                 return
+            else:
+                awaited.append((group.samples[index], reward))
+        for sample, reward in awaited:
             sample.reward = reward
-            self._finish(sample)
+        for sample, _ in awaited:
+            if sample.state is SampleState.SCORING:
+                self._finish(sample)
+
+    def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
+        """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
+        if sample.state is SampleState.SCORING:
+            return sample
+        if sample.state is not SampleState.FINISHED or not self._books.settings.group_reward:
+            return None
+        return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
 
     def _finish(self, sample: Sample) -> None:
         books = self._books

@@ -6,11 +6,13 @@ drops its tokens for that name when it ends.
 
 from __future__ import annotations
 
+from collections import deque
+
 from april.core import commands as do
 from april.core.books import Books
 from april.core.over_sampler import WAITING
 from april.core.tape import TokenTape
-from april.core.types import DropReason, Group, OnStale, Sample, SampleState
+from april.core.types import DropReason, Group, OnStale, Replay, Sample, SampleState
 
 
 class Setbacks:
@@ -52,15 +54,32 @@ class Setbacks:
         """Drop the tokens of a sample and start it anew."""
         books = self._books
         self._leave(sample, reason)
-        if sample.state is SampleState.FINISHED:
-            books.monitor.reopen(sample.group)
+        was_finished = sample.state is SampleState.FINISHED
         books.tokens.drop(sample.tape.generated, reason)
         sample.tape = TokenTape()
         sample.call, sample.replay, sample.finish, sample.reward = None, None, None, 0.0
         sample.calls.clear()
+        sample.attempt_failures, sample.avoid = 0, ""
         sample.restarts += 1
         books.to(sample, SampleState.NEW, f"begins again ({reason})")
         books.over_sampler.push(sample)
+        if was_finished:
+            self._reopen(sample.group)
+
+    def _reopen(self, group: Group) -> None:
+        """A finished sample of the group began again, so the group will be rewarded and judged once more."""
+        books, settings = self._books, self._books.settings
+        books.monitor.reopen(group)
+        if not (settings.group_reward or settings.has_filter):
+            return
+        for sample in group.samples:
+            if sample.outlived and sample.state is SampleState.FINISHED:
+                # what its function returned did not survive the restart: it runs again, answered from the tape
+                books.monitor.reopen(group)
+                sample.outlived, sample.finish = False, None
+                sample.replay, sample.calls = Replay(deque(sample.calls), None), []
+                books.to(sample, SampleState.NEW, "runs again for what it returns")
+                books.over_sampler.push(sample)
 
     def _leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""

@@ -22,7 +22,7 @@ class CoreSettings:
     max_age: int = 24
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
     max_resumes: int = 100
-    """Attempts of one sample after which the same holds."""
+    """Attempts that continued one sample, after which the same holds, unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_held_tokens: int | None = None

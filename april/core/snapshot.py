@@ -8,6 +8,7 @@ Tokens are little-endian bytes (int32), log-probabilities too (float32). ``data`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Args:
         core: at any time, also in the middle of a step.
         trained_through: number of the last batch that the trainer's checkpoint has trained on (-1: none). Later
-            batches, delivered or not, are part of the state. None: the last committed batch.
+            batches, delivered or not, are part of the state. None: the last committed batch. If a weight update has
+            not committed it yet, the version in the state is that of the update which would.
 
     Raises:
         CheckpointError: no such batch, or a later one is already committed.
@@ -74,14 +76,16 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
         if attempt.dropped_for is not None:
             tokens.drop(attempt.tape.count, attempt.dropped_for)
+    current = core.clock.current
+    if last > newest_committed:  # these weights are what the next weight update would have announced
+        current = current._replace(n=current.n + 1)
     ready = [*again, *core.monitor]
     waiting = [group for group in core.buffer if group.ready_at < 0]
     return {
         "format": FORMAT,
         "n_samples_per_prompt": core.settings.n_samples_per_prompt,
         "run_seed": core.settings.run_seed,
-        # what the weights were trained on beyond the last weight update makes them one update newer
-        "version": [core.clock.current.incarnation, core.clock.current.n + (last > newest_committed)],
+        "version": list(current),
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
         "groups_drawn": books.groups_drawn,
         "batches": last + 1,
@@ -167,9 +171,11 @@ def restore(core: RolloutCore, state: State) -> None:
     _check(core, state)
     try:
         _restore(core, state)
+    except CheckpointError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, InvariantError) as error:
-        what = str(error).partition("\n")[0]
-        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {what}") from error
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
 
 
 def require_fresh(core: RolloutCore) -> None:
@@ -192,14 +198,19 @@ def _check(core: RolloutCore, state: State) -> None:
 
 def _restore(core: RolloutCore, state: State) -> None:
     books = core.books
-    clock = VersionClock(_version(state["version"]), {int(i): int(n) for i, n in state["branches"].items()})
+    clock = VersionClock(_version(state["version"]), {int(i): _count(n) for i, n in state["branches"].items()})
     current = clock.restart(clock.current.n)
     ready = [_group_in(core, g, ready=True) for g in state["ready"]]
     waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
     core.clock.current, core.clock.branches = current, clock.branches
-    books.groups_drawn, books.batches = int(state["groups_drawn"]), int(state["batches"])
-    core.counters.update({str(name): int(count) for name, count in state["counters"].items()})
+    books.groups_drawn, books.batches = _count(state["groups_drawn"]), _count(state["batches"])
+    core.counters.update({str(name): _count(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
+        if group.id >= books.groups_drawn:
+            raise ValueError(f"group {group.id} of {books.groups_drawn}")
+        stamped = [part.version for sample in group.samples for part in sample.tape.segments]
+        for version in (group.drawn_under, *stamped):
+            clock.staleness(version)  # raises for a version that cannot have been
         core.buffer.add(group)
     for group in [*ready, *waiting]:
         books.event_number += 1  # completed one after the other: batches are delivered again in their order
@@ -214,32 +225,43 @@ def _restore(core: RolloutCore, state: State) -> None:
 
 
 def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
-    prompt = Prompt(_int_array(state["prompt"]), state["data"], int(state["epoch"]), int(state["position"]))
+    prompt = Prompt(_int_array(state["prompt"]), dict(state["data"]), _count(state["epoch"]), _count(state["position"]))
     n = core.settings.n_samples_per_prompt
-    group = Group(int(state["id"]), prompt, n, _version(state["drawn_under"]))
+    group = Group(_count(state["id"]), prompt, n, _version(state["drawn_under"]))
     # a filter or a group reward sees what rollout functions return, and that does not survive the process
     keeps_finished = ready or not (core.settings.group_reward or core.settings.has_filter)
     for sample, saved in zip(group.samples, state["samples"], strict=True):
         _sample_in(sample, saved, keeps_finished=keeps_finished)
+        if len(sample.tape) > core.settings.max_response_len:
+            raise CheckpointError(
+                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
+                f"max_response_len={core.settings.max_response_len}"
+            )
     return group
 
 
 def _sample_in(sample: Sample, state: State, *, keeps_finished: bool) -> None:
     tape, start = sample.tape, 0
     for count, incarnation, n, kind, attempt_id, engine, temperature in state["segments"]:
-        version = PolicyVersion(incarnation, n)
-        tape.segments.append(Segment(start, count, version, SegmentKind(kind), attempt_id, engine, temperature))
+        version = _version((incarnation, n))
+        kept = (SegmentKind(kind), str(attempt_id), str(engine), float(temperature))
+        tape.segments.append(Segment(start, _count(count), version, *kept))
         start += count
     tape.tokens = _int_array(state["tokens"])
     tape.logprobs = np.frombuffer(state["logprobs"], "<f4").astype(np.float32)
-    sample.attempts, sample.failures = int(state["attempts"]), int(state["failures"])
-    sample.resumes, sample.restarts = int(state["resumes"]), int(state["restarts"])
-    calls = [RecordedCall(start, end, FinishReason(finish)) for start, end, finish in state["calls"]]
-    if state["finished"] and keeps_finished:
-        sample.state, sample.calls = SampleState.FINISHED, calls
+    sample.attempts, sample.failures = _count(state["attempts"]), _count(state["failures"])
+    sample.resumes, sample.restarts = _count(state["resumes"]), _count(state["restarts"])
+    calls = [RecordedCall(_count(start), _count(end), FinishReason(finish)) for start, end, finish in state["calls"]]
+    open_call = None if state["open_call"] is None else _count(state["open_call"])
+    if state["finished"] is True and keeps_finished:
+        sample.state, sample.calls, sample.outlived = SampleState.FINISHED, calls, True
         sample.finish, sample.reward = FinishReason(state["finish"]), float(state["reward"])
-    elif calls or state["open_call"] is not None:
-        sample.replay = Replay(deque(calls), state["open_call"])
+        if not math.isfinite(sample.reward):
+            raise ValueError(f"the reward of {sample.id} is {sample.reward}")
+    elif calls or open_call is not None:
+        sample.replay = Replay(deque(calls), open_call)
+    elif len(tape):
+        raise ValueError(f"{sample.id} has tokens that nobody asked for")
 
 
 # -------------------------------------------------------------------- plain forms
@@ -253,9 +275,15 @@ def _int_array(data: bytes) -> Any:
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a count, found {value!r}")
+    return value
+
+
 def _version(pair: Any) -> PolicyVersion:
     incarnation, n = pair
-    return PolicyVersion(int(incarnation), int(n))
+    return PolicyVersion(_count(incarnation), _count(n))
 
 
 def _copy(ledger: Ledger) -> Ledger:
@@ -271,8 +299,8 @@ def _ledger_out(ledger: Ledger) -> State:
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
-    ledger.delivered, ledger.held = int(state["delivered"]), held
-    ledger.dropped.update({DropReason(reason): int(count) for reason, count in state["dropped"].items()})
-    ledger.observed = int(state["observed"])
+    ledger.delivered, ledger.held = _count(state["delivered"]), held
+    ledger.dropped.update({DropReason(reason): _count(count) for reason, count in state["dropped"].items()})
+    ledger.observed = _count(state["observed"])
     if not ledger.balanced:
         raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")

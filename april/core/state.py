@@ -153,19 +153,20 @@ class RolloutCore:
         if self._pause_asked and not self.attempts:
             self._pause_asked = False
             out.append(do.Paused())
-        failure, self.books.failure = self.books.failure, None
         if step is None:
-            return
+            return  # a failure between steps is told in the next one
+        failure, self.books.failure = self.books.failure, None
         if failure is not None:
             # everything is kept, and a new step may be asked for
             self.step = None
             self._stop_everything()
             out.append(do.Fail(failure))
             return
-        if not step.stopping and (self.monitor.target_reached or self._nothing_more_can_come()):
-            step.stopping = True
+        enough = self.monitor.target_reached or self._nothing_more_can_come()
+        if enough and not step.stopping:
             step.in_flight_at_stop = len(self.attempts)
             self._stop_everything()
+        step.stopping = enough  # a weight update may take ready groups away until all attempts have ended
         if step.stopping:
             if not self.attempts:
                 self._end_step()
@@ -357,6 +358,8 @@ class RolloutCore:
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
             self._outage = False
+            if self.step is None:
+                return  # nobody waits for an engine
             self.books.failure = (
                 f"no engine has been well for {self.settings.outage_deadline_s:g} s; everything is kept: mend one of "
                 f"{', '.join(self.engines.states)} and ask for the batch again"

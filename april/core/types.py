@@ -181,7 +181,7 @@ class Sample:
 
     __slots__ = (
         "attempt_failures", "attempt_id", "attempts", "avoid", "call", "calls", "failures", "finish", "group", "id",
-        "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
+        "outlived", "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -208,6 +208,8 @@ class Sample:
         """How often it began again from nothing."""
         self.finish: FinishReason | None = None
         self.reward = 0.0
+        self.outlived = False
+        """It finished before a restart of the process, so nobody has what its rollout function returned."""
         self.ticket = 0
         """Its latest place in the queue; older queue entries are void."""
 

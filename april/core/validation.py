@@ -23,6 +23,9 @@ def check_calls(sample: Sample) -> str | None:
         if not position <= call.start <= call.end <= len(sample.tape):
             return f"call [{call.start}, {call.end}) after token {position} of {len(sample.tape)}"
         position = call.end
+    opened = sample.call.start if sample.call is not None else sample.replay.open_start if sample.replay else None
+    if opened is not None and not position <= opened <= len(sample.tape):
+        return f"call [{opened}, ...) after token {position} of {len(sample.tape)}"
     if sample.state is SampleState.FINISHED and (not calls or position != len(sample.tape)):
         return f"finished, but its calls end at {position} of {len(sample.tape)} tokens"
     return None

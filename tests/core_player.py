@@ -1,0 +1,569 @@
+"""Plays everything around the core: engines, rollout functions, rewards, a filter, prompts and a trainer.
+
+Each command of the core is obeyed, and checked at once against the :class:`core_world.World`, which is kept apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from core_world import EOS, Held, Key, Life, Running, Token, World, generated
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Attempt, OnDataEnd, OnLongPrompt, OnStale, Prompt, SampleId
+from april.core.versions import PolicyVersion
+
+ENGINES = (EngineLimits("a", 40, 5, (EOS,)), EngineLimits("b", 60, None, (EOS,)), EngineLimits("c", 48, 3, (EOS,)))
+ENDLESS = 1 << 20
+WHERE = {
+    "new": "new", "started": "started", "outside": "outside", "scoring": "scoring", "finished": "finished",
+    "queued": "waiting", "in_flight": "waiting",
+}  # fmt: skip
+
+
+class CorePlayer:
+    """The core, and all that is around it. ``start`` begins a run, ``new_process`` what comes after a crash."""
+
+    def start(self, chosen: dict[str, Any]) -> None:
+        """A fresh process. ``strict``: weights are updated after every batch and at no other time."""
+        self.chosen = chosen
+        n, strict = chosen["n"], chosen["strict"]
+        bound = min(chosen["max_staleness"], chosen["max_age"])
+        over = min(chosen["over"], (bound + 1) * n) if chosen["on_stale"] is OnStale.FINISH else chosen["over"]
+        self.settings = CoreSettings(
+            rollout_batch_size=n,
+            n_samples_per_prompt=chosen["samples"],
+            over_sampling_batch_size=over,
+            on_long_prompt=OnLongPrompt.SKIP,
+            abort_deadline_s=2.0,
+            run_seed=7,
+            **{
+                name: chosen[name]
+                for name in (
+                    "refill", "on_stale", "max_staleness", "max_age", "max_response_len", "max_in_flight",
+                    "max_held_tokens", "group_reward", "has_reward", "has_filter", "on_data_end",
+                    "max_attempt_failures", "max_failed_groups", "max_filtered_groups",
+                )
+            },
+            max_resumes=100 if strict else chosen["max_resumes"],
+        )  # fmt: skip
+        self.strict = strict
+        self.engines = ENGINES[: chosen["engines"]]
+        self.context = min(e.max_context for e in self.engines)
+        keeps = not (self.settings.has_filter or self.settings.group_reward)
+        self.world = World(chosen["prompts"], keeps)
+        self.all_ids: set[str] = set()
+        self.gone: list[str] = []
+        """Requests that are accounted for, or died with an older process."""
+        self.handed = 0
+        self.restarts = 0
+        self.new_process()
+
+    def new_process(self) -> None:
+        """What does not survive a crash."""
+        self.core = RolloutCore(replace(self.settings, run_id=self.restarts), self.engines, check=True)
+        self.stepping = self.paused = False
+        self.aborting: set[str] = set()
+        self.functions: set[Key] = set()
+        self.timers: list[int] = [0]
+        self.outage = 0
+        self.old_version = self.world.version
+        self.quarantined: set[str] = set()
+        self.confirmed = {e.name for e in self.engines}
+        self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
+        self.scored: list[tuple[int, list[tuple[int, int]]]] = []
+        self.to_judge: list[tuple[int, int]] = []
+        self.to_draw = 0
+        self.forgetful = 0
+        """Rollout functions that will not ask what they asked before the restart."""
+
+    # ---------------------------------------------------------------- talking to the core
+
+    def send(self, *events: ev.Event) -> list[do.Command]:
+        """Events, and what the layer above does about the commands."""
+        seen = []
+        for event in events:
+            commands = self.core.handle(event)
+            seen += commands
+            for command in commands:
+                self.obey(command)
+        if self.to_draw and not self.chosen["slow_source"]:
+            seen += self.draw()
+        return seen
+
+    def obey(self, command: do.Command) -> None:
+        """Play the layer above, and check that the command makes sense."""
+        match command:
+            case do.DrawPrompts(count):
+                assert count > 0
+                assert not self.to_draw
+                self.to_draw = count
+            case do.StartSample(sample):
+                life = self.world.life(sample.id)
+                assert life.where == "new"
+                assert sample.id not in self.functions
+                assert self.stepping
+                assert not self.paused
+                life.where = "started"
+                self.functions.add(tuple(sample.id))
+            case do.CancelSample(sample):
+                self.functions.discard(tuple(sample.id))
+            case do.Submit(attempt):
+                self.submitted(attempt)
+            case do.Abort(engine, ids, everything):
+                theirs = {i for i, running in self.world.running.items() if running.engine == engine}
+                assert set(ids) == theirs if everything else set(ids) <= theirs
+                self.aborting.update(ids)
+            case do.Fence(engine, ids):
+                for attempt_id in ids:
+                    assert self.world.running[attempt_id].engine == engine
+                    self.over(attempt_id, "abort")
+            case do.CallCompleted(sample):
+                self.completed(tuple(sample.id), sample.calls[-1])
+            case do.ScoreSample(sample):
+                self.ask_score(sample.id.group, [sample.id.index])
+            case do.ScoreGroup(group):
+                self.ask_score(group.id, list(range(self.settings.n_samples_per_prompt)))
+            case do.JudgeGroup(group, judgement):
+                held = self.world.held[group.id]
+                assert all(life.where == "finished" for life in held.lives)
+                assert not held.accepted
+                assert all((group.id, i) in self.functions for i in range(len(held.lives))), "what was returned is gone"
+                held.judgement = judgement
+                self.to_judge.append((group.id, judgement))
+            case do.StartTimer(timer, seconds):
+                assert seconds == (self.settings.outage_deadline_s if timer < 0 else self.settings.abort_resend_s)
+                self.timers.append(timer)
+                self.outage = timer if timer < 0 else self.outage
+            case do.ProbeEngine(engine):
+                assert engine not in self.quarantined
+                self.quarantined.add(engine)
+            case do.Paused():
+                assert self.paused
+                assert not self.world.running
+            case do.Deliver(batch):
+                self.delivered(batch)
+            case do.EndOfData(kept):
+                self.stop_step()
+                assert self.world.exhausted
+                assert kept == len(self.world.held)
+                assert all(held.accepted for held in self.world.held.values())
+                assert kept == 0 or (self.settings.on_data_end is OnDataEnd.WAIT and kept < self.chosen["n"])
+            case do.Fail(error):
+                assert error
+                self.stop_step()
+
+    def stop_step(self) -> None:
+        """The trainer has its answer."""
+        assert self.stepping
+        self.stepping = False
+
+    # ---------------------------------------------------------------- prompts
+
+    def draw(self, error: str | None = None) -> list[do.Command]:
+        """The source answers, perhaps with an error after half of the prompts."""
+        world, wanted = self.world, self.to_draw
+        self.to_draw = 0
+        if error is not None:
+            wanted //= 2
+        count = min(wanted, world.available - world.position)
+        prompts = []
+        for k in range(world.position, world.position + count):
+            prompts.append(Prompt(self.prompt(k), {"k": k}, 0, k))
+            if len(self.prompt(k)) >= self.context:
+                world.settle(k, "dropped (too_long)")
+            else:
+                world.held[world.drawn] = Held(k, [Life() for _ in range(self.settings.n_samples_per_prompt)])
+            world.drawn += 1
+        world.position += count
+        world.exhausted |= count < wanted
+        commands = self.send(ev.PromptsDrawn(prompts, count < wanted, error))
+        if error is not None and self.core.step is None:
+            assert not self.stepping
+        return commands
+
+    def prompt(self, k: int) -> np.ndarray[Any, Any]:
+        """Prompt k: its own tokens; some are too long for every engine."""
+        length = 70 if self.chosen["long_prompts"] and k % 5 == 3 else 2 + k % 3
+        return np.array([5, *range(k, k + length - 1)], np.int32)
+
+    # ---------------------------------------------------------------- rollout functions
+
+    def room(self, key: Key) -> int:
+        """Longest response."""
+        prompt = self.prompt(self.world.held[key[0]].prompt)
+        return min(self.settings.max_response_len, self.context - len(prompt))
+
+    def script(self, key: Key, turn: int) -> tuple[list[int] | None, SamplingParams]:
+        """What this sample's function asks for in its call number ``turn``: tokens of the environment, or as is."""
+        salt = self.world.held[key[0]].prompt * 7 + key[1] * 3 + turn
+        environment = None if salt % 3 == 0 else [900_000 + salt + i for i in range(salt % 4 if turn else 0)]
+        sampling = SamplingParams(
+            max_tokens=(1000, 6, 9)[salt % 3], min_tokens=(0, 0, 2)[salt % 3], temperature=(1.0, 0.5)[salt % 2]
+        )
+        return environment, sampling
+
+    def call(self, key: Key, *, stray: bool = False) -> None:
+        """A rollout function asks for tokens; ``stray``: for something else than before, or rewrites its past."""
+        world, life = self.world, self.world.life(key)
+        environment, sampling = self.script(key, life.asked)
+        told = [t.id for t in life.tape[: life.told]]
+        if stray:
+            environment = [1, 2, 3, 4, 5, 6, 7, *(environment or [])] if life.replaying else []
+        asked = None if environment is None else [*self.prompt(world.held[key[0]].prompt).tolist(), *told, *environment]
+        rewritten = stray and not life.replaying
+        if rewritten:
+            asked = [4]  # not the beginning of the prompt
+        cut = (environment or [])[: self.room(key) - len(told)]
+        event = ev.CallMade(SampleId(*key), sampling, None if asked is None else np.array(asked, np.int32))
+        if life.replaying:
+            start = life.calls[life.asked][0] if life.asked < len(life.calls) else life.open
+            assert start is not None
+            if cut != [t.id for t in life.tape[life.told : start]]:
+                world.begin_again(key, "replay_diverged")
+            elif life.asked < len(life.calls):
+                life.where = "completing"
+            else:
+                self.open_call(key, start, sampling)
+        elif rewritten:
+            world.drop_group(key[0], "failed")
+        else:
+            life.tape += [Token(t, 0.0, None) for t in cut]
+            self.open_call(key, len(life.tape), sampling)
+        self.send(event)
+
+    def open_call(self, key: Key, start: int, sampling: SamplingParams) -> None:
+        """The call waits for tokens, if it is not complete at once."""
+        life = self.world.life(key)
+        life.open, life.sampling = start, sampling
+        life.where = "completing" if self.is_complete(key) else "waiting"
+
+    def left(self, key: Key) -> int:
+        """Tokens that the open call may still generate."""
+        life = self.world.life(key)
+        assert life.open is not None
+        assert life.sampling is not None
+        return min(self.room(key) - len(life.tape), life.sampling.max_tokens - (len(life.tape) - life.open))
+
+    def is_complete(self, key: Key) -> bool:
+        """Its last token is EOS, or its budget is used."""
+        life = self.world.life(key)
+        assert life.open is not None
+        assert life.sampling is not None
+        ends = len(life.tape) - life.open > life.sampling.min_tokens and life.tape[-1].id == EOS
+        return ends or self.left(key) <= 0
+
+    def completed(self, key: Key, call: Any) -> None:
+        """The function is told what it got."""
+        life = self.world.life(key)
+        assert life.where == "completing"
+        assert key in self.functions
+        if life.asked < len(life.calls):
+            assert tuple(call[:2]) == life.calls[life.asked]
+        else:
+            assert tuple(call[:2]) == (life.open, len(life.tape))
+            life.calls.append((call.start, call.end))
+            life.open = None
+        life.asked += 1
+        life.where = "outside"
+
+    def go_on(self, key: Key) -> None:
+        """A rollout function does what it always does: its next call, or the end."""
+        life = self.world.life(key)
+        if life.replaying and self.forgetful:
+            self.forgetful -= 1
+            if self.forgetful % 2:
+                self.call(key, stray=True)
+            else:
+                self.finish_function(key)
+        elif life.asked < self.chosen["turns"]:
+            self.call(key)
+        else:
+            self.finish_function(key)
+
+    def finish_function(self, key: Key) -> None:
+        """A rollout function returns, perhaps earlier than before the restart, or without a call."""
+        life = self.world.life(key)
+        if life.replaying:
+            self.world.begin_again(key, "replay_diverged")
+        elif not life.asked:
+            self.world.drop_group(key[0], "failed")
+        elif self.settings.has_reward:
+            life.where = "scoring"
+        else:
+            life.where, life.reward = "finished", 0.0
+            self.complete(key[0])
+        self.send(ev.SampleReturned(SampleId(*key)))
+
+    def fail_function(self, key: Key) -> None:
+        """A rollout function raises, or is cancelled by its own kind."""
+        life = self.world.life(key)
+        life.failures += 1
+        if life.failures >= self.settings.max_attempt_failures:
+            self.world.drop_group(key[0], "failed")
+        else:
+            self.world.begin_again(key, "failed")
+        self.send(ev.SampleFailed(SampleId(*key), "raised"))
+
+    def complete(self, group_id: int) -> None:
+        """A group counts once all its samples are finished, if there is no filter to ask."""
+        held = self.world.held[group_id]
+        if all(life.where == "finished" for life in held.lives) and not self.settings.has_filter:
+            held.accepted = True
+
+    # ---------------------------------------------------------------- engines
+
+    def submitted(self, attempt: Attempt) -> None:
+        """A request: what it asks for is exactly what is missing."""
+        key = tuple(attempt.sample.id)
+        world, life = self.world, self.world.life(key)
+        assert self.stepping, "submitted outside of a step"
+        assert not self.paused, "submitted while nothing may start"
+        assert life.where == "waiting"
+        assert life.attempt is None, "two requests for one sample"
+        assert attempt.id not in self.all_ids
+        assert len(attempt.id) == 32
+        assert attempt.engine in self.confirmed - self.quarantined
+        prompt = self.prompt(world.held[key[0]].prompt).tolist()
+        assert attempt.token_ids.tolist() == prompt + [t.id for t in life.tape]
+        assert attempt.sampling.max_tokens == self.left(key) > 0
+        self.all_ids.add(attempt.id)
+        life.attempt = attempt.id
+        world.running[attempt.id] = Running(key, attempt.engine, attempt.sampling.max_tokens)
+        starting = sum(x.where == "started" for g in world.held.values() for x in g.lives)
+        assert len(world.running) + starting <= self.settings.max_in_flight
+        cap = next(e.max_in_flight for e in self.engines if e.name == attempt.engine)
+        assert cap is None or sum(r.engine == attempt.engine for r in world.running.values()) <= cap
+
+    def hand_over(self, attempt_id: str, count: int, *, end: bool = False) -> None:
+        """An engine gives tokens, ``end``: the last one is EOS if the budget and min_tokens allow it."""
+        running = self.world.running[attempt_id]
+        attempt = self.core.attempts[attempt_id]
+        version = self.world.version if running.engine in self.confirmed else self.old_version
+        count = min(count, running.budget - len(running.tokens))
+        tokens = []
+        for _ in range(count):
+            self.handed += 1
+            logprob = float(np.float32(-0.001 * (self.handed % 977)))
+            tokens.append(Token(1000 + self.handed, logprob, version))
+        if end and tokens and len(running.tokens) + count > attempt.sampling.min_tokens:
+            tokens[-1] = tokens[-1]._replace(id=EOS)
+        if tokens:
+            ids, logprobs = [t.id for t in tokens], [t.logprob for t in tokens]
+            attempt.tape.append(np.array(ids, np.int32), np.array(logprobs, np.float32), PolicyVersion(*version))
+        running.tokens += tokens
+        self.world.observed += count
+
+    def over(self, attempt_id: str, finish: str) -> None:
+        """A request has ended: what the world expects of its sample."""
+        self.gone.append(attempt_id)
+        self.aborting.discard(attempt_id)
+        running = self.world.keep(attempt_id, corrupt=finish == "corrupt")
+        if running.dropped is not None:
+            return
+        life = self.world.life(running.key)
+        if finish in ("stop", "length") or self.is_complete(running.key):
+            life.where, life.attempt_failures = "completing", 0
+        elif finish in ("fail", "corrupt"):
+            life.attempt_failures = 1 if running.tokens and finish == "fail" else life.attempt_failures + 1
+            if life.attempt_failures >= self.settings.max_attempt_failures:
+                self.world.drop_group(running.key[0], "failed")
+        else:
+            life.attempt_failures = 0
+
+    def end_attempt(self, attempt_id: str, finish: str, rejected: int = 0) -> None:
+        """A request ends, and the core hears of it."""
+        self.over(attempt_id, finish)
+        if finish in ("fail", "corrupt"):
+            self.world.observed += rejected
+            self.world.dropped["corrupt"] += rejected
+            self.send(ev.AttemptFailed(attempt_id, "broke off", corrupt=finish == "corrupt", rejected=rejected))
+        else:
+            self.send(ev.AttemptEnded(attempt_id, finish))
+
+    # ---------------------------------------------------------------- rewards and the filter
+
+    def ask_score(self, group_id: int, indices: list[int]) -> None:
+        """A reward is wanted."""
+        lives = self.world.held[group_id].lives
+        assert all(lives[i].where in ("scoring", "finished") for i in indices)
+        assert all((group_id, i) in self.functions for i in indices), "what was returned is gone"
+        self.to_score.append((group_id, [(i, lives[i].run) for i in indices]))
+
+    def is_current(self, request: tuple[int, list[tuple[int, int]]]) -> bool:
+        """The layer above passes nothing on that belongs to a function that was cancelled."""
+        held = self.world.held.get(request[0])
+        return held is not None and all(held.lives[i].run == run for i, run in request[1])
+
+    def give_score(self, request: tuple[int, list[tuple[int, int]]], how: str) -> None:
+        """The reward function returns, raises, or gives a number that is none."""
+        group_id, wanted = request
+        rewards = [(i, self.handed + i / 8) for i, _ in wanted]
+        if not self.is_current(request):
+            if group_id not in self.world.held:
+                assert self.send(ev.Scored(group_id, rewards)) == []
+            return
+        lives = self.world.held[group_id].lives
+        if how == "good":
+            self.scored.append(request)
+            for i, reward in rewards:
+                lives[i].where, lives[i].reward = "finished", reward
+            self.complete(group_id)
+            self.send(ev.Scored(group_id, rewards))
+            return
+        bad = wanted[self.handed % len(wanted)][0] if how == "nan" else wanted[0][0]
+        blamed = lives[bad] if lives[bad].where == "scoring" else next(x for x in lives if x.where == "scoring")
+        blamed.failures += 1
+        if blamed.failures >= self.settings.max_attempt_failures:
+            self.world.drop_group(group_id, "failed")
+        if how == "nan":
+            self.send(ev.Scored(group_id, [(i, float("nan") if i == bad else reward) for i, reward in rewards]))
+        else:
+            self.send(ev.SampleFailed(SampleId(group_id, bad), "raised"))
+
+    def judge(self, request: tuple[int, int], how: str) -> None:
+        """The filter gives its verdict, which may be an old one."""
+        group_id, judgement = request
+        held = self.world.held.get(group_id)
+        event = ev.GroupJudged(group_id, judgement, how == "keep", "raised" if how == "error" else None)
+        if held is None or held.judgement != judgement:
+            assert self.send(event) == []
+            return
+        held.judgement = None
+        if how == "keep":
+            held.accepted = True
+        elif how == "reject":
+            self.world.drop_group(group_id, "filtered")
+        else:
+            held.filter_failures += 1
+            if held.filter_failures >= self.settings.max_attempt_failures:
+                self.world.drop_group(group_id, "failed")
+        self.send(event)
+
+    # ---------------------------------------------------------------- the trainer
+
+    def delivered(self, batch: Batch) -> None:
+        """A batch: whole groups, each settled now, every token as it was handed over."""
+        world, n = self.world, self.settings.n_samples_per_prompt
+        self.stop_step()
+        assert batch.id == world.batches
+        assert batch.version == world.version
+        assert set(batch.group_sizes) == {n}
+        leased = {}
+        for row, sample in enumerate(batch.samples):
+            key = tuple(sample.id)
+            assert key[1] == row % n
+            if key[1] == 0:
+                leased[key[0]] = world.held.pop(key[0])
+                world.settle(leased[key[0]].prompt, f"delivered in {batch.id}")
+                assert leased[key[0]].accepted
+            assert sample.prompt.data["k"] == sample.prompt.position == leased[key[0]].prompt
+            self.check_delivered(sample, leased[key[0]].lives[key[1]])
+            self.functions.discard(key)
+        if len(leased) != self.chosen["n"]:
+            assert len(leased) < self.chosen["n"]
+            assert world.exhausted
+            assert not world.held
+            assert self.settings.on_data_end is OnDataEnd.SHORT
+        world.leased[batch.id] = leased
+        world.batches += 1
+        world.fresh = False
+
+    def check_delivered(self, sample: Any, life: Life) -> None:
+        """One delivered response against what was handed over."""
+        bound, s = self.settings.max_staleness, self.settings
+        assert life.where == "finished"
+        assert sample.tokens.tolist() == [t.id for t in life.tape]
+        assert sample.logprobs.tolist() == [t.logprob for t in life.tape]
+        versions = [tuple(v) for v in sample.versions.tolist()]
+        own = [t.version for t in life.tape]
+        assert all(b is None or a == b for a, b in zip(versions, own, strict=True))
+        assert [v for v in own if v] == sorted(v for v in own if v)
+        assert sample.reward == life.reward
+        assert sample.staleness == self.world.age(life)
+        now = self.world.version[1]
+        masks = s.on_stale in (OnStale.MASK, OnStale.FINISH)
+        assert sample.loss_mask.tolist() == [v is not None and not (masks and now - v[1] > bound) for v in own]
+        if self.strict and s.on_stale is not OnStale.MASK:
+            assert sample.staleness <= bound
+        self.world.delivered += generated(life.tape)
+
+    def update_weights(self, engines: list[str] | None) -> None:
+        """New weights, on all engines or some."""
+        world = self.world
+        self.old_version = world.version
+        world.version, world.fresh = (world.version[0], world.version[1] + 1), True
+        self.give_version(engines)
+
+    def give_version(self, engines: list[str] | None) -> None:
+        """Engines confirm the present version; what is too old for it is treated as the settings say."""
+        world, on_stale = self.world, self.settings.on_stale
+        self.confirmed = {e.name for e in self.engines} if engines is None else set(engines)
+        if on_stale in (OnStale.RESTART, OnStale.DROP):
+            for key in world.too_old(self.settings.max_staleness):
+                if on_stale is OnStale.RESTART:
+                    world.begin_again(key, "stale")
+                elif key[0] in world.held:
+                    world.drop_group(key[0], "stale")
+        self.send(ev.WeightsUpdated(PolicyVersion(*world.version), engines))
+
+    # ---------------------------------------------------------------- looking
+
+    def keys(self, *where: str) -> list[Key]:
+        """Samples that are there."""
+        return [(g, i) for g, h in self.world.held.items() for i, x in enumerate(h.lives) if x.where in where]
+
+    def eager(self) -> None:
+        """Functions, rewards and verdicts that never keep anybody waiting."""
+        while True:
+            if self.chosen["eager_functions"] and (keys := self.keys("started", "outside")):
+                self.go_on(keys[0])
+            elif self.chosen["eager_scores"] and self.to_score:
+                self.give_score(self.to_score.pop(0), "good")
+            elif self.chosen["eager_scores"] and self.to_judge:
+                self.judge(self.to_judge.pop(0), "keep")
+            else:
+                return
+
+    def nothing_left(self) -> bool:
+        """The data has ended, and what is held is fewer groups than a batch takes, which wait for more prompts."""
+        world, waits = self.world, self.settings.on_data_end is OnDataEnd.WAIT
+        complete = all(held.accepted for held in world.held.values())
+        return world.exhausted and complete and len(world.held) < (self.chosen["n"] if waits else 1)
+
+    # ---------------------------------------------------------------- what must always hold
+
+    def books_agree(self) -> None:
+        """The core's books say what the world saw."""
+        world, core = self.world, self.core
+        held = sum(generated(life.tape) for group in world.held.values() for life in group.lives)
+        assert core.tokens.as_dict() == {
+            "observed": world.observed - sum(len(r.tokens) for r in world.running.values()),
+            "delivered": world.delivered,
+            "held": held,
+            "dropped": {reason: count for reason, count in sorted(world.dropped.items()) if count},
+        }
+        assert core.observed_tokens() == world.observed
+        assert set(core.buffer.groups) == set(world.held)
+        assert set(core.attempts) == set(world.running)
+        assert set(core.leased) == set(world.leased)
+        assert (core.step is not None) == self.stepping
+        for group_id, group in world.held.items():
+            assert (core.buffer.groups[group_id].ready_at >= 0) == group.accepted
+            for sample, life in zip(core.buffer.groups[group_id].samples, group.lives, strict=True):
+                assert WHERE[sample.state] == life.where, f"{sample} is {life.where}\n{core.story(sample.id)}"
+                alive = tuple(sample.id) in self.functions
+                assert alive == (life.where != "new" and not life.outlived)
+        kept = {g.prompt for g in world.held.values()}
+        assert kept.isdisjoint(world.settled)
+        assert kept | set(world.settled) == set(range(world.position))
+        p = core.prompts
+        assert (p.observed, p.held) == (world.position, len(kept))
+        assert p.delivered == sum(how.startswith("delivered") for how in world.settled.values())

@@ -1,0 +1,124 @@
+"""What a trainer gets: arrays of a batch, and the environment's tokens in them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from core_machine import EOS, CoreMachine, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.batch import deliver_sample
+from april.core.batch_arrays import pad
+from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
+from april.core.types import SampleId
+from april.errors import InvariantError
+
+
+def talking(max_response_len: int = 100, context: int = 4096, has_reward: bool = True) -> CoreMachine:
+    """One sample whose calls the test makes; it has 4 tokens of its first call."""
+    m = CoreMachine(
+        settings(n=1, samples=1, max_response_len=max_response_len, has_reward=has_reward), lambda g, i: 500,
+        engines=(EngineLimits("a", context, None, (EOS,)),), auto_call=False,
+    )  # fmt: skip
+    m.post(ev.StepRequested())
+    call(m, None)
+    generate(m)
+    return m
+
+
+def call(m: CoreMachine, token_ids: list[int] | None) -> list[do.Command]:
+    """The next call, for 4 tokens."""
+    ids = None if token_ids is None else np.array(token_ids, np.int32)
+    commands = m.core.handle(ev.CallMade(SampleId(0, 0), SamplingParams(max_tokens=4), ids))
+    m.in_flight |= {c.attempt.id: c.attempt for c in commands if isinstance(c, do.Submit)}
+    return commands
+
+
+def generate(m: CoreMachine) -> None:
+    (attempt_id,) = m.in_flight
+    m.tokens(attempt_id, 4)
+    del m.in_flight[attempt_id]
+    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ev.AttemptEnded(attempt_id, "length")))
+
+
+SAID = [5, 6, 10, 11, 12, 13]
+
+
+def test_arrays_of_a_batch() -> None:
+    """Ragged and padded, row g * n + i; the padding is marked in every array."""
+    m = CoreMachine(settings(n=2, samples=2), lambda g, i: 2 + 3 * g + i)
+    batch = m.step(random.Random(0))
+    assert batch is not None
+    assert len(batch) == 4
+    order = np.argsort(batch.group_ids, kind="stable")
+    assert batch.group_ids[order].tolist() == [0, 0, 1, 1]
+    assert batch.lengths[order].tolist() == [2, 3, 5, 6]
+    assert batch.rewards[order].tolist() == pytest.approx([0.0, 0.1, 1.0, 1.1])
+    assert "groups=2 samples=4 tokens=16" in repr(batch)
+
+    arrays = {name: array[order] for name, array in batch.padded(pad_id=9).items()}
+    assert arrays["prompt_ids"].tolist() == [[5, 6]] * 4
+    assert arrays["prompt_mask"].tolist() == [[1, 1]] * 4
+    assert arrays["response_ids"].tolist()[0] == [10, EOS, 9, 9, 9, 9]
+    assert arrays["response_mask"].sum(1).tolist() == arrays["loss_mask"].sum(1).tolist() == [2, 3, 5, 6]
+    assert arrays["logprobs"][1].tolist() == [-0.5] * 3 + [0.0] * 3
+    assert arrays["version_n"][2].tolist() == [0] * 5 + [-1]
+    assert arrays["response_ids"].dtype == arrays["version_n"].dtype == np.int32
+    assert pad([], 0, np.int32).shape == (0, 0)
+
+
+def test_unfinished_samples_are_not_delivered() -> None:
+    """A row without a finish reason would be half a response."""
+    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 30)
+    m.post(ev.StepRequested())
+    with pytest.raises(ValueError, match=r"g0\.s0 is not finished"):
+        deliver_sample(m.core.buffer.groups[0].samples[0], m.core.clock.staleness, None)
+
+
+@pytest.mark.parametrize("has_reward", [True, False])
+def test_tokens_of_the_environment_carry_no_loss(has_reward: bool) -> None:
+    """What the function appended stands between the calls, with log-probability 0; without rewards it is 0."""
+    m = talking(has_reward=has_reward)
+    (submit,) = call(m, [*SAID, 77, 78])
+    assert isinstance(submit, do.Submit)
+    assert submit.attempt.token_ids.tolist() == [*SAID, 77, 78]
+    generate(m)
+    m.post(ev.SampleReturned(SampleId(0, 0)))
+    (sample,) = m.batches[0].samples
+    assert sample.tokens.tolist() == [10, 11, 12, 13, 77, 78, 16, 17, 18, 19]
+    assert sample.loss_mask.tolist() == [1] * 4 + [0] * 2 + [1] * 4
+    assert sample.logprobs[4:6].tolist() == [0.0, 0.0]
+    assert m.batches[0].metrics["trained_tokens"] == 8
+    m.check_ledger()
+
+
+@pytest.mark.parametrize(("longest", "context"), [(7, 4096), (100, 9)])
+def test_environment_is_cut_to_the_room_there_is(longest: int, context: int) -> None:
+    """No token beyond max_response_len or the context; a call without room is complete at once, with reason length."""
+    m = talking(longest, context)
+    commands = call(m, [*SAID, 70, 71, 72, 73, 74])
+    assert [type(c) for c in commands] == [do.CallCompleted]
+    assert m.core.buffer.groups[0].samples[0].tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
+
+
+@pytest.mark.parametrize("token_ids", [[5], [5, 6, 10, 11, 12], [5, 6, 10, 11, 12, 99, 1], [9, *SAID[1:], 7]])
+def test_conversation_is_appended_to_and_never_rewritten(token_ids: list[int]) -> None:
+    """Tokens that do not begin with the prompt and everything generated are refused with a sentence."""
+    m = talking()
+    call(m, token_ids)
+    assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    assert "append to the conversation, never rewrite it" in m.core.story(SampleId(0, 0))
+
+
+def test_events_that_cannot_be_are_named() -> None:
+    """A function that returns while it waits, and a sample that nobody holds."""
+    m = talking()
+    call(m, None)
+    with pytest.raises(InvariantError, match="returned while it was waiting for tokens"):
+        m.core.handle(ev.SampleReturned(SampleId(0, 0)))
+    with pytest.raises(InvariantError, match=r"no such sample: g9\.s0"):
+        m.core.handle(ev.SampleReturned(SampleId(9, 0)))

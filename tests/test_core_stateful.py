@@ -1,0 +1,412 @@
+"""A state machine plays everything around the core, in any order, with restarts from checkpoints at any time.
+
+The core checks its own books after every event; the world of ``core_world`` checks them from the outside: what
+engines handed over is what is delivered, dropped by name, or held; every prompt is settled once in the history kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from core_player import ENDLESS, CorePlayer
+from core_world import EOS, World
+from hypothesis import HealthCheck, Phase
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import snapshot
+from april.core.types import OnDataEnd, OnStale, Refill
+from april.errors import CheckpointError
+
+ANY = st.integers(0, 1 << 16)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 3),
+        "samples": st.integers(1, 3),
+        "over": st.integers(1, 6),
+        "refill": st.sampled_from(list(Refill)),
+        "on_stale": st.sampled_from(list(OnStale)),
+        "max_staleness": st.integers(0, 3),
+        "max_age": st.sampled_from([24, 2]),
+        "max_resumes": st.sampled_from([100, 2]),
+        "max_response_len": st.sampled_from([16, 30, 100]),
+        "max_in_flight": st.integers(1, 9),
+        "max_held_tokens": st.sampled_from([None, 40]),
+        "group_reward": st.booleans(),
+        "has_reward": st.sampled_from([True, True, False]),
+        "has_filter": st.booleans(),
+        "on_data_end": st.sampled_from([OnDataEnd.SHORT, OnDataEnd.WAIT]),
+        "max_attempt_failures": st.integers(1, 3),
+        "max_failed_groups": st.sampled_from([3, 50]),
+        "max_filtered_groups": st.sampled_from([3, 50]),
+        "engines": st.integers(1, 3),
+        "prompts": st.sampled_from([5, 12, ENDLESS]),
+        "long_prompts": st.booleans(),
+        "strict": st.booleans(),
+        "eager_functions": st.sampled_from([True, True, False]),
+        "eager_scores": st.booleans(),
+        "slow_source": st.sampled_from([True, False, False]),
+        "turns": st.integers(1, 3),
+    }
+)
+
+
+class CoreLife(CorePlayer, RuleBasedStateMachine):
+    """Rules: what may happen next."""
+
+    @initialize(chosen=SETTINGS)
+    def begin(self, chosen: dict[str, Any]) -> None:
+        """A run with these settings. ``strict``: weights are updated after every batch and at no other time."""
+        self.saved: list[tuple[bytes, World]] = []
+        self.start(chosen)
+
+    @invariant()
+    def all_books_agree(self) -> None:
+        """The core's books say what the world saw."""
+        if hasattr(self, "core"):
+            self.books_agree()
+
+    @precondition(lambda self: not self.stepping and (self.world.fresh or not self.strict))
+    @rule()
+    def request_step(self) -> None:
+        """The trainer wants a batch."""
+        self.stepping = True
+        self.send(ev.StepRequested())
+        self.eager()
+
+    @precondition(lambda self: self.world.running)
+    @rule(pick=ANY, count=st.integers(1, 9))
+    def tokens(self, pick: int, count: int) -> None:
+        """A chunk arrives."""
+        self.hand_over(one_of(sorted(self.world.running), pick), count)
+
+    @precondition(lambda self: self.world.running)
+    @rule(pick=ANY, count=st.integers(0, 12))
+    def finish(self, pick: int, count: int) -> None:
+        """A response ends by itself: EOS, or its budget."""
+        attempt_id = one_of(sorted(self.world.running), pick)
+        self.hand_over(attempt_id, count, end=True)
+        tokens = self.world.running[attempt_id].tokens
+        if tokens and tokens[-1].id == EOS:
+            self.end_attempt(attempt_id, "stop")
+        else:
+            self.hand_over(attempt_id, 1000)
+            self.end_attempt(attempt_id, "length")
+        self.eager()
+
+    @precondition(lambda self: self.world.running)
+    @rule(count=st.integers(1, 12))
+    def finish_many(self, count: int) -> None:
+        """Several responses end, oldest first."""
+        for attempt_id in sorted(self.world.running)[:4]:
+            if attempt_id in self.world.running:
+                self.hand_over(attempt_id, count, end=True)
+                self.end_attempt(attempt_id, "abort" if attempt_id in self.aborting else "stop")
+        self.eager()
+
+    @rule(pick=ANY, count=st.integers(2, 25))
+    def run(self, pick: int, count: int) -> None:
+        """Work goes on for a while, as it does most of the time."""
+        rng = random.Random(pick)
+        for _ in range(count):
+            self.work(rng)
+            self.eager()
+
+    @rule(pick=ANY)
+    def run_to_a_batch(self, pick: int) -> None:
+        """Work goes on until the trainer has its batch, or cannot get one."""
+        rng = random.Random(pick)
+        for _ in range(60):
+            self.work(rng)
+            self.eager()
+            if not self.stepping:
+                break
+
+    def work(self, rng: random.Random) -> None:
+        """The next thing that is due."""
+        pick = rng.randrange(1 << 16)
+        if self.to_draw:
+            self.draw()
+        elif not self.stepping and self.nothing_left():
+            self._extend(pick)
+        elif not (self.stepping or self.world.fresh or self.world.running) and (self.strict or pick % 2):
+            self.commit_all()
+            self.update_weights(None)
+        elif not self.stepping and (self.world.fresh or not self.strict):
+            self.request_step()
+        elif self.to_score and pick % 4:
+            self.give_score(self.to_score.pop(pick % len(self.to_score)), "good")
+        elif self.to_judge and pick % 3:
+            self.judge(self.to_judge.pop(pick % len(self.to_judge)), "reject" if pick % 8 == 7 else "keep")
+        elif keys := self.keys("started", "outside"):
+            self.go_on(one_of(keys, pick))
+        elif self.aborting and pick % 2:
+            attempt_id = one_of(sorted(self.aborting), pick)
+            self.hand_over(attempt_id, pick % 3)
+            self.end_attempt(attempt_id, "abort")
+        elif self.world.running:
+            attempt_id = one_of(sorted(self.world.running), pick)
+            self.hand_over(attempt_id, rng.randrange(8))
+            if rng.random() < 0.5:
+                self.hand_over(attempt_id, 3, end=True)
+                if (tokens := self.world.running[attempt_id].tokens) and tokens[-1].id == EOS:
+                    self.end_attempt(attempt_id, "stop")
+
+    @precondition(lambda self: self.aborting)
+    @rule(count=st.sampled_from([0, 0, 1, 5]), end=st.booleans())
+    def abort_answered(self, count: int, end: bool) -> None:
+        """Every request that was asked to end does, some in the moment in which they finish."""
+        for attempt_id in sorted(self.aborting):
+            if attempt_id in self.aborting:
+                self.hand_over(attempt_id, count, end=end)
+                self.end_attempt(attempt_id, "abort")
+        self.eager()
+
+    def _one_abort_answered(self, pick: int = 0, pick_too: int = 0) -> None:
+        """One of them does."""
+        attempt_id = one_of(sorted(self.aborting), pick)
+        self.hand_over(attempt_id, pick_too % 4)
+        self.end_attempt(attempt_id, "abort")
+        self.eager()
+
+    @precondition(lambda self: self.world.running)
+    @rule(pick=ANY, count=st.sampled_from([0, 0, 3, 1000]), end=st.booleans(), corrupt=st.booleans(), lost=ANY)
+    def break_off(self, pick: int, count: int, end: bool, corrupt: bool, lost: int) -> None:
+        """A stream breaks, with or without tokens that cannot be true; perhaps after the last token."""
+        attempt_id = one_of(sorted(self.world.running), pick)
+        self.hand_over(attempt_id, count, end=end)
+        self.end_attempt(attempt_id, "corrupt" if corrupt else "fail", lost % 4 if corrupt else 0)
+        self.eager()
+
+    def _lose_engine(self, pick: int = 0, pick_too: int = 0) -> None:
+        """An engine dies with all it has."""
+        engine = one_of(self.engines, pick).name
+        for attempt_id in [i for i, running in self.world.running.items() if running.engine == engine]:
+            if attempt_id in self.world.running:
+                self.hand_over(attempt_id, pick_too % 2 * 4)
+                self.end_attempt(attempt_id, "fail")
+        self.eager()
+
+    @precondition(lambda self: self.quarantined)
+    @rule()
+    def engine_ready(self) -> None:
+        """A probe finds an engine well."""
+        engine = min(self.quarantined)
+        self.quarantined.discard(engine)
+        self.outage = 0  # its timer is void
+        self.send(ev.EngineReady(engine))
+        self.eager()
+
+    def _late(self, pick: int = 0, pick_too: int = 0) -> None:
+        """The end of a request that is accounted for, or of an older process: nothing happens."""
+        attempt_id = one_of(self.gone, pick)
+        event = ev.AttemptFailed(attempt_id, "late") if pick_too % 2 else ev.AttemptEnded(attempt_id, "stop")
+        assert self.send(event) == []
+
+    @precondition(lambda self: self.keys("started", "outside"))
+    @rule(pick=ANY, how=st.sampled_from(["go on", "go on", "go on", "stray", "return"]))
+    def function(self, pick: int, how: str) -> None:
+        """A rollout function goes on, asks for what does not fit what it has, or returns."""
+        key = one_of(self.keys("started", "outside"), pick)
+        if how == "stray":
+            self.call(key, stray=True)
+        elif how == "return":
+            self.finish_function(key)
+        else:
+            self.go_on(key)
+        self.eager()
+
+    def _function_raises(self, pick: int = 0, pick_too: int = 0) -> None:
+        """A rollout function raises, whatever it is doing."""
+        self.fail_function(one_of(self.keys("started", "outside", "waiting"), pick))
+        self.eager()
+
+    @precondition(lambda self: self.to_score)
+    @rule(pick=ANY, how=st.sampled_from(["good", "good", "nan", "raises"]))
+    def reward(self, pick: int, how: str) -> None:
+        """A reward comes, late or not, or fails."""
+        self.give_score(self.to_score.pop(pick % len(self.to_score)), how)
+        self.eager()
+
+    def _duplicate_reward(self, pick: int = 0, pick_too: int = 0) -> None:
+        """The same reward once more, with other numbers: it changes nothing."""
+        request = one_of(self.scored, pick)
+        if not self.is_current(request) or all(x.where == "finished" for x in self.world.held[request[0]].lives):
+            self.send(ev.Scored(request[0], [(i, -77.0) for i, _ in request[1]]))
+
+    @precondition(lambda self: self.to_judge)
+    @rule(pick=ANY, how=st.sampled_from(["keep", "keep", "reject", "error"]))
+    def verdict(self, pick: int, how: str) -> None:
+        """The filter speaks, perhaps of a group that is no longer what it was."""
+        self.judge(self.to_judge.pop(pick % len(self.to_judge)), how)
+        self.eager()
+
+    @precondition(lambda self: self.to_draw)
+    @rule(error=st.sampled_from([None, None, "prompt 3 is no prompt"]))
+    def source_answers(self, error: str | None) -> None:
+        """A slow source."""
+        self.draw(error)
+        self.eager()
+
+    def _extend(self, pick: int = 0, pick_too: int = 0) -> None:
+        """More prompts."""
+        self.world.available += 1 + pick % 3
+        self.world.exhausted = False
+        self.send(ev.SourceExtended())
+        self.eager()
+
+    @precondition(lambda self: not self.strict or not (self.stepping or self.world.fresh or self.world.running))
+    @rule(pick=ANY)
+    def update(self, pick: int) -> None:
+        """New weights: between the steps after a commit, or in the middle of everything."""
+        if self.strict:
+            self.commit_all()
+        subsets = [None, None, [self.engines[0].name]]
+        self.update_weights(None if self.strict else one_of(subsets, pick))
+        self.eager()
+
+    def commit_all(self) -> None:
+        """The trainer has trained on all it got."""
+        for batch_id in sorted(self.world.leased):
+            self.commit(batch_id)
+
+    def commit(self, batch_id: int) -> None:
+        """One of them."""
+        del self.world.leased[batch_id]
+        self.world.committed = max(self.world.committed, batch_id)
+        self.send(ev.BatchCommitted(batch_id))
+
+    def _commit_one(self, pick: int = 0, pick_too: int = 0) -> None:
+        """In any order."""
+        self.commit(one_of(sorted(self.world.leased), pick))
+
+    def _confirm(self, pick: int = 0, pick_too: int = 0) -> None:
+        """The other engines have the weights as well."""
+        self.give_version(None)
+        self.eager()
+
+    def _pause_or_resume(self, pick: int = 0, pick_too: int = 0) -> None:
+        """Generation stops, or goes on."""
+        self.paused = not self.paused
+        commands = self.send(ev.PauseRequested() if self.paused else ev.Resumed())
+        if self.paused and not self.world.running:
+            assert any(isinstance(c, do.Paused) for c in commands)
+        self.eager()
+
+    def _timer(self, pick: int = 0, pick_too: int = 0) -> None:
+        """A timer runs out: the latest abort's, the outage's, or an old one."""
+        timer = one_of([max(self.timers), max(self.timers), min(self.timers), *self.timers], pick)
+        over = timer < 0 and timer == self.outage and self.stepping
+        commands = self.send(ev.TimerFired(timer))
+        assert any(isinstance(c, do.Fail) for c in commands) == over
+        if timer == self.outage:
+            self.outage = 0
+        self.eager()
+
+    @rule(pick=ANY)
+    def checkpoint(self, pick: int) -> None:
+        """The trainer saves, having trained on all, some or none of what it got."""
+        world, before = self.world, repr(self.core)
+        through = one_of([None, *range(world.committed, world.batches)], pick)
+        state = snapshot.take(self.core, through)
+        assert repr(self.core) == before
+        self.saved = [*self.saved[-1:], (msgspec.msgpack.encode(state), world.restarted(through))]
+
+    def _deaf_engines(self, pick: int = 0, pick_too: int = 0) -> None:
+        """No abort is answered before the deadline."""
+        for _ in range(2):
+            self.send(ev.TimerFired(max(self.timers)))
+            self.eager()
+
+    def _checkpoint_of_the_past(self, pick: int = 0, pick_too: int = 0) -> None:
+        """What is committed is no longer held, and what is not delivered cannot be trained."""
+        for through in (pick % (self.world.committed + 1) - 1, self.world.batches + pick % 3):
+            with pytest.raises(CheckpointError, match=f"trained_through={through}"):
+                snapshot.take(self.core, through)
+
+    def _crash(self, pick: int = 0, pick_too: int = 0) -> None:
+        """The process dies, and another one goes on from a checkpoint. Engines forget everything."""
+        state, world = one_of(self.saved, pick)
+        self.gone += self.world.running
+        self.world = copy.deepcopy(world)
+        self.restarts += 1
+        self.new_process()
+        snapshot.restore(self.core, msgspec.msgpack.decode(state))
+        assert self.core.clock.current == self.world.version
+        self.books_agree()
+        self.forgetful = max(0, pick_too % 7 - 3)
+        self.give_version(None)
+        self.eager()
+
+    @rule(what=ANY, pick=ANY, pick_too=ANY)
+    def nuisance(self, what: int, pick: int, pick_too: int) -> None:
+        """Something that happens now and then; together one rule, or little else would happen."""
+        world = self.world
+        possible = {
+            "pause_or_resume": True,
+            "one_abort_answered": self.aborting,
+            "lose_engine": world.running,
+            "timer": len(self.timers) > 1,
+            "deaf_engines": self.aborting,
+            "confirm": len(self.confirmed) < len(self.engines),
+            "commit_one": not self.strict and world.leased,
+            "extend": world.available < ENDLESS and world.position == world.available,
+            "checkpoint_of_the_past": world.committed >= 0,
+            "duplicate_reward": self.scored,
+            "late": self.gone,
+            "crash": self.saved,
+            "function_raises": self.keys("started", "outside", "waiting"),
+        }
+        name = one_of([name for name, now in possible.items() if now], what)
+        getattr(self, f"_{name}")(pick, pick_too)
+
+    def teardown(self) -> None:
+        """Once troubles end, a finite source is settled to the last prompt."""
+        if not hasattr(self, "core") or self.world.available >= ENDLESS:
+            return
+        self.chosen |= {"eager_functions": True, "eager_scores": True, "slow_source": False}
+        if self.paused:
+            self._pause_or_resume()
+        self._confirm()
+        for _ in range(500):
+            while self.quarantined:
+                self.engine_ready()
+            if self.to_draw:
+                self.draw()
+            self.eager()
+            if self.world.running:
+                self.finish_many(30)
+            elif not self.stepping:
+                if self.nothing_left():
+                    break
+                if not self.world.fresh:
+                    self.commit_all()
+                    self.update_weights(None)
+                self.request_step()
+        self.books_agree()
+        assert self.world.position == self.world.available, repr(self.core)
+        waits = self.chosen["n"] - 1 if self.settings.on_data_end is OnDataEnd.WAIT else 0
+        assert len(self.world.held) <= waits, repr(self.core)
+
+
+def one_of(choices: Any, pick: int) -> Any:
+    """One of a list."""
+    return choices[pick % len(choices)]
+
+
+TestCoreLife = CoreLife.TestCase
+TestCoreLife.settings = hypothesis_settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
