@@ -195,9 +195,7 @@ class Config(_Model):
                 f"april deliver in time, which is {(bound + 1) * n}; raise {which} or set on_stale"
             )
         if self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP:
-            raise ValueError(
-                f"epochs={self.epochs} ends, and on_data_end=wrap never does; leave out one of them"
-            )
+            raise ValueError(f"epochs={self.epochs} ends, and on_data_end=wrap never does; leave out one of them")
         if self.refill is not Refill.NONE and not self.partial_rollout:
             raise ValueError(
                 f"refill={self.refill} leaves unfinished responses at the end of a step, and partial_rollout=false "

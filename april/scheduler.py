@@ -244,10 +244,8 @@ class RolloutScheduler:
         """More prompts after those there are, also once they have ended.
 
         Raises:
-            ConfigError: not an iterable, or the prompts never end anyway.
+            ConfigError: not an iterable, or the last epoch has not begun: the prompts must be the same in every pass.
         """
-        if self.config.passes != 1:
-            raise ConfigError("extend: with several epochs the prompts must be the same in every pass; set epochs: 1")
         self._thread.call(lambda: self._driver.extend(prompts))
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:

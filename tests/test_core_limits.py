@@ -13,6 +13,7 @@ from april.core import events as ev
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
 from april.core.types import Group, OnStale, Prompt, SampleId, SampleState
+from april.core.versions import PolicyVersion
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
 
@@ -198,7 +199,7 @@ def test_outage_of_all_engines_ends_the_step_with_a_reason(engines: int) -> None
     timer = outage(m)
     assert timer.seconds == 50.0
     m.post(ev.TimerFired(timer.timer))
-    assert "no engine has been well for 50 s" in m.errors[0]
+    assert "no engine with the current weights has been well for 50 s" in m.errors[0]
     assert m.core.step is None
     assert len(m.core.buffer) == 3
 
@@ -206,6 +207,17 @@ def test_outage_of_all_engines_ends_the_step_with_a_reason(engines: int) -> None
     m.post(ev.EngineReady("e0"))
     assert m.step(random.Random(0)) is not None
     assert m.core.prompts.as_dict()["dropped"] == {}
+
+
+def test_engines_with_old_weights_are_an_outage_too() -> None:
+    """Nobody confirmed the current version: the step does not wait for ever either."""
+    m = broken(2)
+    m.post(ev.WeightsUpdated(PolicyVersion(0, 1), ["e0"]))
+    m.post(ev.WeightsUpdated(PolicyVersion(0, 2), []))
+    (timer,) = [c for c in m.post(ev.StepRequested()) + m.commands if isinstance(c, do.StartTimer)][:1]
+    m.post(ev.WeightsUpdated(PolicyVersion(0, 2), ["e1"]))
+    assert m.post(ev.TimerFired(timer.timer)) == []
+    assert m.in_flight
 
 
 def test_outage_that_ends_in_time_is_none() -> None:

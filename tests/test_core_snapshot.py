@@ -155,7 +155,7 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
     """Only batches that are delivered, and none before the last committed one."""
     m = CoreMachine(ONE, long_then_short())
     assert snapshot.take(m.core, -1)["batches"] == 0
-    with pytest.raises(CheckpointError, match="trained_through=0 must be the id .* no batch was delivered"):
+    with pytest.raises(CheckpointError, match=r"trained_through=0 must be the id .* no batch was delivered"):
         snapshot.take(m.core, 0)
     for _ in range(3):
         m.step(random.Random(0))
@@ -198,6 +198,21 @@ def test_staleness_goes_on_over_the_restart() -> None:
     sample = next(s for s in again.batches[-1].samples if s.id.group == 0)
     assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (8, (1, 1)), (35, (1, 2))]
     assert sample.staleness == 2
+
+
+def test_a_restart_alone_makes_nothing_off_policy() -> None:
+    """The weights are the same before and after it, only the incarnation is another."""
+    m = CoreMachine(ONE, long_then_short())
+    m.post(ev.StepRequested())
+    m.tokens(ids(m)[0], 17)
+    again = restored(save(m), ONE, long_then_short())
+    again.post(ev.StepRequested())
+    again.end(ids(again)[0])
+    again.finish_aborts()
+
+    (sample,) = again.batches[-1].samples
+    assert [s.version for s in sample.segments] == [(0, 0), (1, 0)]
+    assert sample.staleness == again.batches[-1].off_policy_share == 0
 
 
 def test_what_is_too_old_after_the_restart_is_treated_as_the_settings_say() -> None:

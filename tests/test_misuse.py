@@ -245,9 +245,9 @@ def test_a_rollout_function_that_returns_without_generating(caplog: pytest.LogCa
         rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
         delivered = [g for _ in range(3) for g in (await rollouts.step()).group_ids[::2].tolist()]
         assert sorted(delivered) == [0, 2, 3, 4, 5, 6]
-        assert rollouts.core.story(SampleId(1, 0)).endswith(
-            "group dropped (failed): g1.s0: the rollout function returned without a call of llm.generate"
-        )
+        sentence = "g1.s0: the rollout function returned without a call of llm.generate"
+        assert rollouts.core.story(SampleId(1, 0)).endswith(f"group dropped (failed): {sentence}")
+        assert caplog.messages == [f"group 1 (prompt 1 of epoch 0) is dropped as failed and replaced: {sentence}"]
         await rollouts.close()
 
     virtual(program)

@@ -175,7 +175,7 @@ def test_epochs_and_set_epoch() -> None:
 
 
 def test_extend() -> None:
-    """More prompts after the end; with several passes it is refused with a sentence."""
+    """More prompts after the end; before the last pass it is refused with a sentence."""
     settings = config(over_sampling_batch_size=3, on_data_end="wait")
     with scheduler(prompts=[[1], [2], [3], [4]], config=settings) as rollouts:
         rollouts.next_batch()
@@ -188,7 +188,7 @@ def test_extend() -> None:
         assert [int(s.prompt.token_ids[0]) for s in rollouts.next_batch().samples[::2]] == [4, 5, 6]
     with (
         scheduler(prompts=PROMPTS, config=config(epochs=2)) as rollouts,
-        pytest.raises(ConfigError, match="extend: with several epochs the prompts must be the same in every pass"),
+        pytest.raises(ConfigError, match="extend: epoch 0 of 2 is being drawn, and the prompts must be the same"),
     ):
         rollouts.extend([[5]])
     for call in (rollouts.state_dict, lambda: rollouts.load_state_dict({})):

@@ -149,7 +149,7 @@ def deliver_sample(
 
 
 def batch_metrics(
-    groups: Sequence[Group], samples: Sequence[DeliveredSample], version: PolicyVersion
+    groups: Sequence[Group], samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
 ) -> dict[str, float]:
     """Metrics that can be read off the batch itself."""
     generated = stale = trained = 0
@@ -157,7 +157,7 @@ def batch_metrics(
         for segment in s.segments:
             if segment.kind is SegmentKind.GENERATED:
                 generated += segment.count
-                stale += segment.count if segment.version != version else 0
+                stale += segment.count if staleness_of(segment.version) else 0
         trained += int(np.count_nonzero(s.loss_mask))
     ages = np.array([s.staleness for s in samples], np.float64)
     lengths = np.array([len(s.tokens) for s in samples], np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from april.core.batch import Batch
-from april.core.types import Attempt, Group, Sample
+from april.core.types import Attempt, DropReason, Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,15 @@ class CancelSample:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportDrop:
+    """A group was given up; for whoever watches."""
+
+    group: Group
+    reason: DropReason
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartTimer:
     """Answer with TimerFired(timer) after ``seconds``."""
 
@@ -133,6 +142,7 @@ Command = (
     | ScoreGroup
     | JudgeGroup
     | CancelSample
+    | ReportDrop
     | StartTimer
     | Fence
     | ProbeEngine

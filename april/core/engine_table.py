@@ -49,10 +49,9 @@ class EngineTable:
                 best = state
         return best
 
-    @property
-    def all_quarantined(self) -> bool:
-        """No engine is well."""
-        return all(s.quarantined for s in self.states.values())
+    def usable(self, version: PolicyVersion) -> bool:
+        """Whether some engine is well and has confirmed ``version``."""
+        return any(s.version == version and not s.quarantined for s in self.states.values())
 
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""

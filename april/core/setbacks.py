@@ -104,6 +104,7 @@ class Setbacks:
         books.buffer.remove(group)
         books.prompts.drop(1, reason)
         books.counters[f"groups_dropped_{reason}"] += 1
+        books.out.append(do.ReportDrop(group, reason, error))
         for sample in group.samples:
             self._leave(sample, reason)
             books.tokens.drop(sample.tape.generated, reason)

@@ -203,7 +203,7 @@ class RolloutCore:
                 samples.append(deliver_sample(sample, self.clock.staleness, bound))
                 books.tokens.deliver(sample.tape.generated)
                 books.to(sample, SampleState.LEASED, f"leased in batch {books.batches}")
-        metrics = batch_metrics(groups, samples, self.clock.current)
+        metrics = batch_metrics(groups, samples, self.clock.staleness)
         metrics |= step.metrics(self.counters)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
@@ -315,6 +315,7 @@ class RolloutCore:
         self.clock.current = event.version
         for name in self.engines.states if event.engines is None else event.engines:
             self.engines.states[name].version = event.version
+        self._outage = self._outage and not self.engines.usable(event.version)
         self._setbacks.replace_too_old()
         if self.step is not None:
             self._plan_deadlines()
@@ -346,11 +347,11 @@ class RolloutCore:
     def _engine_ready(self, event: ev.EngineReady) -> None:
         state = self.engines.states[event.engine]
         state.quarantined, state.failures = False, 0
-        self._outage = False
+        self._outage = self._outage and not self.engines.usable(self.clock.current)
 
     def _watch_outage(self) -> None:
-        """All engines are quarantined: wait for one, but not for ever."""
-        if self.engines.all_quarantined and not self._outage:
+        """No engine is well and has the current weights: wait for one, but not for ever."""
+        if not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
             self._outage_timer -= 1  # the abort controller counts upwards
             self.books.out.append(do.StartTimer(self._outage_timer, self.settings.outage_deadline_s))
@@ -360,7 +361,8 @@ class RolloutCore:
             self._outage = False
             if self.step is None:
                 return  # nobody waits for an engine
+            seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.books.failure = (
-                f"no engine has been well for {self.settings.outage_deadline_s:g} s; everything is kept: mend one of "
-                f"{', '.join(self.engines.states)} and ask for the batch again"
+                f"no engine with the current weights has been well for {seconds:g} s; everything is kept: mend one of "
+                f"{names} and ask for the batch again"
             )

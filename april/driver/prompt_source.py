@@ -63,7 +63,16 @@ class PromptSource:
             raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}") from None
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """More prompts, after those there are; raises ConfigError for anything but an iterable."""
+        """More prompts after those of the last pass.
+
+        Raises:
+            ConfigError: not an iterable, or the last pass has not begun.
+        """
+        if self._epochs is None or self.epoch + 1 < self._epochs:
+            raise ConfigError(
+                f"extend: epoch {self.epoch} of {self._epochs or 'endless'} is being drawn, and the prompts must be "
+                "the same in every pass; give more in the last one"
+            )
         more = self._begin(prompts, self.epoch)
         self._iterator = chain(self._iterator, more)
 

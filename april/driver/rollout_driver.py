@@ -22,6 +22,7 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
+from april.core.types import DropReason
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
@@ -108,6 +109,7 @@ class RolloutDriver:
             do.ScoreGroup: self._samples.score_group,
             do.JudgeGroup: self._samples.judge_group,
             do.CancelSample: self._samples.cancel,
+            do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
             do.ProbeEngine: self.streams.probe,
@@ -340,6 +342,13 @@ class RolloutDriver:
 
     def _draw(self, command: do.DrawPrompts) -> None:
         self.post(ev.PromptsDrawn(*self._source.draw(command.count)))
+
+    def _report_drop(self, command: do.ReportDrop) -> None:
+        # rejections and staleness are policies at work, failures are for people to see
+        level = logging.WARNING if command.reason is DropReason.FAILED else logging.DEBUG
+        group, prompt = command.group, command.group.prompt
+        named = f"group {group.id} (prompt {prompt.position} of epoch {prompt.epoch})"
+        log.log(level, "%s is dropped as %s and replaced: %s", named, command.reason, command.why)
 
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
