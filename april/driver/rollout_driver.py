@@ -214,6 +214,8 @@ class RolloutDriver:
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
         """The core's state and the position in the prompts."""
         self._raise_if_broken()
+        if self._loading:
+            raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
         return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
 
     async def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
