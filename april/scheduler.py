@@ -25,7 +25,7 @@ from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.user_code import check_function
+from april.driver.user_code import check_function, inside_user_code
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, SchedulerClosed
@@ -175,7 +175,8 @@ class RolloutScheduler:
         try:
             wait(steps, return_when=FIRST_COMPLETED)
             if paused.done():
-                transfer()
+                with inside_user_code():
+                    transfer()
         except BaseException:
             # ends the update where it waits: the engines go on with the version they have
             handed_over.cancel()

@@ -173,6 +173,22 @@ def test_the_transfer_runs_in_the_trainers_thread_while_engines_are_paused() -> 
         assert rollouts.weight_update("a directory") == (0, 2)
 
 
+@pytest.mark.parametrize("what", ["next_batch", "weight_update", "evaluate"])
+def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
+    """They would wait for the weight update that waits for the transfer; the update is given up, and may be repeated."""
+    with scheduler() as rollouts:
+        calls = {
+            "next_batch": rollouts.next_batch,
+            "weight_update": rollouts.weight_update,
+            "evaluate": lambda: rollouts.evaluate([[1, 2]]),
+        }
+        rollouts.next_batch()
+        with pytest.raises(RolloutError, match="or a transfer: they may wait"):
+            rollouts.weight_update(transfer=calls[what])
+        assert rollouts.version == (0, 0)
+        assert rollouts.weight_update(transfer=rollouts.ledger) == (0, 1)
+
+
 def test_an_interrupted_transfer_leaves_the_engines_open() -> None:
     """Ctrl-C inside transfer: the engines are resumed, the version stays."""
 

@@ -56,7 +56,7 @@ class LoopThread:
 
         Raises:
             SchedulerClosed: the loop has been stopped.
-            RolloutError: called inside a rollout or reward function, or on the loop itself: waiting for the result
+            RolloutError: called inside a function that april waits for, or on the loop itself: waiting for the result
                 would never end.
         """
         try:

@@ -20,7 +20,7 @@ from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread
 from april.driver.rollout_driver import RolloutDriver
-from april.driver.user_code import refuse_inside_user_code
+from april.driver.user_code import inside_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.scheduler import RolloutScheduler
@@ -103,9 +103,10 @@ class Rollouts:
         """
 
         async def hand_over() -> None:
-            result = transfer() if transfer is not None else None
-            if inspect.isawaitable(result):
-                await result
+            with inside_user_code():
+                result = transfer() if transfer is not None else None
+                if inspect.isawaitable(result):
+                    await result
 
         return await self._loop.run_async(self._driver.update_weights(path, hand_over))
 
