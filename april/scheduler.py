@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function, inside_user_code
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
-from april.errors import ConfigError, SchedulerClosed
+from april.errors import ConfigError, RolloutError, SchedulerClosed
 
 
 class RolloutScheduler:
@@ -118,6 +119,7 @@ class RolloutScheduler:
             self._thread.stop()
             raise
         self._evaluator = Evaluator(self._driver)
+        self._asking = threading.Lock()
 
     # ---------------------------------------------------------------- one step
 
@@ -128,15 +130,29 @@ class RolloutScheduler:
 
         Raises:
             DataExhausted: the source has ended and every prompt is settled.
-            RolloutError: rollouts or rewards fail again and again, or a prompt is unusable.
+            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
-        return self._taken(self._thread.run(self._driver.wait_batch()))
+        with self._one_at_a_time():
+            return self._taken(self._thread.run(self._driver.wait_batch()))
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
-        return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+        with self._one_at_a_time():
+            return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Until a batch has crossed over it is the next one, for everybody who asks."""
+        if not self._asking.acquire(blocking=False):
+            raise RolloutError(
+                "next_batch was called while another call waits for the same batch; ask for one batch after the other"
+            )
+        try:
+            yield
+        finally:
+            self._asking.release()
 
     def _taken(self, batch: Batch) -> Batch:
         """Tell the driver that the batch has crossed over to the trainer's thread; until then it is the next one."""

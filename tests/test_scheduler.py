@@ -130,6 +130,19 @@ def test_an_interrupted_next_batch_loses_nothing() -> None:
         assert batch.id == 0
 
 
+@pytest.mark.asyncio
+async def test_two_calls_do_not_get_the_same_batch() -> None:
+    """A second call while one waits is refused with a sentence, in either face; the first one gets its batch."""
+    with scheduler() as rollouts:
+        first = asyncio.create_task(rollouts.anext_batch())
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="one batch after the other"):
+            await rollouts.anext_batch()
+        with pytest.raises(RolloutError, match="one batch after the other"):
+            rollouts.next_batch()
+        assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
+
+
 def test_an_interrupt_between_delivery_and_return_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C when the batch is on its way to the trainer's thread: the next call returns that very batch."""
     with scheduler() as rollouts:
