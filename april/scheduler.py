@@ -26,7 +26,7 @@ from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.user_code import check_function, inside_user_code
+from april.driver.user_code import check_function, inside_user_code, refuse_inside_user_code
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -139,6 +139,7 @@ class RolloutScheduler:
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
+        await asyncio.sleep(0)  # a call that was cancelled just now leaves first
         with self._one_at_a_time():
             return self._taken(await self._thread.run_async(self._driver.wait_batch()))
 
@@ -146,6 +147,7 @@ class RolloutScheduler:
     def _one_at_a_time(self) -> Iterator[None]:
         """Until a batch has crossed over it is the next one, for everybody who asks."""
         if not self._asking.acquire(blocking=False):
+            refuse_inside_user_code()  # which says more
             raise RolloutError(
                 "next_batch was called while another call waits for the same batch; ask for one batch after the other"
             )

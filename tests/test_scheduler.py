@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from gate_engine import GateEngine
 from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, reward, scheduler
 
 import april
@@ -347,6 +349,33 @@ def test_close_is_idempotent_and_final() -> None:
     ):  # fmt: skip
         with pytest.raises(SchedulerClosed, match="closed"):
             call()
+
+
+def test_close_from_two_threads_at_once() -> None:
+    """Both return when it is over; neither cuts an engine off that is still releasing what it has."""
+    begun, release = threading.Event(), threading.Event()
+    released: list[str] = []
+
+    class Slow(GateEngine):
+        async def close(self) -> None:
+            if not begun.is_set():  # idempotent: a second call returns at once
+                begun.set()
+                await asyncio.to_thread(release.wait)
+                released.append(self.name)
+
+    rollouts = scheduler(engines=[Slow()])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rollouts.close)
+        begun.wait()
+        second = pool.submit(rollouts.close)
+        with pytest.raises(RolloutError, match="a call from april's own loop"):
+            # a whole round of the loop: the second call has arrived
+            rollouts._thread.call(rollouts.close)
+        assert not released
+        release.set()
+        first.result()
+        second.result()
+    assert released == ["gate"]
 
 
 @pytest.mark.parametrize("what", ["next_batch", "evaluate", "transfer"])

@@ -89,6 +89,7 @@ class RolloutDriver:
         self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
         self.rollout = as_coroutine(functions.rollout, self._threads)
         self._exclusive = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
         self._samples = SampleFunctions(
             self.core, functions, self.rollout, sampling, self.calls, self.post,
             vocab_size=min(e.capabilities.vocab_size for e in engines),
@@ -279,11 +280,15 @@ class RolloutDriver:
         return dict(zip(self.engines, results, strict=True))
 
     async def close(self) -> None:
-        """End everything; what was generated stays in the core's books."""
+        """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
-        me = asyncio.current_task()
-        tasks = [t for t in self._tasks if t is not me]
+        tasks = list(self._tasks)
         ends: list[asyncio.Future[None]] = [*tasks, *self.calls.close()]
         for task in tasks:
             task.cancel()
