@@ -159,12 +159,14 @@ class UserCalls:
         try:
             with inside_user_code():
                 value = await function(*args)
-        except (Exception, SystemExit) as raised:
-            error = raised
         except asyncio.CancelledError:
             if call.over or self._closed:
                 raise
             error = cancelled_inside()
+        except GeneratorExit:
+            raise  # the loop has ended
+        except BaseException as raised:
+            error = harmless(raised)
         call.answer(value, error)
 
     # ---------------------------------------------------------------- in threads
