@@ -190,7 +190,7 @@ def test_the_transfer_runs_in_the_trainers_thread_while_engines_are_paused() -> 
 
 @pytest.mark.parametrize("what", ["next_batch", "weight_update", "evaluate"])
 def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
-    """They would wait for the weight update that waits for the transfer; the update is given up, and may be repeated."""
+    """They would wait for the weight update that waits for the transfer; the update can be repeated."""
     with scheduler() as rollouts:
         calls = {
             "next_batch": rollouts.next_batch,

@@ -194,13 +194,13 @@ class RolloutDriver:
     ) -> None:
         """``first`` is called when all engines have the version, before the core is told."""
         try:
-            _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
+            _raise_first(await self._on_all_engines("pause", lambda engine: engine.pause()))
             if transfer is not None:
                 await transfer()
             await self._give_version(version, path, first)
         finally:
             # an engine that stays paused would hold up everything for ever
-            results, cancelled = await _to_its_end(self._on_all_engines(lambda engine: engine.resume()))
+            results, cancelled = await _to_its_end(self._on_all_engines("resume", lambda engine: engine.resume()))
             _raise_first(results)
             if cancelled is not None:
                 raise cancelled
@@ -243,7 +243,9 @@ class RolloutDriver:
 
     async def _give_version(self, version: PolicyVersion, path: str | None, first: Callable[[], None]) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
-        results, cancelled = await _to_its_end(self._on_all_engines(lambda e: e.update_weights(version, path)))
+        patience_s = self.core.settings.outage_deadline_s
+        loading = self._on_all_engines("update_weights", lambda e: e.update_weights(version, path), patience_s)
+        results, cancelled = await _to_its_end(loading)
         self._note_half_update(results)
         _raise_first(results)
         first()
@@ -273,10 +275,26 @@ class RolloutDriver:
             raise EngineError(self._half_updated)
 
     async def _on_all_engines(
-        self, method: Callable[[Engine], Coroutine[Any, Any, None]]
+        self, what: str, method: Callable[[Engine], Coroutine[Any, Any, None]], patience_s: float | None = None
     ) -> dict[str, BaseException | None]:
-        """Call all engines at once and wait for every one of them; the errors by engine."""
-        results = await asyncio.gather(*(method(e) for e in self.engines.values()), return_exceptions=True)
+        """Call all engines at once and wait for every one of them; the errors by engine.
+
+        One without an answer after ``patience_s`` (None: abort_deadline_s) has failed: nobody waits for ever for an
+        engine that hangs.
+        """
+        seconds = self.core.settings.abort_deadline_s if patience_s is None else patience_s
+
+        async def call(engine: Engine) -> None:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    await method(engine)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise EngineError(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
+
+        results = await asyncio.gather(*map(call, self.engines.values()), return_exceptions=True)
         return dict(zip(self.engines, results, strict=True))
 
     async def close(self) -> None:
@@ -300,7 +318,7 @@ class RolloutDriver:
         self._threads.close()
         self._samples.clear()
         self.streams.clear()
-        for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
+        for name, error in (await self._on_all_engines("close", lambda engine: engine.close())).items():
             if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
 

@@ -154,7 +154,8 @@ class UserCalls:
     # ---------------------------------------------------------------- on the loop
 
     async def _on_the_loop(self, call: Call, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         call.start_clock()
         try:
             with inside_user_code():
