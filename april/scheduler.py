@@ -76,19 +76,7 @@ class RolloutScheduler:
                 f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
                 "Config.from_yaml make one"
             )
-        if reward is not None and group_reward is not None:
-            raise ConfigError("give reward or group_reward, not both")
-        check_function("rollout", rollout, ("prompt", "llm"))
-        if reward is not None:
-            check_function("reward", reward, ("prompt", "response"))
-        if group_reward is not None:
-            check_function("group_reward", group_reward, ("prompt", "responses"))
-        if filter is not None:
-            check_function("filter", filter, ("prompt", "responses"))
-        if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
-            raise ConfigError(
-                "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
-            )
+        check_functions(config, rollout, reward, group_reward, filter)
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
@@ -358,6 +346,29 @@ class RolloutScheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_functions(
+    config: Config,
+    rollout: Callable[..., Any],
+    reward: Callable[..., Any] | None,
+    group_reward: Callable[..., Any] | None,
+    filter: Callable[..., Any] | None,
+) -> None:
+    """Refuse functions that cannot be called, or that contradict each other or the configuration."""
+    if reward is not None and group_reward is not None:
+        raise ConfigError("give reward or group_reward, not both")
+    check_function("rollout", rollout, ("prompt", "llm"))
+    if reward is not None:
+        check_function("reward", reward, ("prompt", "response"))
+    if group_reward is not None:
+        check_function("group_reward", group_reward, ("prompt", "responses"))
+    if filter is not None:
+        check_function("filter", filter, ("prompt", "responses"))
+    if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
+        raise ConfigError(
+            "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
+        )
 
 
 def _check_engines(config: Config, engines: Sequence[Engine]) -> None:

@@ -201,7 +201,8 @@ class RolloutDriver:
         finally:
             # an engine that stays paused would hold up everything for ever
             results, cancelled = await _to_its_end(self._on_all_engines("resume", lambda engine: engine.resume()))
-            _raise_first(results)
+            if self._broken is None:  # closed engines need not resume
+                _raise_first(results)
             if cancelled is not None:
                 raise cancelled
 
