@@ -114,6 +114,31 @@ def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
     run_virtual(program())
 
 
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
+    """The engine is named after stall_timeout_s without a token, and asked to end the request; training goes on."""
+
+    class Silent(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            async for chunk in super().generate(request):
+                yield chunk
+                if request.attempt_id[16:20] == "ffff" and self.handed_over_tokens >= after:
+                    await asyncio.Event().wait()
+
+    async def program() -> None:
+        engine = Silent(lengths=9, chunk_tokens=1)
+        config = CONFIG.model_copy(update={"stall_timeout_s": 100.0})
+        async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
+            with pytest.raises(april.EngineError, match="engine fake was silent for 100 s in an evaluation"):
+                await run.evaluate([[1, 2]])
+            assert asyncio.get_running_loop().time() == 100 + max(after, 1)
+            assert engine.open_streams == 0
+            assert engine.aborts
+            assert (await run.next_batch()).id == 0
+
+    run_virtual(program())
+
+
 @pytest.mark.parametrize("what", ["evaluate", "weight_update"])
 def test_close_tells_who_waits(what: str) -> None:
     """An evaluation or a weight update that runs while another task closes ends at once with SchedulerClosed."""
