@@ -159,7 +159,8 @@ class RolloutScheduler:
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some
-            engines have loaded and others have not, training waits until a call has reached them all.
+            engines have loaded and others have not, training waits until a call has reached them all. An engine that
+            was found dead before is left out, and gets no requests until a later call has reached it.
 
         Raises:
             EngineError: an engine could not be paused or could not load.
