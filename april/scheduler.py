@@ -227,8 +227,10 @@ class RolloutScheduler:
         max_tokens: int | None, seed: int,
     ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
-        if not isinstance(n_samples, int) or n_samples < 1:
-            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples!r}")
+        limit = 1 if max_tokens is None else max_tokens
+        for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
