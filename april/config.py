@@ -160,13 +160,14 @@ class Config(_Model):
     """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
     a failure. None: for ever."""
     abort_deadline_s: PositiveFloat = 30.0
-    """Longest wait for an aborted request before its engine is quarantined."""
+    """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
+    close."""
     abort_resend_s: PositiveFloat = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: PositiveFloat | None = 1800.0
     """Longest silence of an engine about a request; then it is asked to end it, and what came is continued."""
     outage_deadline_s: PositiveFloat = 600.0
-    """Longest wait for an engine while none is well, before the step fails."""
+    """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: NonNegativeInt = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -25,10 +26,10 @@ from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.user_code import check_function
+from april.driver.user_code import check_function, inside_user_code, refuse_inside_user_code
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
-from april.errors import ConfigError, SchedulerClosed
+from april.errors import ConfigError, RolloutError, SchedulerClosed
 
 
 class RolloutScheduler:
@@ -75,19 +76,7 @@ class RolloutScheduler:
                 f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
                 "Config.from_yaml make one"
             )
-        if reward is not None and group_reward is not None:
-            raise ConfigError("give reward or group_reward, not both")
-        check_function("rollout", rollout, ("prompt", "llm"))
-        if reward is not None:
-            check_function("reward", reward, ("prompt", "response"))
-        if group_reward is not None:
-            check_function("group_reward", group_reward, ("prompt", "responses"))
-        if filter is not None:
-            check_function("filter", filter, ("prompt", "responses"))
-        if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
-            raise ConfigError(
-                "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
-            )
+        check_functions(config, rollout, reward, group_reward, filter)
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
@@ -118,6 +107,7 @@ class RolloutScheduler:
             self._thread.stop()
             raise
         self._evaluator = Evaluator(self._driver)
+        self._asking = threading.Lock()
 
     # ---------------------------------------------------------------- one step
 
@@ -128,15 +118,31 @@ class RolloutScheduler:
 
         Raises:
             DataExhausted: the source has ended and every prompt is settled.
-            RolloutError: rollouts or rewards fail again and again, or a prompt is unusable.
+            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
-        return self._taken(self._thread.run(self._driver.wait_batch()))
+        with self._one_at_a_time():
+            return self._taken(self._thread.run(self._driver.wait_batch()))
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
-        return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+        await asyncio.sleep(0)  # a call that was cancelled just now leaves first
+        with self._one_at_a_time():
+            return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Until a batch has crossed over it is the next one, for everybody who asks."""
+        if not self._asking.acquire(blocking=False):
+            refuse_inside_user_code()  # which says more
+            raise RolloutError(
+                "next_batch was called while another call waits for the same batch; ask for one batch after the other"
+            )
+        try:
+            yield
+        finally:
+            self._asking.release()
 
     def _taken(self, batch: Batch) -> Batch:
         """Tell the driver that the batch has crossed over to the trainer's thread; until then it is the next one."""
@@ -153,7 +159,8 @@ class RolloutScheduler:
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some
-            engines have loaded and others have not, training waits until a call has reached them all.
+            engines have loaded and others have not, training waits until a call has reached them all. An engine that
+            was found dead before is left out, and gets no requests until a later call has reached it.
 
         Raises:
             EngineError: an engine could not be paused or could not load.
@@ -175,7 +182,8 @@ class RolloutScheduler:
         try:
             wait(steps, return_when=FIRST_COMPLETED)
             if paused.done():
-                transfer()
+                with inside_user_code():
+                    transfer()
         except BaseException:
             # ends the update where it waits: the engines go on with the version they have
             handed_over.cancel()
@@ -219,8 +227,10 @@ class RolloutScheduler:
         max_tokens: int | None, seed: int,
     ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
-        if not isinstance(n_samples, int) or n_samples < 1:
-            raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples!r}")
+        limit = 1 if max_tokens is None else max_tokens
+        for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
@@ -339,6 +349,29 @@ class RolloutScheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_functions(
+    config: Config,
+    rollout: Callable[..., Any],
+    reward: Callable[..., Any] | None,
+    group_reward: Callable[..., Any] | None,
+    filter: Callable[..., Any] | None,
+) -> None:
+    """Refuse functions that cannot be called, or that contradict each other or the configuration."""
+    if reward is not None and group_reward is not None:
+        raise ConfigError("give reward or group_reward, not both")
+    check_function("rollout", rollout, ("prompt", "llm"))
+    if reward is not None:
+        check_function("reward", reward, ("prompt", "response"))
+    if group_reward is not None:
+        check_function("group_reward", group_reward, ("prompt", "responses"))
+    if filter is not None:
+        check_function("filter", filter, ("prompt", "responses"))
+    if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
+        raise ConfigError(
+            "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
+        )
 
 
 def _check_engines(config: Config, engines: Sequence[Engine]) -> None:

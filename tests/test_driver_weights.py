@@ -167,6 +167,69 @@ def test_an_engine_that_cannot_pause_leaves_no_other_paused() -> None:
     virtual(program)
 
 
+class Hangs(RecordingEngine):
+    """One of its methods never returns while ``hangs`` names it."""
+
+    hangs = ""
+
+    async def _maybe(self, what: str) -> None:
+        if self.hangs == what:
+            await asyncio.Event().wait()
+
+    async def pause(self) -> None:
+        await self._maybe("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        await self._maybe("resume")
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self._maybe("update_weights")
+        await super().update_weights(version, path)
+
+    async def close(self) -> None:
+        await self._maybe("close")
+        await super().close()
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("pause", 30), ("update_weights", 600), ("resume", 30)])
+def test_an_engine_that_hangs_fails_the_weight_update_in_time(what: str, seconds: int) -> None:
+    """Nobody waits for ever: the engine is named, and when it is well again the update can be repeated."""
+
+    async def program() -> None:
+        lengths = table({})
+        bad = Hangs(lengths, "bad")
+        rollouts = Rollouts(lengths, n=4, engines=[bad, RecordingEngine(lengths, "good")])
+        await rollouts.driver.next_batch()
+        bad.hangs, before = what, now()
+        with pytest.raises(EngineError, match=f"engine bad has not answered {what} in {seconds} s"):
+            await rollouts.driver.update_weights()
+        assert now() - before == pytest.approx(seconds, abs=0.01)
+        bad.hangs = ""
+        await rollouts.driver.update_weights()
+        rollouts.check(await rollouts.driver.next_batch())
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_engine_that_hangs_does_not_hold_up_close(caplog: pytest.LogCaptureFixture) -> None:
+    """close gives it 30 s and names it in the log; the others are closed."""
+
+    async def program() -> None:
+        lengths = table({})
+        bad = Hangs(lengths, "bad")
+        rollouts = Rollouts(lengths, n=1, engines=[bad, RecordingEngine(lengths, "good")])
+        await rollouts.step()
+        bad.hangs, before = "close", now()
+        await rollouts.close()
+        assert now() - before == pytest.approx(30, abs=0.01)
+        assert "engine bad could not be closed" in caplog.text
+
+    virtual(program)
+
+
 def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
     """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
 

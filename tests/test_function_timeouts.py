@@ -320,6 +320,54 @@ def test_time_limits_run_out_in_order_and_start_again() -> None:
     virtual(program)
 
 
+def test_there_is_one_timer_however_often_something_is_late() -> None:
+    """What begins anew in the moment it is late, while others run, adds no timer; after close nothing starts."""
+
+    class Timed:
+        def late(self) -> None:
+            limits.start(self)
+
+    limits = TimeLimits(10)
+
+    def timers() -> int:
+        handles: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        return sum(not handle.cancelled() for handle in handles)
+
+    async def program() -> None:
+        for _ in range(5):
+            limits.start(Timed())
+            await asyncio.sleep(1)
+        for _ in range(20):
+            assert timers() == 1
+            await asyncio.sleep(9.5)
+        limits.close()
+        limits.start(Timed())
+        assert timers() == 0
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), type("Odd", (BaseException,), {})("odd")], ids=repr)
+def test_whatever_an_async_function_raises_ends_its_own_sample_only(error: BaseException) -> None:
+    """Not only Exceptions: a reward that raises what would end a program is asked again like any that fails."""
+    asked: list[int] = []
+
+    async def reward(prompt: Any, response: Any) -> float:
+        asked.append(1)
+        if len(asked) == 1:
+            raise error
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=2, reward=reward)
+        batch = await rollouts.step()
+        assert batch.metrics["failed_samples"] == 1
+        assert len(asked) == 3
+        await rollouts.close()
+
+    virtual(program)
+
+
 # ---------------------------------------------------------------- plain functions, in threads
 
 

@@ -175,6 +175,33 @@ def test_stop_is_not_held_up_by_a_task_that_ignores_it(
         coroutine.throw(asyncio.CancelledError())  # type: ignore[union-attr]
 
 
+def test_stop_is_not_held_up_by_a_thread_of_to_thread(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function that hangs in asyncio.to_thread is told of in the log and left behind."""
+    release, ended = threading.Event(), threading.Event()
+    begun = threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        release.wait()
+        ended.set()
+
+    async def main() -> None:
+        await asyncio.to_thread(hang)
+
+    future = thread.submit(main())
+    begun.wait()
+    monkeypatch.setattr("april.driver.loop_thread.STOP_PATIENCE_S", 0.01)
+    thread.stop()
+    assert "asyncio.to_thread does not end" in caplog.text
+    assert not ended.is_set()
+    with pytest.raises(SchedulerClosed):
+        result_of(future)
+    release.set()
+    assert ended.wait(30)
+
+
 def test_a_task_that_exits_does_not_end_the_loop(thread: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
     """sys.exit in a background task stops an ordinary loop; here the others go on, and the log tells."""
 

@@ -126,7 +126,11 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
     ),
     (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
     (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),
-    (lambda r: r.evaluate([[1]], n_samples="2"), ConfigError, "evaluate: n_samples must be at least 1, got '2'"),
+    (
+        lambda r: r.evaluate([[1]], n_samples="2"),
+        ConfigError,
+        "evaluate: n_samples must be a whole number and at least 1, got '2'",
+    ),
     (
         lambda r: r.evaluate([[1]], temperature="hot"),
         ConfigError,

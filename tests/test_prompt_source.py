@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
@@ -289,3 +290,15 @@ def test_restart_among_prompts_that_were_extended() -> None:
     again.load_state_dict(source.state_dict())
     again.extend([[2], [3], [4]])
     assert ids(again.draw(5)[0]) == [[4]]
+
+
+def test_a_source_that_exits_is_an_error_like_any_other() -> None:
+    """sys.exit in a data loader must not end april's loop: the prompts before it are drawn, then it is told."""
+
+    def loader() -> Iterator[list[int]]:
+        yield [1]
+        sys.exit("no more licences")
+
+    source = PromptSource(loader(), 10)
+    assert ids(source.draw(5)[0]) == [[1]]
+    assert source.draw(5) == ([], False, "the prompt source failed at prompt 1: SystemExit: no more licences")

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from gate_engine import GateEngine
 from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, reward, scheduler
 
 import april
@@ -130,6 +132,19 @@ def test_an_interrupted_next_batch_loses_nothing() -> None:
         assert batch.id == 0
 
 
+@pytest.mark.asyncio
+async def test_two_calls_do_not_get_the_same_batch() -> None:
+    """A second call while one waits is refused with a sentence, in either face; the first one gets its batch."""
+    with scheduler() as rollouts:
+        first = asyncio.create_task(rollouts.anext_batch())
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="one batch after the other"):
+            await rollouts.anext_batch()
+        with pytest.raises(RolloutError, match="one batch after the other"):
+            rollouts.next_batch()
+        assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
+
+
 def test_an_interrupt_between_delivery_and_return_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C when the batch is on its way to the trainer's thread: the next call returns that very batch."""
     with scheduler() as rollouts:
@@ -171,6 +186,22 @@ def test_the_transfer_runs_in_the_trainers_thread_while_engines_are_paused() -> 
         assert not any(e._paused for e in rollouts.engines)  # type: ignore[attr-defined]
         check(rollouts.next_batch())
         assert rollouts.weight_update("a directory") == (0, 2)
+
+
+@pytest.mark.parametrize("what", ["next_batch", "weight_update", "evaluate"])
+def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
+    """They would wait for the weight update that waits for the transfer; the update can be repeated."""
+    with scheduler() as rollouts:
+        calls = {
+            "next_batch": rollouts.next_batch,
+            "weight_update": rollouts.weight_update,
+            "evaluate": lambda: rollouts.evaluate([[1, 2]]),
+        }
+        rollouts.next_batch()
+        with pytest.raises(RolloutError, match="or a transfer: they may wait"):
+            rollouts.weight_update(transfer=calls[what])
+        assert rollouts.version == (0, 0)
+        assert rollouts.weight_update(transfer=rollouts.ledger) == (0, 1)
 
 
 def test_an_interrupted_transfer_leaves_the_engines_open() -> None:
@@ -318,6 +349,33 @@ def test_close_is_idempotent_and_final() -> None:
     ):  # fmt: skip
         with pytest.raises(SchedulerClosed, match="closed"):
             call()
+
+
+def test_close_from_two_threads_at_once() -> None:
+    """Both return when it is over; neither cuts an engine off that is still releasing what it has."""
+    begun, release = threading.Event(), threading.Event()
+    released: list[str] = []
+
+    class Slow(GateEngine):
+        async def close(self) -> None:
+            if not begun.is_set():  # idempotent: a second call returns at once
+                begun.set()
+                await asyncio.to_thread(release.wait)
+                released.append(self.name)
+
+    rollouts = scheduler(engines=[Slow()])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rollouts.close)
+        begun.wait()
+        second = pool.submit(rollouts.close)
+        with pytest.raises(RolloutError, match="a call from april's own loop"):
+            # a whole round of the loop: the second call has arrived
+            rollouts._thread.call(rollouts.close)
+        assert not released
+        release.set()
+        first.result()
+        second.result()
+    assert released == ["gate"]
 
 
 @pytest.mark.parametrize("what", ["next_batch", "evaluate", "transfer"])

@@ -127,8 +127,12 @@ def test_evaluation_of_several_turns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"n_samples": 0}, "n_samples must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"n_samples": 0}, "n_samples must be a whole number and at least 1"),
+        ({"n_samples": True}, "n_samples must be a whole number and at least 1, got True"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number and at least 1"),
+        ({"max_tokens": 2.5}, "max_tokens must be a whole number and at least 1, got 2.5"),
+        ({"seed": -1}, "seed must be a whole number and at least 0, got -1"),
+        ({"seed": "x"}, "seed must be a whole number and at least 0, got 'x'"),
         ({"temperature": -1.0}, "temperature must be a finite number"),
         ({"top_p": 0.0}, "top_p must be in"),
         ({"prompts": []}, "there are no prompts"),

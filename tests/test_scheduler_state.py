@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from gate_engine import GateEngine
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, reward, scheduler
 
 import april
@@ -221,3 +223,27 @@ def test_group_rewards_and_filters_over_a_restart() -> None:
             state = plain(rollouts.state_dict())
     assert len(set(trained)) == len(trained) == 18
     assert all(answer % 2 == 0 for answer in trained)
+
+
+def test_no_state_is_taken_while_one_is_loaded() -> None:
+    """Prompts already stand where the state says and groups are not there yet: such a checkpoint would lose them."""
+    inside, release = threading.Event(), threading.Event()
+
+    class Slow(GateEngine):
+        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+            inside.set()
+            await asyncio.to_thread(release.wait)
+            await super().update_weights(version, path)
+
+    with scheduler(prompts=PROMPTS, engines=[GateEngine()], reward=lambda p, r: 1.0) as rollouts:
+        rollouts.next_batch()
+        state = plain(rollouts.state_dict(trained_through=-1))
+    with scheduler(prompts=PROMPTS, engines=[Slow()], reward=lambda p, r: 1.0) as rollouts:
+        loader = threading.Thread(target=rollouts.load_state_dict, args=(state,))
+        loader.start()
+        inside.wait()
+        with pytest.raises(CheckpointError, match="being loaded"):
+            rollouts.state_dict()
+        release.set()
+        loader.join()
+        assert len(rollouts.state_dict()["core"]["ready"]) == len(state["core"]["ready"]) > 0

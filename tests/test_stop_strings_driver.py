@@ -410,6 +410,8 @@ def test_evaluations_stop_too() -> None:
         assert now() < 9
         (request,) = engine.requests.values()
         assert engine.aborts[-1][1] == (request.attempt_id,)
+        # asked to end, and read to that end: closing the stream first would leave some engines generating
+        assert engine.handed_over[request.attempt_id][-1].finish is EngineFinish.ABORT
         assert (request.stream, request.sampling.stop) == (True, ())
         assert rollouts.core.tokens.observed == 0
         await rollouts.close()

@@ -114,6 +114,87 @@ def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
     run_virtual(program())
 
 
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
+    """The engine is named after stall_timeout_s without a token, and asked to end the request; training goes on."""
+
+    class Silent(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            async for chunk in super().generate(request):
+                yield chunk
+                if request.attempt_id[16:20] == "ffff" and self.handed_over_tokens >= after:
+                    await asyncio.Event().wait()
+
+    async def program() -> None:
+        engine = Silent(lengths=9, chunk_tokens=1)
+        config = CONFIG.model_copy(update={"stall_timeout_s": 100.0})
+        async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
+            with pytest.raises(april.EngineError, match="engine fake was silent for 100 s in an evaluation"):
+                await run.evaluate([[1, 2]])
+            assert asyncio.get_running_loop().time() == 100 + max(after, 1)
+            assert engine.open_streams == 0
+            assert engine.aborts
+            assert (await run.next_batch()).id == 0
+
+    run_virtual(program())
+
+
+@pytest.mark.parametrize("what", ["evaluate", "weight_update"])
+def test_close_tells_who_waits(what: str) -> None:
+    """An evaluation or a weight update that runs while another task closes ends at once with SchedulerClosed."""
+
+    async def program() -> None:
+        run = rollouts(CONFIG, engines=[FakeEngine(lengths=50)], prompts=prompts(), reward=by_length)
+        calls = {
+            "evaluate": lambda: run.evaluate([[1, 2]]),
+            "weight_update": lambda: run.weight_update(transfer=lambda: asyncio.sleep(1e6)),
+        }
+        waiter = asyncio.create_task(calls[what]())
+        await asyncio.sleep(5)
+        await run.close()
+        with pytest.raises(april.SchedulerClosed, match="the rollouts are closed"):
+            await waiter
+        assert asyncio.get_running_loop().time() == 5
+
+    run_virtual(program())
+
+
+def test_a_plain_filter_runs_on_the_loop() -> None:
+    """Dynamic sampling on virtual time: a plain filter, april's own too, needs no thread."""
+
+    async def program() -> None:
+        async def by_index(prompt: april.Prompt, response: Any) -> float:
+            return float(response.sample_id.index * (response.sample_id.group % 2))
+
+        async with rollouts(
+            CONFIG,
+            engines=[FakeEngine(lengths=LENGTHS)],
+            prompts=prompts(),
+            reward=by_index,
+            filter=april.rewards_differ,
+        ) as run:
+            batch = await run.next_batch()
+            assert all(s.id.group % 2 for s in batch.samples)
+            run.audit()
+        with pytest.raises(april.ConfigError, match="rewards_differ would reject every group"):
+            rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), filter=april.rewards_differ)
+
+    run_virtual(program())
+
+
+def test_a_plain_rollout_function_on_a_virtual_clock_is_refused() -> None:
+    """It would run in a thread, which a virtual clock does not wait for: a sentence instead of time-outs."""
+
+    def plain(prompt: april.Prompt, llm: Any) -> None:
+        llm.generate()
+
+    async def program() -> None:
+        with pytest.raises(april.ConfigError, match=r"plain is a plain function.*make it async"):
+            rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), rollout=plain)
+
+    run_virtual(program())
+
+
 def test_calls_inside_a_function_are_refused() -> None:
     """next_batch inside a reward function would wait for itself: an error that says so, as in the scheduler."""
 

@@ -79,6 +79,11 @@ class AttemptStreams:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def stall_timeout_s(self) -> float | None:
+        """Longest silence of an engine about a request."""
+        return self._silence.seconds
+
     def clear(self) -> None:
         """Forget all streams; their tasks have ended."""
         self._open.clear()

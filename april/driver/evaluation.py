@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from april.driver.stop_strings import StopMatcher
 from april.driver.user_calls import Call, Waiting
 from april.driver.user_code import describe
 from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Engine, EngineFinish, Request
+from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.errors import EngineError, RolloutError, WireError
 
 T = TypeVar("T")
@@ -165,31 +165,52 @@ class Evaluator:
         params = params.capped(min(room, params.max_tokens))
         ids = np.concatenate((prompt, tape.tokens))
         attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
-        attempt, finish, stopped, stops = AttemptTape(), None, False, None
+        attempt, finish, stops = AttemptTape(), None, None
         if params.stop and detokenizer is not None:
             stops = StopMatcher(detokenizer.text, params.stop, ids, 0, params.min_tokens)
         sent = replace(params, stop=())
         request = Request(attempt_id, ids, sent, sample_key=sample.id, stream=stops is not None)
         version = core.clock.current
-        await self._driver.streams.sweeps_over(engine.name)
-        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                try:
-                    check_chunk(chunk, vocab_size, params.max_tokens - attempt.count, version, version)
-                except WireError as error:
-                    raise WireError(f"engine {engine.name}: {error}") from None
-                kept = None if stops is None else stops.feed(chunk.tokens)
-                attempt.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
-                finish = chunk.finish
-                if kept is not None:
-                    finish, stopped = EngineFinish.STOP, chunk.finish is None
-                    break
-        if stopped:
-            await self._driver.streams.ask_abort(engine, (attempt_id,))
+        streams, loop = self._driver.streams, asyncio.get_running_loop()
+        await streams.sweeps_over(engine.name)
+        patience_s = streams.stall_timeout_s
+        silence = asyncio.timeout(patience_s)
+        try:
+            async with silence, aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    if patience_s is not None:
+                        silence.reschedule(loop.time() + patience_s)
+                    try:
+                        check_chunk(chunk, vocab_size, params.max_tokens - attempt.count, version, version)
+                    except WireError as error:
+                        raise WireError(f"engine {engine.name}: {error}") from None
+                    kept = None if stops is None else stops.feed(chunk.tokens)
+                    attempt.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
+                    finish = chunk.finish
+                    if kept is not None:
+                        if finish is None:
+                            silence.reschedule(None)  # complete, whatever the engine does now
+                            await self._end(engine, attempt_id, chunks)
+                        finish = EngineFinish.STOP
+                        break
+        except TimeoutError:
+            if not silence.expired():
+                raise
+            await streams.ask_abort(engine, (attempt_id,))
+            raise EngineError(f"engine {engine.name} was silent for {patience_s:g} s in an evaluation") from None
         if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
             raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
         tape.add_attempt(attempt, attempt_id, engine.name, params.temperature)
         return _complete(sample, start, FinishReason(str(finish)))
+
+
+    async def _end(self, engine: Engine, attempt_id: str, chunks: AsyncIterator[Chunk]) -> None:
+        """Ask for the end of a request whose response is complete, and wait for it: a stream is not closed before."""
+        await self._driver.streams.ask_abort(engine, (attempt_id,))
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(self._driver.core.settings.abort_deadline_s):
+                async for _ in chunks:
+                    pass
 
 
 def _complete(sample: Sample, start: int, finish: FinishReason) -> Completion:

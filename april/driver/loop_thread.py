@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from april.driver.user_code import refuse_inside_user_code
@@ -21,7 +21,7 @@ log = logging.getLogger("april")
 T = TypeVar("T")
 
 STOP_PATIENCE_S = 10.0
-"""How long stop waits for cancelled tasks to end."""
+"""How long stop waits for cancelled tasks to end, and for threads."""
 
 
 _CLOSED = "the scheduler is closed; create a new one"
@@ -32,6 +32,8 @@ class LoopThread:
 
     def __init__(self, name: str = "april-loop") -> None:
         self._loop = asyncio.new_event_loop()
+        self._pool = ThreadPoolExecutor(thread_name_prefix=f"{name}-to-thread")
+        self._loop.set_default_executor(self._pool)
         self._lock = threading.Lock()
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -56,7 +58,7 @@ class LoopThread:
 
         Raises:
             SchedulerClosed: the loop has been stopped.
-            RolloutError: called inside a rollout or reward function, or on the loop itself: waiting for the result
+            RolloutError: called inside a function that april waits for, or on the loop itself: waiting for the result
                 would never end.
         """
         try:
@@ -112,7 +114,10 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel everything, end the loop and its thread; idempotent. Waits for threads of asyncio.to_thread."""
+        """Cancel everything, end the loop and its thread; idempotent.
+
+        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind.
+        """
         with self._lock:
             first, self._stopping = not self._stopping, True
             if first:
@@ -125,8 +130,17 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
+                self._end_pool()
         else:
             self._thread.join()
+
+
+    def _end_pool(self) -> None:
+        waiting = threading.Thread(target=self._pool.shutdown, daemon=True)
+        waiting.start()
+        waiting.join(STOP_PATIENCE_S)
+        if waiting.is_alive():
+            log.error("a function in a thread of asyncio.to_thread does not end and is left behind")
 
 
 def result_of(future: Future[T]) -> T:
@@ -149,6 +163,4 @@ async def _cancel_everything() -> None:
         _, stubborn = await asyncio.wait(tasks, timeout=STOP_PATIENCE_S)
         for task in stubborn:
             log.error("%s ignores its cancellation and is left behind", task.get_coro())
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
+    await asyncio.get_running_loop().shutdown_asyncgens()

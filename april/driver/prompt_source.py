@@ -97,11 +97,11 @@ class PromptSource:
                 try:
                     if not self._next_epoch():
                         return prompts, True, None
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     log.warning("epoch %d could not begin", self.epoch + 1, exc_info=error)
                     self._error = f"the prompt source failed to begin epoch {self.epoch + 1}: {describe(error)}"
                 continue
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 log.warning("the prompt source failed at prompt %d", self.position, exc_info=error)
                 self._error = f"the prompt source failed at prompt {self.position}: {describe(error)}"
                 continue

@@ -89,6 +89,7 @@ class RolloutDriver:
         self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
         self.rollout = as_coroutine(functions.rollout, self._threads)
         self._exclusive = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
         self._samples = SampleFunctions(
             self.core, functions, self.rollout, sampling, self.calls, self.post,
             vocab_size=min(e.capabilities.vocab_size for e in engines),
@@ -176,7 +177,8 @@ class RolloutDriver:
         """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
 
         Raises whatever ``transfer`` or an engine raises; the version stays then. If some engines have the new weights
-        and others have not, training stays paused until an update has reached them all.
+        and others have not, training stays paused until an update has reached them all. A quarantined engine that does
+        not pause is left out, and gets no requests until a later update has reached it.
         """
         async with self.paused():
             current = self.core.clock.current
@@ -192,17 +194,35 @@ class RolloutDriver:
         first: Callable[[], None] = lambda: None,
     ) -> None:
         """``first`` is called when all engines have the version, before the core is told."""
+        dead: frozenset[str] = frozenset()
         try:
-            _raise_first(await self._on_all_engines(lambda engine: engine.pause()))
+            paused = await self._on_all_engines("pause", lambda engine: engine.pause())
+            dead = self._dead(paused)
+            _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
                 await transfer()
-            await self._give_version(version, path, first)
+            await self._give_version(version, path, first, dead)
         finally:
             # an engine that stays paused would hold up everything for ever
-            results, cancelled = await _to_its_end(self._on_all_engines(lambda engine: engine.resume()))
-            _raise_first(results)
+            resuming = self._on_all_engines("resume", lambda engine: engine.resume(), without=dead)
+            results, cancelled = await _to_its_end(resuming)
+            if self._broken is None:  # closed engines need not resume
+                _raise_first(results)
             if cancelled is not None:
                 raise cancelled
+
+    def _dead(self, paused: dict[str, BaseException | None]) -> frozenset[str]:
+        """Engines that are quarantined and did not pause, if there are others: they keep their version.
+
+        Nothing is sent to them before a later update has reached them, so nobody needs to wait for them.
+        """
+        states = self.core.engines.states
+        dead = {name: error for name, error in paused.items() if error is not None and states[name].quarantined}
+        if len(dead) == len(paused):
+            return frozenset()
+        for name, error in dead.items():
+            log.warning("engine %s is left out of the weight update: %s", name, error)
+        return frozenset(dead)
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -214,6 +234,8 @@ class RolloutDriver:
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
         """The core's state and the position in the prompts."""
         self._raise_if_broken()
+        if self._loading:
+            raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
         return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
 
     async def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
@@ -238,16 +260,20 @@ class RolloutDriver:
                     self._source.load_state_dict(before)
         return self.core.clock.current
 
-    async def _give_version(self, version: PolicyVersion, path: str | None, first: Callable[[], None]) -> None:
+    async def _give_version(
+        self, version: PolicyVersion, path: str | None, first: Callable[[], None], dead: frozenset[str]
+    ) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
-        results, cancelled = await _to_its_end(self._on_all_engines(lambda e: e.update_weights(version, path)))
+        patience_s = self.core.settings.outage_deadline_s
+        loading = self._on_all_engines("update_weights", lambda e: e.update_weights(version, path), patience_s, dead)
+        results, cancelled = await _to_its_end(loading)
         self._note_half_update(results)
         _raise_first(results)
         first()
         taken, self._taken = self._taken, []
         for batch_id in taken:
             self.post(ev.BatchCommitted(batch_id))
-        self.post(ev.WeightsUpdated(version))
+        self.post(ev.WeightsUpdated(version, tuple(results) if dead else None))
         if cancelled is not None:
             raise cancelled
 
@@ -270,18 +296,43 @@ class RolloutDriver:
             raise EngineError(self._half_updated)
 
     async def _on_all_engines(
-        self, method: Callable[[Engine], Coroutine[Any, Any, None]]
+        self,
+        what: str,
+        method: Callable[[Engine], Coroutine[Any, Any, None]],
+        patience_s: float | None = None,
+        without: frozenset[str] = frozenset(),
     ) -> dict[str, BaseException | None]:
-        """Call all engines at once and wait for every one of them; the errors by engine."""
-        results = await asyncio.gather(*(method(e) for e in self.engines.values()), return_exceptions=True)
-        return dict(zip(self.engines, results, strict=True))
+        """Call all engines at once and wait for every one of them; the errors by engine.
+
+        One without an answer after ``patience_s`` (None: abort_deadline_s) has failed: nobody waits for ever for an
+        engine that hangs.
+        """
+        seconds = self.core.settings.abort_deadline_s if patience_s is None else patience_s
+
+        async def call(engine: Engine) -> None:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    await method(engine)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise EngineError(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
+
+        engines = {name: engine for name, engine in self.engines.items() if name not in without}
+        results = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
+        return dict(zip(engines, results, strict=True))
 
     async def close(self) -> None:
-        """End everything; what was generated stays in the core's books."""
+        """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
-        me = asyncio.current_task()
-        tasks = [t for t in self._tasks if t is not me]
+        tasks = list(self._tasks)
         ends: list[asyncio.Future[None]] = [*tasks, *self.calls.close()]
         for task in tasks:
             task.cancel()
@@ -293,7 +344,7 @@ class RolloutDriver:
         self._threads.close()
         self._samples.clear()
         self.streams.clear()
-        for name, error in (await self._on_all_engines(lambda engine: engine.close())).items():
+        for name, error in (await self._on_all_engines("close", lambda engine: engine.close())).items():
             if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
 

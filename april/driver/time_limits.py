@@ -25,10 +25,11 @@ class TimeLimits:
         self._deadlines: OrderedDict[Timed, float] = OrderedDict()
         """In the order of their deadlines."""
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def start(self, what: Timed) -> None:
         """Its time begins now; nothing happens if it is running already."""
-        if self.seconds is None or what in self._deadlines:
+        if self.seconds is None or self._closed or what in self._deadlines:
             return
         loop = asyncio.get_running_loop()
         self._deadlines[what] = deadline = loop.time() + self.seconds
@@ -40,7 +41,8 @@ class TimeLimits:
         self._deadlines.pop(what, None)
 
     def close(self) -> None:
-        """Nothing is late any more."""
+        """Nothing is late any more, and nothing starts."""
+        self._closed = True
         self._deadlines.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -49,7 +51,7 @@ class TimeLimits:
     def _look(self) -> None:
         """The timer of the oldest has run out, or of one that has been stopped since."""
         loop = asyncio.get_running_loop()
-        self._timer = None
+        # until the end this timer counts as running: what late() starts needs no second one
         while self._deadlines:
             what, deadline = next(iter(self._deadlines.items()))
             if deadline > loop.time():
@@ -57,3 +59,4 @@ class TimeLimits:
                 return
             del self._deadlines[what]
             what.late()
+        self._timer = None

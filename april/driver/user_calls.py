@@ -154,17 +154,20 @@ class UserCalls:
     # ---------------------------------------------------------------- on the loop
 
     async def _on_the_loop(self, call: Call, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         call.start_clock()
         try:
             with inside_user_code():
                 value = await function(*args)
-        except (Exception, SystemExit) as raised:
-            error = raised
         except asyncio.CancelledError:
             if call.over or self._closed:
                 raise
             error = cancelled_inside()
+        except GeneratorExit:
+            raise  # the loop has ended
+        except BaseException as raised:
+            error = harmless(raised)
         call.answer(value, error)
 
     # ---------------------------------------------------------------- in threads

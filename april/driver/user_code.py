@@ -21,7 +21,7 @@ _inside: ContextVar[bool] = ContextVar("april_inside_user_code", default=False)
 
 @contextmanager
 def inside_user_code() -> Iterator[None]:
-    """Marks the calling context, and threads started from it, as a rollout or reward function."""
+    """Marks the calling context, and the tasks started from it, as a function that april waits for."""
     token = _inside.set(True)
     try:
         yield
@@ -30,11 +30,11 @@ def inside_user_code() -> Iterator[None]:
 
 
 def refuse_inside_user_code() -> None:
-    """Raise RolloutError in a rollout or reward function: what it asks for may wait for this very function."""
+    """Raise RolloutError in a function that april waits for: what it asks for may wait for this very function."""
     if _inside.get():
         raise RolloutError(
-            "next_batch, weight_update, evaluate and close cannot be called inside a rollout or reward function: "
-            "they may wait for that very function; call them where the trainer runs"
+            "next_batch, weight_update, evaluate and close cannot be called inside a rollout or reward function, or a "
+            "transfer: they may wait for that very function; call them where the trainer runs"
         )
 
 

@@ -5,6 +5,7 @@ It is the real scheduler and the real driver; only the background thread is left
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,14 +21,17 @@ from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread
 from april.driver.rollout_driver import RolloutDriver
-from april.driver.user_code import refuse_inside_user_code
+from april.driver.user_code import inside_user_code, is_async, name_of, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
-from april.scheduler import RolloutScheduler
+from april.scheduler import RolloutScheduler, check_functions
 from april.testing.auditing import Audit, audit
 from april.testing.fake_engine import FakeEngine
+from april.testing.virtual_clock import VirtualClockLoop
 
 T = TypeVar("T")
+
+_CLOSED = "the rollouts are closed; create new ones"
 
 
 class _SameLoop(LoopThread):
@@ -35,6 +39,10 @@ class _SameLoop(LoopThread):
 
     def __init__(self) -> None:
         self._open = True
+        self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
+        """Who has called, and what is done when the call has ended."""
+        self._cancelled: set[asyncio.Task[Any]] = set()
+        """Callers whose calls close has ended."""
 
     @property
     def alive(self) -> bool:
@@ -52,11 +60,32 @@ class _SameLoop(LoopThread):
         try:
             refuse_inside_user_code()
             if not self._open:
-                raise SchedulerClosed("the rollouts are closed; create new ones")
+                raise SchedulerClosed(_CLOSED)
         except BaseException:
             coroutine.close()
             raise
-        return await coroutine
+        me = asyncio.current_task()
+        assert me is not None
+        ended = self._running[me] = asyncio.get_running_loop().create_future()
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            # cancelled by end, and by nobody else?
+            if me in self._cancelled and me.uncancel() == 0:
+                raise SchedulerClosed(_CLOSED) from None
+            raise
+        finally:
+            del self._running[me]
+            ended.set_result(None)
+
+    async def end(self) -> None:
+        """Cancel the calls that still run, and wait for their ends; who made them is told that it is closed."""
+        calls = dict(self._running)
+        self._cancelled.update(calls)
+        for task in calls:
+            task.cancel()
+        if calls:
+            await asyncio.wait(calls.values())
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
@@ -76,6 +105,11 @@ class _SameLoopScheduler(RolloutScheduler):
     def driver(self) -> RolloutDriver:
         return self._driver
 
+    @property
+    def loop(self) -> _SameLoop:
+        assert isinstance(self._thread, _SameLoop)
+        return self._thread
+
 
 class Rollouts:
     """What :class:`april.RolloutScheduler` does, awaited on the loop on which it was made; see :func:`rollouts`."""
@@ -83,7 +117,7 @@ class Rollouts:
     def __init__(self, scheduler: _SameLoopScheduler) -> None:
         self._scheduler = scheduler
         self._driver = scheduler.driver
-        self._loop = scheduler._thread
+        self._loop = scheduler.loop
         self.batches: list[Batch] = []
         """Every batch that :meth:`next_batch` has returned."""
 
@@ -103,9 +137,10 @@ class Rollouts:
         """
 
         async def hand_over() -> None:
-            result = transfer() if transfer is not None else None
-            if inspect.isawaitable(result):
-                await result
+            with inside_user_code():
+                result = transfer() if transfer is not None else None
+                if inspect.isawaitable(result):
+                    await result
 
         return await self._loop.run_async(self._driver.update_weights(path, hand_over))
 
@@ -158,6 +193,7 @@ class Rollouts:
         """End all requests, functions and engines; idempotent."""
         self._loop.stop()
         await self._driver.close()
+        await self._loop.end()
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,23 +211,33 @@ def rollouts(
     prompts: Iterable[Any],
     reward: Callable[..., Any] | None = None,
     group_reward: Callable[..., Any] | None = None,
+    filter: Callable[..., Any] | None = None,
     rollout: RolloutFunction = single_turn,
     check: bool = True,
     **options: Any,
 ) -> Rollouts:
     """The real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
 
-    Plain reward functions run on the loop as well, at once and without a thread: a virtual clock waits for no thread.
+    Plain reward functions and filters run on the loop as well, at once and without a thread: a virtual clock waits for
+    no thread. So a rollout function must be async on a virtual clock.
     ``check`` is on: all of april's books are cross-checked after every event. Use it as ``async with rollouts(...)``.
 
     Raises:
-        ConfigError: as RolloutScheduler.
+        ConfigError: as RolloutScheduler; or a plain rollout function on a virtual clock.
     """
+    if isinstance(config, Config):
+        check_functions(config, rollout, reward, group_reward, filter)  # as they were given
+    if isinstance(asyncio.get_running_loop(), VirtualClockLoop) and not is_async(rollout):
+        raise ConfigError(
+            f"rollout: {name_of(rollout)} is a plain function, which runs in a thread, and a virtual clock waits for "
+            "none; make it async, or use a real loop"
+        )
     scheduler = _SameLoopScheduler(
         config,
         prompts=prompts,
         reward=_on_the_loop(reward),
         group_reward=_on_the_loop(group_reward),
+        filter=_on_the_loop(filter),
         rollout=rollout,
         engines=engines,
         check=check,
