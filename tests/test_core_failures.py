@@ -235,6 +235,33 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     assert not m.core.engines.states[ids[1].engine].quarantined
 
 
+def silent_siblings(**changes: object) -> tuple[CoreMachine, list[str]]:
+    """Two samples of one group at an engine that neither sends nor ends anything; both were asked to end."""
+    m = CoreMachine(settings(n=1, samples=2, max_attempt_failures=1, **changes), lambda g, i: 50)
+    m.post(ev.StepRequested())
+    return m, sorted(m.in_flight)
+
+
+def last_timer(m: CoreMachine) -> ev.TimerFired:
+    """The timer that was started last runs out."""
+    return ev.TimerFired([c.timer for c in m.commands if isinstance(c, do.StartTimer)][-1])
+
+
+def test_function_that_returns_when_its_group_was_just_given_up_is_late() -> None:
+    """One fence completes a sample and gives its group up for the sibling: what the first then says is late."""
+    m, (first, second) = silent_siblings(abort_deadline_s=1.0)
+    m.tokens(first, 5)
+    m.in_flight[first].tape.stopped = True
+    m.post(ev.StopFound(first))
+    m.post(ev.AttemptStalled(second))
+    commands = m.post(last_timer(m))
+
+    assert [type(c) for c in commands][:4] == [do.Fence, do.ProbeEngine, do.CallCompleted, do.ReportDrop]
+    assert m.core.counters["late_events"] == 1
+    assert m.core.tokens.as_dict()["dropped"] == {"failed": 5}
+    assert m.post(ev.CallMade(SampleId(0, 0), m.sampling)) == []
+
+
 def test_timers_of_an_earlier_abort_do_nothing() -> None:
     """A timer that outlives its abort is ignored."""
     m = CoreMachine(settings(n=1, samples=1, over=2), lambda g, i: 3 + g * 40)
