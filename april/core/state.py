@@ -236,10 +236,11 @@ class RolloutCore:
             step_start=not step.filled,
             room=self.buffer.room(self.tokens.held),
         )
-        step.filled = True
         if count:
             self.over_sampler.asked = count
             self.books.out.append(do.DrawPrompts(count))
+        elif not self.over_sampler.asked:
+            step.filled = True
 
     def _free_places(self) -> int:
         return self.settings.max_in_flight - len(self.attempts) - self.books.starting
@@ -359,7 +360,7 @@ class RolloutCore:
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
             self._outage = False
-            if self.step is None:
+            if self.step is None or self.step.stopping:
                 return  # nobody waits for an engine
             seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.books.failure = (

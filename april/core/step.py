@@ -34,7 +34,7 @@ class Step:
         self.number = number
         self._before = before
         self.filled = False
-        """The prompts of the beginning were asked for."""
+        """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
         self.stopping = False
         """The target is reached; nothing starts any more."""
         self.in_flight_at_stop = 0
