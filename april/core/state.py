@@ -144,7 +144,7 @@ class RolloutCore:
     def _step_requested(self, event: ev.StepRequested) -> None:
         if self.step is not None:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
-        self.step = Step(self.books.event_number, self.counters.copy())
+        self.step = Step(self.counters.copy())
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -339,9 +339,7 @@ class RolloutCore:
         self.books.out += commands
         for attempt in late:
             self.counters["fenced_attempts"] += 1
-            state = self.engines.states[attempt.engine]
-            if not state.quarantined:
-                state.quarantined = True
+            if self.engines.failed(attempt.engine, at_once=True):
                 self.books.out.append(do.ProbeEngine(attempt.engine))
             self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"))
 

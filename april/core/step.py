@@ -28,10 +28,9 @@ STEP_METRICS = (
 class Step:
     """The phase of the running step, and the counters at its beginning."""
 
-    __slots__ = ("_before", "filled", "in_flight_at_stop", "number", "stopping")
+    __slots__ = ("_before", "filled", "in_flight_at_stop", "stopping")
 
-    def __init__(self, number: int, before: Counter[str]) -> None:
-        self.number = number
+    def __init__(self, before: Counter[str]) -> None:
         self._before = before
         self.filled = False
         """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
