@@ -182,7 +182,7 @@ class Config(_Model):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        n, over = self.rollout_batch_size, self.groups_in_work
+        n, over = self.rollout_batch_size, self.over_sampling_batch_size or self.rollout_batch_size
         if over > n and not self.partial_rollout:
             raise ValueError(
                 f"over_sampling_batch_size={over} starts more groups than rollout_batch_size={n}, and "
@@ -230,8 +230,13 @@ class Config(_Model):
 
     @property
     def groups_in_work(self) -> int:
-        """N' as given, or N."""
-        return self.over_sampling_batch_size or self.rollout_batch_size
+        """N' as given, or N; N without partial_rollout, as portions may come to more than N."""
+        return (self.over_sampling_batch_size if self.partial_rollout else None) or self.rollout_batch_size
+
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether a step may start more groups than it delivers: N' > N, portions of several groups, or refill."""
+        return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
 
     @property
     def age_limit(self) -> int:

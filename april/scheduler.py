@@ -15,7 +15,7 @@ from typing import Any, Self
 from april.config import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
-from april.core.types import Refill, SampleId
+from april.core.types import SampleId
 from april.core.versions import PolicyVersion
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
@@ -407,8 +407,7 @@ def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
             raise ConfigError(
                 f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {engine.name}"
             )
-        leaves_partials = config.groups_in_work > config.rollout_batch_size or config.refill is not Refill.NONE
-        if leaves_partials and not c.returns_partials:
+        if config.leaves_partials and not c.returns_partials:
             raise ConfigError(
                 f"engine {engine.name} hands over nothing when a request is aborted, so partial rollouts would lose "
                 "their tokens; set over_sampling_batch_size to rollout_batch_size, and refill: none"

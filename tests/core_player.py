@@ -512,6 +512,8 @@ class CorePlayer:
                     world.begin_again(key, "stale")
                 elif key[0] in world.held:
                     world.drop_group(key[0], "stale")
+        if self.confirmed - self.quarantined:
+            self.outage = 0  # its timer is void
         self.send(ev.WeightsUpdated(PolicyVersion(*world.version), engines))
 
     # ---------------------------------------------------------------- looking

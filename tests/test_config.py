@@ -110,6 +110,21 @@ def test_places(n: int, over: int | None, cap: int | None, in_work: int, in_flig
     assert (config.groups_in_work, config.samples_in_flight) == (in_work, in_flight)
 
 
+@pytest.mark.parametrize(
+    ("over", "more", "leaves", "started"),
+    [
+        (None, {}, False, 5), (5, {}, False, 5), (1, {}, False, 5), (3, {}, True, 6), (8, {}, True, 8),
+        (None, {"refill": "group"}, True, 5), (3, {"partial_rollout": False}, False, 5),
+    ],
+)  # fmt: skip
+def test_what_leaves_partials(over: int | None, more: dict[str, Any], leaves: bool, started: int) -> None:
+    """Portions that come to more than N leave unfinished responses like N' > N; without partial_rollout none do."""
+    config = Config(rollout_batch_size=5, over_sampling_batch_size=over, max_response_len=10, **more)
+    assert config.leaves_partials is leaves
+    assert config.core_settings(has_reward=True, group_reward=False, run_id=0).groups_wanted == started
+    assert config.samples_in_flight == started * 8
+
+
 # ---------------------------------------------------------------- mistakes
 
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [

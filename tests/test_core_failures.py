@@ -235,6 +235,61 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     assert not m.core.engines.states[ids[1].engine].quarantined
 
 
+def silent_siblings(**changes: object) -> tuple[CoreMachine, list[str]]:
+    """Two samples of one group at an engine that neither sends nor ends anything."""
+    m = CoreMachine(settings(n=1, samples=2, max_attempt_failures=1, **changes), lambda g, i: 50)
+    m.post(ev.StepRequested())
+    return m, sorted(m.in_flight)
+
+
+def last_timer(m: CoreMachine) -> ev.TimerFired:
+    """The timer that was started last runs out."""
+    return ev.TimerFired([c.timer for c in m.commands if isinstance(c, do.StartTimer)][-1])
+
+
+def test_function_that_returns_when_its_group_was_just_given_up_is_late() -> None:
+    """One fence completes a sample and gives its group up for the sibling: what the first then says is late."""
+    m, (first, second) = silent_siblings(abort_deadline_s=1.0)
+    m.tokens(first, 5)
+    m.in_flight[first].tape.stopped = True
+    m.post(ev.PauseRequested())
+    m.post(ev.AttemptStalled(second))
+    commands = m.post(last_timer(m))
+
+    assert [type(c) for c in commands][:4] == [do.Fence, do.ProbeEngine, do.CallCompleted, do.ReportDrop]
+    assert m.core.counters["late_events"] == 1
+    assert m.core.tokens.as_dict()["dropped"] == {"failed": 5}
+    assert m.post(ev.CallMade(SampleId(0, 0), m.sampling)) == []
+
+
+def test_fenced_attempt_is_not_asked_to_end_once_more() -> None:
+    """Two fences at once, the first of which gives up the group: the other attempt is accounted for already."""
+    m, ids = silent_siblings(abort_deadline_s=1.0)
+    m.post(ev.PauseRequested())
+    for attempt_id in ids:
+        m.post(ev.AttemptStalled(attempt_id))
+    commands = m.post(last_timer(m))
+
+    assert [c.attempt_ids for c in commands if isinstance(c, do.Fence)] == [tuple(ids)]
+    assert not [c for c in commands if isinstance(c, do.Abort)]
+    assert m.core.counters["aborted_attempts"] == 2
+    assert m.core.aborts.pending == 0
+
+
+def test_abort_that_joins_a_running_timer_has_its_whole_deadline() -> None:
+    """The timer of an earlier abort may fire at once; no engine is quarantined for that."""
+    m, (first, second) = silent_siblings(abort_deadline_s=1.0, abort_resend_s=1.0)
+    m.post(ev.AttemptStalled(first))
+    timer = last_timer(m)
+    m.end(first, 50)
+    m.post(ev.AttemptStalled(second))
+    commands = m.post(timer)
+
+    assert [type(c) for c in commands] == [do.Abort, do.StartTimer]
+    assert not m.core.engines.states["e0"].quarantined
+    assert [type(c) for c in m.post(last_timer(m))][:2] == [do.Fence, do.ProbeEngine]
+
+
 def test_timers_of_an_earlier_abort_do_nothing() -> None:
     """A timer that outlives its abort is ignored."""
     m = CoreMachine(settings(n=1, samples=1, over=2), lambda g, i: 3 + g * 40)

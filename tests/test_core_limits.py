@@ -236,6 +236,23 @@ def test_outage_that_ends_in_time_is_none() -> None:
     assert not m.errors
 
 
+def test_outage_is_nobodys_business_when_the_step_has_enough() -> None:
+    """A step that only waits for its aborted attempts needs no engine: it ends with its batch."""
+    m = CoreMachine(settings(n=1, samples=1, over=3), lambda g, i: 4, auto_score=False)
+    m.post(ev.StepRequested())
+    done, broken_off, silent = sorted(m.in_flight)
+    m.end(done)
+    del m.in_flight[broken_off]
+    (timer,) = (c for c in m.post(ev.AttemptFailed(broken_off, "reset")) if isinstance(c, do.StartTimer))
+    m.score(m.to_score.pop())
+    m.post(ev.TimerFired(timer.timer))
+
+    assert not m.errors
+    assert m.abort_asked == {silent}
+    m.finish_aborts()
+    assert len(m.batches) == 1
+
+
 def test_outage_is_nobodys_business_between_steps() -> None:
     """Its timer runs out when no step waits: the next step waits as long as any."""
     m = broken()

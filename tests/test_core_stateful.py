@@ -303,7 +303,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
     def _timer(self, pick: int = 0, pick_too: int = 0) -> None:
         """A timer runs out: the latest abort's, the outage's, or an old one."""
         timer = one_of([max(self.timers), max(self.timers), min(self.timers), *self.timers], pick)
-        over = timer < 0 and timer == self.outage and self.stepping
+        needed = self.core.step is not None and not self.core.step.stopping
+        over = timer < 0 and timer == self.outage and needed
         commands = self.send(ev.TimerFired(timer))
         assert any(isinstance(c, do.Fail) for c in commands) == over
         if timer == self.outage:

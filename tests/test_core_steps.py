@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from core_machine import CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import Refill, SampleState
+from april.core.types import OnLongPrompt, Prompt, Refill, SampleState
 from april.errors import InvariantError
 
 
@@ -29,6 +30,20 @@ def test_sync_step_delivers_n_groups_and_leaves_nothing() -> None:
     assert not any(isinstance(c, do.Abort) for c in m.commands)
     assert m.core.tokens.held == 0
     assert len(m.core.buffer) == 0
+
+
+def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants() -> None:
+    """on_long_prompt: skip: N' groups are in work however many of the first prompts had no room."""
+    m = CoreMachine(settings(n=2, samples=1, over=4, on_long_prompt=OnLongPrompt.SKIP), lengths({}), prompts=0)
+    long, short = Prompt(np.zeros(4096, np.int32)), Prompt(np.zeros(2, np.int32))
+    (draw,) = m.core.handle(ev.StepRequested())
+    assert draw == do.DrawPrompts(4)
+    commands = m.core.handle(ev.PromptsDrawn([long, short, long, short], False))
+    assert [c for c in commands if isinstance(c, do.DrawPrompts)] == [do.DrawPrompts(2)]
+    m.core.handle(ev.PromptsDrawn([short, short], False))
+
+    assert len(m.core.buffer) == 4
+    assert m.core.over_sampler.asked == 0
 
 
 def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> None:

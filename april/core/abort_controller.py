@@ -1,8 +1,8 @@
 """Abort controller: which attempts to stop, until every one is accounted for, by which deadline.
 
 An engine's acknowledgement of an abort proves nothing: only the end of each attempt does. The request is
-sent again until then; after the deadline the attempt is fenced (its tokens so far are kept, nothing more is
-accepted) and its engine is not used before a probe says that it is well.
+sent again until then; after the deadline, and at most one such interval later, the attempt is fenced (its tokens so
+far are kept, nothing more is accepted) and its engine is not used before a probe says that it is well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class AbortController:
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:
             self._pending[attempt.id] = attempt
-            self._rounds_left[attempt.id] = self._rounds
+            # joining a timer that runs, its first round is a short one
+            self._rounds_left[attempt.id] = self._rounds + self._timer_running
         commands = self._ask(new, in_flight)
         if new and not self._timer_running:
             commands.append(self._start_timer())
@@ -53,22 +54,24 @@ class AbortController:
             del self._rounds_left[attempt_id]
 
     def timer_fired(self, timer: int, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
-        """Ask again, and give up on those past the deadline: (commands, attempts to be fenced)."""
+        """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them).
+
+        The fenced ones still have to be reported as :meth:`ended`.
+        """
         if timer != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False
         late: list[Attempt] = []
-        for attempt_id, attempt in list(self._pending.items()):
-            self._rounds_left[attempt_id] -= 1
-            if self._rounds_left[attempt_id] <= 0:
-                late.append(attempt)
-                self.ended(attempt_id)
-        commands = self._ask(self._pending.values(), in_flight)
+        waiting: list[Attempt] = []
+        for attempt in self._pending.values():
+            self._rounds_left[attempt.id] -= 1
+            (waiting if self._rounds_left[attempt.id] > 0 else late).append(attempt)
+        commands = self._ask(waiting, in_flight)
         fenced: dict[str, list[str]] = {}
         for attempt in late:
             fenced.setdefault(attempt.engine, []).append(attempt.id)
         commands += [Fence(engine, tuple(ids)) for engine, ids in fenced.items()]
-        if self._pending:
+        if waiting:
             commands.append(self._start_timer())
         return commands, late
 

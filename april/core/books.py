@@ -49,12 +49,15 @@ class Books:
         self.failure: str | None = None
         """Why the step cannot go on."""
 
-    def sample(self, sample_id: SampleId) -> Sample:
-        """A held sample; raises InvariantError for any other."""
+    def sample(self, sample_id: SampleId) -> Sample | None:
+        """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
         group = self.buffer.groups.get(sample_id.group)
-        if group is None:
-            raise InvariantError(f"no such sample: {sample_id}; {self.history.story(sample_id)}")
-        return group.samples[sample_id.index]
+        if group is not None:
+            return group.samples[sample_id.index]
+        if sample_id.group >= self.groups_drawn:
+            raise InvariantError(f"no such sample: {sample_id}")
+        self.counters["late_events"] += 1
+        return None
 
     def to(self, sample: Sample, state: SampleState, why: str) -> None:
         """A sample changes its state."""

@@ -37,6 +37,8 @@ class Generation:
         """A rollout function asks for tokens."""
         books = self._books
         sample = books.sample(event.sample)
+        if sample is None:
+            return
         if sample.state is SampleState.STARTED:
             books.starting -= 1
         elif sample.state is not SampleState.OUTSIDE:

@@ -45,7 +45,7 @@ class PartialBuffer:
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without.
 
-        None while ``max_held_tokens`` is reached. With ``on_stale: finish`` at most (max_staleness + 1) * N
+        0 while ``max_held_tokens`` is reached. With ``on_stale: finish`` at most (max_staleness + 1) * N
         groups are held: more could not all be delivered in time.
         """
         s = self._settings

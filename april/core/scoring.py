@@ -24,6 +24,8 @@ class Scoring:
         """A rollout function has returned."""
         books = self._books
         sample = books.sample(event.sample)
+        if sample is None:
+            return
         if sample.state is SampleState.STARTED:
             books.starting -= 1
         elif sample.state is not SampleState.OUTSIDE:
@@ -45,14 +47,15 @@ class Scoring:
 
     def sample_failed(self, event: ev.SampleFailed) -> None:
         """A rollout or reward function raised, hung, or returned what cannot be."""
-        group = self._books.buffer.groups.get(event.sample.group)
-        sample = None if group is None else group.samples[event.sample.index]
-        if sample is not None and sample.state is SampleState.FINISHED:
-            sample = self._whose_reward_is_awaited(sample)
+        sample = self._books.sample(event.sample)
         if sample is None:
-            self._books.counters["late_events"] += 1
             return
-        self._setbacks.fail(sample, event.error)
+        if sample.state is not SampleState.FINISHED:
+            self._setbacks.fail(sample, event.error)
+        elif blamed := self._whose_reward_is_awaited(sample):
+            self._setbacks.fail(blamed, event.error)
+        else:
+            self._books.counters["late_events"] += 1
 
     def scored(self, event: ev.Scored) -> None:
         """Rewards have come in: all of them count, or none."""

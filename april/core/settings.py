@@ -33,13 +33,13 @@ class CoreSettings:
     max_filtered_groups: int = 1000
     """Groups that the filter rejected in a row, without one accepted, after which the step fails."""
     max_attempt_failures: int = 3
-    """Failed attempts after which a sample is given up."""
+    """Failures of a sample (attempts in a row at the same token; or its functions, in all) that give its group up."""
     max_failed_groups: int = 8
-    """Groups given up in a row, without one completed, after which the run fails."""
+    """Groups that failed in a row, without one completed, after which the step fails."""
     abort_deadline_s: float = 30.0
     abort_resend_s: float = 1.0
     outage_deadline_s: float = 600.0
-    """Longest wait while all engines are quarantined, after which the step fails."""
+    """Longest wait while no engine is well and has the current weights, after which the step fails."""
     run_seed: int = 0
     run_id: int = 0
     """Makes attempt ids unique between runs; decides nothing."""

@@ -144,7 +144,7 @@ class RolloutCore:
     def _step_requested(self, event: ev.StepRequested) -> None:
         if self.step is not None:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
-        self.step = Step(self.books.event_number, self.counters.copy())
+        self.step = Step(self.counters.copy())
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -236,10 +236,11 @@ class RolloutCore:
             step_start=not step.filled,
             room=self.buffer.room(self.tokens.held),
         )
-        step.filled = True
         if count:
             self.over_sampler.asked = count
             self.books.out.append(do.DrawPrompts(count))
+        elif not self.over_sampler.asked:
+            step.filled = True
 
     def _free_places(self) -> int:
         return self.settings.max_in_flight - len(self.attempts) - self.books.starting
@@ -338,9 +339,7 @@ class RolloutCore:
         self.books.out += commands
         for attempt in late:
             self.counters["fenced_attempts"] += 1
-            state = self.engines.states[attempt.engine]
-            if not state.quarantined:
-                state.quarantined = True
+            if self.engines.failed(attempt.engine, at_once=True):
                 self.books.out.append(do.ProbeEngine(attempt.engine))
             self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"))
 
@@ -359,7 +358,7 @@ class RolloutCore:
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
             self._outage = False
-            if self.step is None:
+            if self.step is None or self.step.stopping:
                 return  # nobody waits for an engine
             seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.books.failure = (

@@ -28,13 +28,12 @@ STEP_METRICS = (
 class Step:
     """The phase of the running step, and the counters at its beginning."""
 
-    __slots__ = ("_before", "filled", "in_flight_at_stop", "number", "stopping")
+    __slots__ = ("_before", "filled", "in_flight_at_stop", "stopping")
 
-    def __init__(self, number: int, before: Counter[str]) -> None:
-        self.number = number
+    def __init__(self, before: Counter[str]) -> None:
         self._before = before
         self.filled = False
-        """The prompts of the beginning were asked for."""
+        """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
         self.stopping = False
         """The target is reached; nothing starts any more."""
         self.in_flight_at_stop = 0

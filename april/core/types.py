@@ -13,7 +13,7 @@ from april.core.tape import AttemptTape, Int32, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
-"""Slack of a group that has no tokens, or no staleness bound."""
+"""Slack of a group that was drawn after the latest plan."""
 
 
 class SampleId(NamedTuple):
@@ -30,7 +30,7 @@ class SampleState(StrEnum):
     """Where a sample is; it is in exactly one of these."""
 
     NEW = "new"
-    """Waits for its first start."""
+    """Its rollout function waits to be started, for the first time or anew."""
     STARTED = "started"
     """Its rollout function runs and has not asked for tokens yet; holds a place in flight."""
     QUEUED = "queued"
@@ -199,7 +199,7 @@ class Sample:
         self.resumes = 0
         """Attempts that continued a call in the middle."""
         self.attempt_failures = 0
-        """Attempts in a row that broke off without a token."""
+        """Attempts in a row that broke off at the same token."""
         self.avoid = ""
         """Engine on which the latest attempt broke off: another one goes first."""
         self.failures = 0
