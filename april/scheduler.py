@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
-from april.errors import ConfigError, SchedulerClosed
+from april.errors import ConfigError, RolloutError, SchedulerClosed
 
 
 class RolloutScheduler:
@@ -105,6 +106,7 @@ class RolloutScheduler:
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
+        self._asking = threading.Lock()
         self._thread = self._loop_type()
         try:
             self._driver = self._thread.call(
@@ -128,15 +130,30 @@ class RolloutScheduler:
 
         Raises:
             DataExhausted: the source has ended and every prompt is settled.
-            RolloutError: rollouts or rewards fail again and again, or a prompt is unusable.
+            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call waits already.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
-        return self._taken(self._thread.run(self._driver.wait_batch()))
+        with self._one_at_a_time():
+            return self._taken(self._thread.run(self._driver.wait_batch()))
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
-        return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+        with self._one_at_a_time():
+            return self._taken(await self._thread.run_async(self._driver.wait_batch()))
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Two callers would be given the same batch."""
+        if not self._asking.acquire(blocking=False):
+            raise RolloutError(
+                "next_batch: another call waits for the batch already, and a batch goes to one caller; call it "
+                "from one thread or task at a time"
+            )
+        try:
+            yield
+        finally:
+            self._asking.release()
 
     def _taken(self, batch: Batch) -> Batch:
         """Tell the driver that the batch has crossed over to the trainer's thread; until then it is the next one."""
@@ -159,6 +176,12 @@ class RolloutScheduler:
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
         """
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(
+                f"weight_update: path must be the name of a directory, got {type(path).__name__}; a function that "
+                "hands the weights over is given as transfer=, a model that is read in place not at all"
+            )
+        path = None if path is None else os.fspath(path)
         if transfer is None:
             return self._thread.run(self._driver.update_weights(path))
         if not callable(transfer):
@@ -219,8 +242,10 @@ class RolloutScheduler:
         max_tokens: int | None, seed: int,
     ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
-        if not isinstance(n_samples, int) or n_samples < 1:
+        if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
             raise ConfigError(f"evaluate: n_samples must be at least 1, got {n_samples!r}")
+        if not isinstance(seed, int):
+            raise ConfigError(f"evaluate: seed must be an integer, got {seed!r}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
