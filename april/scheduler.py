@@ -26,7 +26,7 @@ from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.user_code import check_function
+from april.driver.user_code import check_function, refuse_inside_user_code
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -85,7 +85,8 @@ class RolloutScheduler:
             check_function("group_reward", group_reward, ("prompt", "responses"))
         if filter is not None:
             check_function("filter", filter, ("prompt", "responses"))
-        if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
+        differ = getattr(filter, "__wrapped__", filter) is rewards_differ
+        if differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
             raise ConfigError(
                 "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
             )
@@ -139,12 +140,16 @@ class RolloutScheduler:
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
+        for _ in range(3):
+            if self._asking.locked():
+                await asyncio.sleep(0)  # a call that was cancelled just now ends at the loop's next turn
         with self._one_at_a_time():
             return self._taken(await self._thread.run_async(self._driver.wait_batch()))
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Two callers would be given the same batch."""
+        refuse_inside_user_code()
         if not self._asking.acquire(blocking=False):
             raise RolloutError(
                 "next_batch: another call waits for the batch already, and a batch goes to one caller; call it "

@@ -27,6 +27,7 @@ from april.driver.rewards import checked_reward
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers import TransformersEngine
 from april.errors import ConfigError, RolloutError
+from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
 
 
 class Gate:
@@ -247,3 +248,33 @@ async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFi
     await generate("g")
     assert [warning in m for m in caplog.messages] == [True, True]
     await engine.close()
+
+
+def test_faults_that_do_not_exist() -> None:
+    """A misspelt kind, a sample by its name, a list where faults are wanted one by one."""
+    with pytest.raises(ValueError, match="there is no fault 'brake_off'; there are break_off, "):
+        Fault("brake_off")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sample must be \(group, index\), got 'g0.s0'"):
+        Fault(FaultKind.BREAK_OFF, sample="g0.s0")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FaultScript takes faults one by one"):
+        FaultScript([Fault(FaultKind.BREAK_OFF)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FakeEngine fake: faults must be a FaultScript, got list"):
+        FakeEngine(faults=[])  # type: ignore[arg-type]
+
+
+def test_plain_functions_on_a_virtual_loop() -> None:
+    """Plain filters and rewards need no thread there; a plain rollout function does and is refused."""
+    arguments: dict[str, Any] = {"engines": [FakeEngine(lengths=5)], "prompts": [[1, i] for i in range(2, 30)]}
+
+    async def filtered() -> april.Batch:
+        arguments["reward"] = lambda prompt, response: float(response.sample_id.index)
+        async with rollouts(config(), filter=april.rewards_differ, **arguments) as run:
+            return await run.next_batch()
+
+    assert len(run_virtual(filtered()).group_sizes) == config().rollout_batch_size
+
+    async def plain() -> None:
+        rollouts(config(), rollout=lambda prompt, llm: llm.generate(), **arguments)
+
+    with pytest.raises(ConfigError, match="is a plain rollout function, which runs in a thread, and a virtual loop"):
+        run_virtual(plain())

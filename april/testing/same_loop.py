@@ -5,6 +5,7 @@ It is the real scheduler and the real driver; only the background thread is left
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,12 +21,13 @@ from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread
 from april.driver.rollout_driver import RolloutDriver
-from april.driver.user_code import refuse_inside_user_code
+from april.driver.user_code import is_async, name_of, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.scheduler import RolloutScheduler
 from april.testing.auditing import Audit, audit
 from april.testing.fake_engine import FakeEngine
+from april.testing.virtual_clock import VirtualClockLoop
 
 T = TypeVar("T")
 
@@ -175,23 +177,31 @@ def rollouts(
     prompts: Iterable[Any],
     reward: Callable[..., Any] | None = None,
     group_reward: Callable[..., Any] | None = None,
+    filter: Callable[..., Any] | None = None,
     rollout: RolloutFunction = single_turn,
     check: bool = True,
     **options: Any,
 ) -> Rollouts:
     """The real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
 
-    Plain reward functions run on the loop as well, at once and without a thread: a virtual clock waits for no thread.
+    Plain reward functions and filters run on the loop as well, at once and without a thread: a virtual clock waits for
+    no thread. A plain rollout function needs one, so on a virtual loop it is refused.
     ``check`` is on: all of april's books are cross-checked after every event. Use it as ``async with rollouts(...)``.
 
     Raises:
-        ConfigError: as RolloutScheduler.
+        ConfigError: as RolloutScheduler; a plain rollout function on a virtual loop.
     """
+    if callable(rollout) and not is_async(rollout) and isinstance(asyncio.get_running_loop(), VirtualClockLoop):
+        raise ConfigError(
+            f"rollouts: {name_of(rollout)} is a plain rollout function, which runs in a thread, and a virtual loop "
+            "waits for no thread; make it async, or use april.RolloutScheduler in real time"
+        )
     scheduler = _SameLoopScheduler(
         config,
         prompts=prompts,
         reward=_on_the_loop(reward),
         group_reward=_on_the_loop(group_reward),
+        filter=_on_the_loop(filter),
         rollout=rollout,
         engines=engines,
         check=check,
