@@ -137,8 +137,8 @@ class Config(_Model):
     on_stale: OnStale = OnStale.FINISH
     """What happens to a sample that would exceed it."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None: four
-    times max_staleness + 1)."""
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
+    4 * (max_staleness + 1))."""
     max_resumes: PositiveInt = 100
     """Continuations of one response, after which the same holds, unless on_stale is finish, which has its own
     deadlines: nothing circles for ever."""
@@ -158,8 +158,8 @@ class Config(_Model):
     max_failed_groups: PositiveInt = 8
     """Groups dropped for failures in a row before the step fails."""
     function_timeout_s: PositiveFloat | None = 600.0
-    """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
-    a failure. None: for ever."""
+    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
+    then that is a failure. None: for ever."""
     abort_deadline_s: PositiveFloat = 30.0
     """Longest wait for an aborted request before its engine is quarantined."""
     abort_resend_s: PositiveFloat = 1.0
@@ -235,7 +235,7 @@ class Config(_Model):
 
     @property
     def age_limit(self) -> int:
-        """max_age as given, or four times max_staleness + 1."""
+        """max_age as given, or 4 * (max_staleness + 1)."""
         return self.max_age or 4 * (self.max_staleness + 1)
 
     @property

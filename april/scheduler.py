@@ -38,7 +38,8 @@ class RolloutScheduler:
     Args:
         config: see :class:`april.Config`.
         prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
-        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads.
+        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
+            function all rewards of a batch are 0.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
         filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
             groups it accepts count and are delivered, the others are dropped by name and replaced. See
