@@ -178,4 +178,6 @@ def _with_flags(
             return flag
         return f"leaving out {flag}" if path in of_trainer else f"--no-{flag[2:]}"
 
-    return re.sub(rf"(?<![\w.-])(?P<name>{name})(?![\w-])(?:(?:=|: )(?P<value>{value})(?![\w-]))?", flag_for, sentence)
+    # an unknown name stands in the file, and so should the one that was meant
+    known_name = rf"(?<!do you mean )(?<![\w.-])(?P<name>{name})(?![\w-])(?:(?:=|: )(?P<value>{value})(?![\w-]))?"
+    return re.sub(known_name, flag_for, sentence)

@@ -6,6 +6,7 @@ users of slime already type.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Mapping
@@ -136,8 +137,8 @@ class Config(_Model):
     on_stale: OnStale = OnStale.FINISH
     """What happens to a sample that would exceed it."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None: four
-    times max_staleness + 1)."""
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
+    4 * (max_staleness + 1))."""
     max_resumes: PositiveInt = 100
     """Continuations of one response, after which the same holds, unless on_stale is finish, which has its own
     deadlines: nothing circles for ever."""
@@ -157,8 +158,8 @@ class Config(_Model):
     max_failed_groups: PositiveInt = 8
     """Groups dropped for failures in a row before the step fails."""
     function_timeout_s: PositiveFloat | None = 600.0
-    """Longest that a reward function may take, and a rollout function outside of llm.generate at one time; then that is
-    a failure. None: for ever."""
+    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
+    then that is a failure. None: for ever."""
     abort_deadline_s: PositiveFloat = 30.0
     """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
     close."""
@@ -240,7 +241,7 @@ class Config(_Model):
 
     @property
     def age_limit(self) -> int:
-        """max_age as given, or four times max_staleness + 1."""
+        """max_age as given, or 4 * (max_staleness + 1)."""
         return self.max_age or 4 * (self.max_staleness + 1)
 
     @property
@@ -337,13 +338,14 @@ def _sentences(error: ValidationError) -> str:
         given = item.get("input")
         match item["type"]:
             case "extra_forbidden":
-                reasons = {} if where.startswith("engine.") else REFUSED
-                why = reasons.get(str(item["loc"][-1]), "unknown setting")
-                lines.append(f"{where}: {why}; see april.Config for the names")
+                lines.append(f"{where}: {_why_unknown(where)}")
             case "missing":
                 lines.append(f"{where}: is required")
             case "union_tag_invalid":
-                lines.append(f"{where}.kind: {item['msg']}")
+                ctx = item["ctx"]
+                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}")
+            case "model_attributes_type" | "model_type" | "dict_type":
+                lines.append(f"{where}: expected a mapping of settings, got {given!r}")
             case "union_tag_not_found":
                 lines.append(f"{where}.kind: is required")
             case "value_error":
@@ -352,3 +354,21 @@ def _sentences(error: ValidationError) -> str:
             case _:
                 lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}")
     return "; ".join(lines)
+
+
+_OTHER_NAMES = dict.fromkeys(("max_tokens", "max_new_tokens"), "max_response_len") | {"stop_strings": "sampling.stop"}
+"""What other interfaces call a setting."""
+
+
+def _why_unknown(where: str) -> str:
+    """Why there is no such setting, and which one may be meant."""
+    name = where.rpartition(".")[2]
+    in_engine = where.startswith("engine.")
+    if name in REFUSED and name not in _OTHER_NAMES and not in_engine:
+        return REFUSED[name]
+    engines = TransformersEngineConfig.model_fields | SimulatedEngineConfig.model_fields
+    sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
+    known = [section + field for section, fields in sections.items() for field in fields]
+    near = [path for path in known if path.rpartition(".")[2] == name and not in_engine]
+    near = near or ([_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where, known, 1, 0.75))
+    return f"unknown setting; {f'do you mean {near[0]}?' if near else 'see april.Config for the names'}"

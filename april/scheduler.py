@@ -38,7 +38,8 @@ class RolloutScheduler:
     Args:
         config: see :class:`april.Config`.
         prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
-        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads.
+        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
+            function all rewards of a batch are 0.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
         filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
             groups it accepts count and are delivered, the others are dropped by name and replaced. See
@@ -94,6 +95,7 @@ class RolloutScheduler:
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
+        self._asking = threading.Lock()
         self._thread = self._loop_type()
         try:
             self._driver = self._thread.call(
@@ -166,6 +168,12 @@ class RolloutScheduler:
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
         """
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(
+                f"weight_update: path must be the name of a directory, got {type(path).__name__}; a function that "
+                "hands the weights over is given as transfer=, a model that is read in place not at all"
+            )
+        path = None if path is None else os.fspath(path)
         if transfer is None:
             return self._thread.run(self._driver.update_weights(path))
         if not callable(transfer):

@@ -90,7 +90,7 @@ class Simulation:
     """One trainer that takes a batch, updates the weights, and takes the next.
 
     Args:
-        settings: of the core; rewards are instantaneous.
+        settings: of the core, without rewards and filter: neither takes time here.
         cost: of one engine.
         lengths: true response lengths by (group, sample).
         engines: how many.
@@ -110,6 +110,8 @@ class Simulation:
         check: bool = False,
         watch: Callable[[float, int], None] | None = None,
     ) -> None:
+        if settings.has_reward or settings.has_filter:
+            raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
         slots = -(-settings.max_in_flight // engines)
         context = prompt_len + settings.max_response_len
         names = [f"engine{i}" for i in range(engines)]

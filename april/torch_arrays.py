@@ -21,8 +21,12 @@ def to_torch(arrays: Mapping[str, Any], device: torch.device | str | int | None 
 
     Raises:
         ConfigError: torch is not installed.
-        TypeError: a value is not an array of numbers; named.
+        TypeError: not the arrays of a batch; a value that is not an array of numbers is named.
     """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"april.to_torch takes the arrays of batch.padded() or batch.ragged(), got {type(arrays).__name__}"
+        )
     try:
         import torch
     except ImportError:

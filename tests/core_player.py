@@ -372,7 +372,7 @@ class CorePlayer:
         if finish in ("stop", "length") or self.is_complete(running.key):
             life.where, life.attempt_failures = "completing", 0
         elif finish in ("fail", "corrupt"):
-            life.attempt_failures = 1 if running.tokens and finish == "fail" else life.attempt_failures + 1
+            life.attempt_failures = 0 if running.tokens and finish == "fail" else life.attempt_failures + 1
             if life.attempt_failures >= self.settings.max_attempt_failures:
                 self.world.drop_group(running.key[0], "failed")
         else:

@@ -302,7 +302,9 @@ def test_mistakes_in_the_file_keep_the_names_of_the_file(tmp_path: Path) -> None
         f"throw their tokens away; set partial_rollout: true (with --april-config {file})"
     )
     file.write_text("rollout_batchsize: 8\n")
-    assert sentence_of(parser_with(), *flags, *NEEDED).startswith("rollout_batchsize: unknown setting; see april.")
+    assert sentence_of(parser_with(), *flags, *NEEDED).startswith(
+        "rollout_batchsize: unknown setting; do you mean rollout_batch_size?"
+    )
     file.write_text("- 1\n")
     assert sentence_of(parser_with(), *flags) == f"{file}: expected a mapping of settings, got list"
     file.write_text("sampling: 3\n")

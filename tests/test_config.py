@@ -129,7 +129,7 @@ def test_what_leaves_partials(over: int | None, more: dict[str, Any], leaves: bo
 
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     # unknown, missing
-    ({"rolout_batch_size": 3}, ["rolout_batch_size: unknown setting", "april.Config"]),
+    ({"rolout_batch_size": 3}, ["rolout_batch_size: unknown setting", "do you mean rollout_batch_size?"]),
     ({"sampling": {"top_q": 5}}, ["sampling.top_q: unknown setting"]),
     ({"sampling": {"top_k": 5}}, ["sampling.top_k: changes the distribution"]),
     ({"n": 5}, ["n: every sample of a group is a request of its own; set n_samples_per_prompt"]),
@@ -148,10 +148,10 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"temperature": True}}, ["sampling.temperature: must be a number"]),
     ({"rollout_batch_size": None}, ["rollout_batch_size", "valid integer"]),
     ({"partial_rollout": "perhaps"}, ["partial_rollout", "valid boolean", "'perhaps'"]),
-    ({"sampling": 3}, ["sampling", "valid dictionary", "3"]),
+    ({"sampling": 3}, ["sampling", "mapping", "3"]),
     ({"sampling": {"stop_token_ids": 5}}, ["sampling.stop_token_ids", "valid tuple"]),
     ({"sampling": {"stop_token_ids": [1, "x"]}}, ["sampling.stop_token_ids.1", "valid integer"]),
-    ({"engine": "vllm"}, ["engine", "valid dictionary"]),
+    ({"engine": "vllm"}, ["engine", "mapping", "vllm"]),
     # out of range
     ({"rollout_batch_size": 0}, ["rollout_batch_size", "greater than or equal to 1", "got 0"]),
     ({"n_samples_per_prompt": -1}, ["n_samples_per_prompt", "greater than or equal to 1"]),

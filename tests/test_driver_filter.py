@@ -285,7 +285,7 @@ def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) -> None:
             batch = await rollouts.step()
             sizes.append(len(batch.group_sizes))
             groups += batch.group_ids[::2].tolist()
-        words = "every prompt is settled" if end is OnDataEnd.SHORT else "1 complete groups wait"
+        words = "every prompt is settled" if end is OnDataEnd.SHORT else "complete groups that wait for more prompts: 1"
         for _ in range(2):
             with pytest.raises(DataExhausted, match=words):
                 await rollouts.driver.next_batch()

@@ -282,7 +282,7 @@ MISUSE = {
     rewrites: "append to the conversation",
     forgets_the_prompt: "append to the conversation",
     unknown_id: "token id 12345 is outside the engine's vocabulary of 1000",
-    text: "apply your chat template and tokenizer first",
+    text: "and what your tokenizer makes of text",
     fractions: "flat list of integers",
     negative: "must be in",
     no_tokens: "max_tokens must be at least 1",

@@ -269,13 +269,13 @@ def test_groups_that_wait_for_more_prompts_survive() -> None:
     async def program() -> None:
         old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
         await old.step()
-        with pytest.raises(DataExhausted, match="1 complete groups wait for more prompts"):
+        with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
             await old.driver.next_batch()
         state = plain(old.driver.state_dict(None))
         await old.close()
         again = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
         await again.driver.load_state_dict(state)
-        with pytest.raises(DataExhausted, match="1 complete groups wait"):
+        with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
             await again.driver.next_batch()
         again.driver.extend([prompt_ids(77)])
         batch = await again.driver.next_batch()

@@ -159,7 +159,7 @@ def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> None:
         assert hung == [5.0 * hangs_after]
         assert now() == hung[0] + 30 + 10
         assert rollouts.dropped == ({DropReason.FAILED: 5 * hangs_after} if hangs_after else {})
-        assert "the rollout function failed: RolloutError: test_a_roll" in rollouts.core.story(SampleId(0, 1))
+        assert "the rollout function failed: test_a_roll" in rollouts.core.story(SampleId(0, 1))
         assert "agent was not done with g0.s1 after function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
         rollouts.check_ledger()
         await rollouts.close()

@@ -71,10 +71,10 @@ def test_a_prompt_is_a_copy() -> None:
         ([1, 10], "prompt 4: token id 10 is outside the engine's vocabulary of 10"),
         ([1, -1], "prompt 4: token id -1 is outside"),
         ({"prompt": "hi", "id": 1}, r"prompt 4 has no token_ids; its keys are \['id', 'prompt'\]"),
-        ("hello", "prompt 4 is a str.*apply your chat template"),
-        (b"hello", "prompt 4 is a bytes"),
-        (7, "prompt 4 is a int"),
-        (None, "prompt 4 is a NoneType"),
+        ("hello", "prompt 4 is of type str.*apply your chat template"),
+        (b"hello", "prompt 4 is of type bytes"),
+        (7, "prompt 4 is of type int"),
+        (None, "prompt 4 is of type NoneType"),
     ],
     ids=str,
 )
@@ -114,7 +114,7 @@ def test_good_prompts_before_a_bad_one_come_first() -> None:
     assert error is not None
     assert "prompt 2: token id 99" in error
     assert ids(source.draw(4)[0]) == [[3]]
-    assert "prompt 4 is a str" in str(source.draw(4)[2])
+    assert "prompt 4 is of type str" in str(source.draw(4)[2])
     prompts, exhausted, error = source.draw(4)
     assert (ids(prompts), exhausted, error) == ([[4]], True, None)
 
@@ -234,7 +234,7 @@ def test_a_bad_prompt_that_nobody_was_told_of_is_reported_after_a_restart() -> N
     assert source.state_dict() == {"epoch": 0, "position": 1}
     again = PromptSource(prompts, 10)
     again.load_state_dict(source.state_dict())
-    assert "prompt 1 is a str" in str(again.draw(2)[2])
+    assert "prompt 1 is of type str" in str(again.draw(2)[2])
     assert again.state_dict() == {"epoch": 0, "position": 2}
     assert ids(again.draw(1)[0]) == [[3]]
 
@@ -258,7 +258,7 @@ def test_one_pass_only() -> None:
 def test_no_prompts_at_all(epochs: int | None) -> None:
     """An empty data set is an error, not an endless loop."""
     source = PromptSource([], 10, epochs=epochs)
-    assert "the prompts ended after 0 of epoch 0" in str(source.draw(1)[2])
+    assert "there are no prompts" in str(source.draw(1)[2])
 
 
 @pytest.mark.parametrize("drawn", range(7))

@@ -485,7 +485,7 @@ def test_a_bad_prompt_names_its_position_and_loses_no_good_one() -> None:
     prompts: list[Any] = [[1], [2], [3], [4], "oops", [6], [7]]
     with scheduler(prompts=prompts, config=config(over_sampling_batch_size=3)) as rollouts:
         batches = [rollouts.next_batch()]
-        with pytest.raises(RolloutError, match="prompt 4 is a str"):
+        with pytest.raises(RolloutError, match="prompt 4 is of type str"):
             rollouts.next_batch()
         batches.append(rollouts.next_batch())
         delivered = {int(s.prompt.token_ids[0]) for b in batches for s in b.samples}

@@ -182,7 +182,7 @@ def test_extend() -> None:
     with scheduler(prompts=[[1], [2], [3], [4]], config=settings) as rollouts:
         rollouts.next_batch()
         for _ in range(2):
-            with pytest.raises(DataExhausted, match=r"1 complete groups wait for more prompts: give them to extend"):
+            with pytest.raises(DataExhausted, match="wait for more prompts: 1; give those to extend"):
                 rollouts.next_batch()
         with pytest.raises(ConfigError, match="prompts must be an iterable of prompts, got str"):
             rollouts.extend("text")

@@ -81,3 +81,10 @@ def test_over_sampling_takes_fewer_decode_steps_per_trained_token() -> None:
     sync = steps_per_token(4, Refill.NONE)
     assert steps_per_token(8, Refill.NONE) < 0.6 * sync
     assert steps_per_token(4, Refill.SAMPLE) < 0.5 * sync
+
+
+def test_rewards_and_filters_are_refused() -> None:
+    """Nobody would answer them: the simulation would be stuck."""
+    for settings in (CoreSettings(1, 1, 1, 9, 1), CoreSettings(1, 1, 1, 9, 1, has_reward=False, has_filter=True)):
+        with pytest.raises(ValueError, match="no rewards and no filter"):
+            Simulation(settings, DecodeCost(1.0, 0.0, 0.0), ConstantLengths(3))

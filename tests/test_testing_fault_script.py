@@ -324,7 +324,7 @@ def test_evaluations_are_not_hit_and_not_audited() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "typo"}, "'typo' is not a valid FaultKind"),
+        ({"kind": "typo"}, "there is no fault 'typo'; there are break_off, engine_dies"),
         ({"kind": "break_off", "seconds": 3.0}, "break_off has no duration"),
         ({"kind": "stall", "seconds": 0.0}, "seconds must be positive"),
         ({"kind": "stall", "after_tokens": -1}, "after_tokens must be at least 0"),

@@ -114,8 +114,15 @@ class Batch:
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
         cut the last T columns off the logits. Without, they are [B, longest sum], padded on the right only, and
         response i begins in column ``prompt_mask[i].sum()``.
+
+        Raises TypeError for a ``pad_id`` that is no integer.
         """
-        return padded_arrays(self.samples, pad_id, left_pad_prompts=left_pad_prompts)
+        if isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer)):
+            raise TypeError(
+                f"padded: pad_id must be a token id, got {pad_id!r}; any id will do where the masks are used, so "
+                "leave it out if the tokenizer has none"
+            )
+        return padded_arrays(self.samples, int(pad_id), left_pad_prompts=left_pad_prompts)
 
 
 def deliver_sample(

@@ -36,7 +36,7 @@ class Scoring:
             self._generation.diverged(sample)
             return
         if sample.finish is None:
-            error = "the rollout function returned without a call of llm.generate"
+            error = "the rollout function returned without a call of llm.generate; await at least one"
             self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
             return
         sample.state = SampleState.SCORING

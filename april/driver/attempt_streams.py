@@ -19,6 +19,7 @@ from april.core.state import RolloutCore
 from april.core.types import Attempt
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
+from april.driver.failure_log import FailureLog
 from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
@@ -74,6 +75,7 @@ class AttemptStreams:
         self._detokenizer = detokenizer
         self._silence = TimeLimits(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
+        self._failures = FailureLog()
         self._sweeps: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
 
     def __len__(self) -> int:
@@ -111,7 +113,7 @@ class AttemptStreams:
             corrupt = not attempt.tape.stopped
             event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=corrupt, rejected=rejected.tokens)
         except Exception as error:
-            log.warning("attempt %s of %s broke off", attempt.id, attempt.sample.id, exc_info=error)
+            self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
         except asyncio.CancelledError as error:
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Never
 
 import numpy as np
@@ -34,6 +35,9 @@ class Completion:
     versions: Int32
     finish: FinishReason
     conversation: Int32
+
+    def __repr__(self) -> str:
+        return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
 
 
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
@@ -94,8 +98,8 @@ class LLM:
             "min_tokens": min_tokens,
             "temperature": temperature,
             "top_p": top_p,
-            "stop_token_ids": None if stop_token_ids is None else tuple(stop_token_ids),
-            "stop": (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop),
+            "stop_token_ids": _tuple_of("stop_token_ids", stop_token_ids),
+            "stop": (stop,) if isinstance(stop, str) else _tuple_of("stop", stop),
         }
         changes = {name: value for name, value in changes.items() if value is not None}
         sampling = replace(self._sampling, **changes) if changes else self._sampling
@@ -109,6 +113,15 @@ class LLM:
             self._busy = False
 
 
+def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
+    if values is None:
+        return None
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ValueError(f"llm.generate: {name} must be a list, got {values!r}") from None
+
+
 def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     """A conversation as int32 [T], a copy; raises ValueError for anything but a flat list of integers."""
     try:
@@ -118,7 +131,7 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
             f"llm.generate: token_ids must be a flat list of integers, got {type(token_ids).__name__} of "
-            f"{array.dtype}; apply your chat template and tokenizer first"
+            f"{array.dtype}; give prompt.token_ids or Completion.conversation, and what your tokenizer makes of text"
         )
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
         raise ValueError("llm.generate: token_ids must be in [0, 2**31)")
@@ -133,10 +146,13 @@ def refused_argument(name: str) -> str:
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
     """What no engine can be asked for, or None."""
-    try:
-        return _out_of_range(sampling, vocab_size)
-    except TypeError:
-        return f"sampling parameters must be numbers, got {sampling}"
+    for name, kind in (("max_tokens", Integral), ("min_tokens", Integral), ("temperature", Real), ("top_p", Real)):
+        value = getattr(sampling, name)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}"
+    if not all(isinstance(i, Integral) for i in sampling.stop_token_ids):
+        return f"stop_token_ids must be integers, got {sampling.stop_token_ids}"
+    return _out_of_range(sampling, vocab_size)
 
 
 def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:

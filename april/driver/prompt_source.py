@@ -120,6 +120,8 @@ class PromptSource:
             self._error = (
                 f"the prompts ended after {drawn} of epoch {self.epoch}, where {self.position or 'some'} had been "
                 "drawn before; they must be the same in every pass, and after a restart"
+                if self._to_skip or self.epoch
+                else "there are no prompts"
             )
             return True
         if last:
@@ -172,19 +174,21 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         if "token_ids" not in item:
             raise ConfigError(f"prompt {position} has no token_ids; its keys are {sorted(map(str, item))}")
         ids, data = item["token_ids"], {k: v for k, v in item.items() if k != "token_ids"}
-    elif isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, (str, bytes)):
+    elif (isinstance(item, Sequence) or hasattr(item, "__array__")) and not isinstance(item, (str, bytes)):
         ids = item
     else:
         raise ConfigError(
-            f"prompt {position} is a {type(item).__name__}; expected token ids, a mapping with token_ids, "
+            f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids, "
             "or april.Prompt (apply your chat template and tokenizer first)"
         )
     try:
         array = np.asarray(ids)
-    except ValueError:  # rows of different lengths
+    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor on a GPU
         array = np.empty(0)
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise ConfigError(f"prompt {position}: token_ids must be a non-empty flat list of integers")
+        raise ConfigError(
+            f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU"
+        )
     if array.min() < 0 or array.max() >= vocab_size:
         bad = array[(array < 0) | (array >= vocab_size)][0]
         raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")

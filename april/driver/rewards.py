@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ class Response:
     reward: float | None = None
     """set where a filter sees it"""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Response {self.sample_id} of {len(self.tokens)} tokens, finish={self.finish}, reward={self.reward}>"
 
     def text(self, special_tokens: bool = False) -> str:
         """The whole response as text, tool results included; with special tokens (EOS is one) or without.
@@ -80,9 +84,8 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RolloutError(
-            f"the reward of {sample_id} is {value!r} ({type(value).__name__}); expected a number"
-        ) from None
+        what = "a coroutine that was not awaited" if isawaitable(value) else f"{value!r} ({type(value).__name__})"
+        raise RolloutError(f"the reward of {sample_id} is {what}; expected a number") from None
     if not math.isfinite(number):
         raise RolloutError(f"the reward of {sample_id} is {number}; expected a finite number")
     return number

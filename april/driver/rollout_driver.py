@@ -338,9 +338,10 @@ class RolloutDriver:
             task.cancel()
         if ends:
             _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
-            for end in stubborn:
-                who = end.get_coro() if isinstance(end, asyncio.Task) else "a plain function in a thread"
-                log.error("%s ignores its cancellation and is left behind", who)
+            if stubborn:
+                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else "a plain function" for e in stubborn)
+                more = f", and {len(names) - 1} more" if names[1:] else ""
+                log.error("%s ignores its cancellation and is left behind%s", names[0], more)
         self._threads.close()
         self._samples.clear()
         self.streams.clear()
@@ -417,7 +418,8 @@ class RolloutDriver:
 
     def _end_of_data(self, command: do.EndOfData) -> None:
         rest = (
-            f"{command.kept} complete groups wait for more prompts: give them to extend(), or set on_data_end: short"
+            f"complete groups that wait for more prompts: {command.kept}; give those to extend(), or set "
+            "on_data_end: short"
             if command.kept
             else "every prompt is settled"
         )

@@ -6,7 +6,6 @@ Invariant: a function of a sample that was given up is cancelled, and nothing th
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from april.core.tape import Int32
 from april.core.types import Sample, SampleId
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
+from april.driver.failure_log import FailureLog
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
@@ -33,8 +33,6 @@ from april.driver.rewards import checked_reward, checked_rewards, checked_verdic
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import describe
 from april.errors import RolloutError
-
-log = logging.getLogger("april")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +91,7 @@ class SampleFunctions:
         self._allow_mismatch = allow_mismatch
         self._detokenizer = detokenizer
         self._runners: dict[SampleId, _Runner] = {}
+        self._failures = FailureLog()
 
     def forget(self, samples: Iterable[SampleId]) -> None:
         """These samples are delivered."""
@@ -135,13 +134,15 @@ class SampleFunctions:
 
         def ended(output: Any, error: BaseException | None) -> None:
             runner.output = output
+            abandoned = isinstance(error, TimeoutError) and runner.call is not None
             if error is None and runner.call is not None:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
                 self._post(ev.SampleReturned(sample.id))
             else:
-                log.warning("rollout function failed for %s", sample.id, exc_info=error)
-                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {describe(error)}"))
+                self._failures.warn(error, "rollout function failed for %s", sample.id)
+                why = f"{describe(error)}; {_ABANDONED}" if abandoned else describe(error)
+                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}"))
 
         arguments = (sample.group.prompt, LLM(sample.id, self._sampling, generate))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.id, ended)
@@ -196,7 +197,7 @@ class SampleFunctions:
             if error is None:
                 self._post(ev.Scored(first.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             else:
-                log.warning("reward failed for %s", first, exc_info=error)
+                self._failures.warn(error, "reward failed for %s", first)
                 self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}"))
 
         call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
@@ -221,7 +222,7 @@ class SampleFunctions:
                 except (Exception, SystemExit) as raised:
                     error = raised
             if error is not None:
-                log.warning("filter failed for group %d", group.id, exc_info=error)
+                self._failures.warn(error, "filter failed for group %d", group.id)
                 wrong = f"the filter failed: {describe(error)}"
             self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
 

@@ -120,6 +120,7 @@ class UserCalls:
         """:meth:`begin` for a function that is known to be async; not ``timed``: it may take as long as it likes."""
         call = Call(self, function, where, answered, timed)
         call.task = self._spawn(self._on_the_loop(call, function, args))
+        call.task.set_name(f"{name_of(function)} for {where}")
         return call
 
     async def call(self, function: Callable[..., Any], *args: Any, where: object) -> Any:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from april.errors import ConfigError, RolloutError
+from april.errors import AprilError, ConfigError, RolloutError
 
 _inside: ContextVar[bool] = ContextVar("april_inside_user_code", default=False)
 
@@ -142,6 +142,8 @@ def cancelled_inside() -> RolloutError:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, in one line."""
+    """Type and message of an error, in one line; april's own messages need no type."""
     message = " ".join(str(error).split())
+    if message and isinstance(error, AprilError):
+        return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

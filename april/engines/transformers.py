@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import importlib.util
+import logging
 import math
 import random
 from collections import deque
@@ -31,6 +32,8 @@ from april.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from april.engines.slot_batch import SlotOutput, SlotRequest
+
+log = logging.getLogger("april")
 
 MAX_STEPS_PER_TICK = 32
 """Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
@@ -100,7 +103,12 @@ class TransformersEngine:
             if value is not None and value < 1:
                 raise ConfigError(f"{label} is {value}: it must be at least 1")
         if not hasattr(model, "config"):
-            raise ConfigError(f"a {type(model).__name__} has no config: pass the Hugging Face model inside the wrapper")
+            hint = (
+                "a directory or hub name goes to engine.model of the configuration"
+                if isinstance(model, (str, Path))
+                else "pass a Hugging Face causal language model, the one inside the wrapper if there is one"
+            )
+            raise ConfigError(f"model is of type {type(model).__name__}, which has no config: {hint}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._model = model
@@ -132,6 +140,8 @@ class TransformersEngine:
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
         self._stamp: int | None = None
+        self._generated_under: tuple[PolicyVersion, int | None] | None = None
+        """The version that last generated, and the stamp of its weights; None: a change was reported."""
 
     @classmethod
     def from_pretrained(
@@ -313,6 +323,7 @@ class TransformersEngine:
         from april.engines.model_support import generation_mode
 
         try:
+            self._notice_silent_update()
             with generation_mode(self._model):
                 while True:
                     for _ in range(YIELDS_BETWEEN_TICKS):
@@ -444,6 +455,20 @@ class TransformersEngine:
         """Until no ticks run; the engine must be paused, loading or out of work."""
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])
+
+    def _notice_silent_update(self) -> None:
+        """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""
+        version, stamp = self._decoder.version, self._weights_stamp()
+        if self._generated_under is None or self._generated_under[0] != version:
+            self._generated_under = (version, stamp)
+        elif self._generated_under[1] not in (None, stamp):
+            self._generated_under = (version, None)
+            log.warning(
+                "%s: the model's weights were written, but the policy version is still %s, so new tokens are taken for "
+                "those of the old weights; call weight_update() after each update of the model",
+                self._name,
+                version,
+            )
 
     def _weights_stamp(self) -> int:
         """Changes whenever a parameter is written in place."""

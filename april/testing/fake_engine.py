@@ -74,6 +74,8 @@ class FakeEngine:
         ):
             if not good:
                 raise ValueError(f"FakeEngine {name}: {what}={value} is out of range")
+        if faults is not None and not isinstance(faults, FaultScript):
+            raise TypeError(f"FakeEngine {name}: faults must be a FaultScript, got {type(faults).__name__}")
         self._name = name
         self._responder = FakeResponder(name, lengths, responses, vocab_size, eos_token_id)
         self.faults = faults if faults is not None else FaultScript()

@@ -121,7 +121,11 @@ class Fault:
     times: int = 1
 
     def __post_init__(self) -> None:
+        if self.kind not in list(FaultKind):
+            raise ValueError(f"there is no fault {self.kind!r}; there are {', '.join(FaultKind)}")
         object.__setattr__(self, "kind", FaultKind(self.kind))
+        if self.sample is not None and not (isinstance(self.sample, tuple) and len(self.sample) == 2):
+            raise ValueError(f"fault {self.kind}: sample must be (group, index), got {self.sample!r}")
         if self.seconds is not None and self.kind not in _SECONDS:
             raise ValueError(f"fault {self.kind} has no duration; leave seconds out")
         if self.seconds is not None and not self.seconds > 0:
@@ -183,6 +187,9 @@ class FaultScript:
     """
 
     def __init__(self, *faults: Fault) -> None:
+        for fault in faults:
+            if not isinstance(fault, Fault):
+                raise TypeError(f"FaultScript takes faults one by one, FaultScript(Fault(...), ...), got {fault!r}")
         self.faults = faults
         self.fired: list[Fired] = []
         """In the order in which they hit."""

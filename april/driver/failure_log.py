@@ -1,0 +1,29 @@
+"""Failures in the log: one line each; the traceback of a kind of failure comes with its first line only.
+
+One mistake in a reward function fails every sample, three times each: hundreds of equal tracebacks would hide it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from april.driver.user_code import describe
+
+log = logging.getLogger("april")
+
+
+class FailureLog:
+    """Warns of failures. Of one kind are failures of the same type that were raised in the same line."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[object, ...]] = set()
+
+    def warn(self, error: BaseException, what: str, *where: object) -> None:
+        """``what % where``, and what is wrong."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
+        first = kind not in self._seen
+        self._seen.add(kind)
+        log.warning(what + ": %s", *where, describe(error), exc_info=error if first and trace is not None else None)

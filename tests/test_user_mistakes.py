@@ -1,0 +1,280 @@
+"""Mistakes that people make on the first day: each answer is one sentence, and a mistake is said once, not flooded.
+
+``test_misuse.py`` has those that are about settings, rewards and engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from real_schedulers import assert_nothing_is_left, config, scheduler
+from tiny_models import tiny_model
+
+import april
+from april.core.sampling import SamplingParams
+from april.core.versions import PolicyVersion
+from april.driver.failure_log import FailureLog
+from april.driver.llm import LLM
+from april.driver.prompt_source import as_prompt
+from april.driver.rewards import checked_reward
+from april.engines.protocol import Chunk, Request
+from april.engines.transformers import TransformersEngine
+from april.errors import ConfigError, RolloutError
+from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
+
+
+class Gate:
+    """A reward function that lets nobody through before it is opened."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, prompt: april.Prompt, response: april.Response) -> float:
+        self.asked.set()
+        assert self.opened.wait(30)
+        return 1.0
+
+
+def test_a_batch_goes_to_one_caller() -> None:
+    """A second next_batch beside the first is refused, blocking or async: both would be given the same batch."""
+    gate = Gate()
+    batches: list[april.Batch] = []
+    with scheduler(reward=gate) as rollouts:
+        first = threading.Thread(target=lambda: batches.append(rollouts.next_batch()))
+        first.start()
+        assert gate.asked.wait(30)
+        with pytest.raises(RolloutError, match="another call waits for the same batch"):
+            rollouts.next_batch()
+        with pytest.raises(RolloutError, match="another call waits for the same batch"):
+            asyncio.run(rollouts.anext_batch())
+        gate.opened.set()
+        first.join()
+        batches.append(rollouts.next_batch())
+    assert [b.id for b in batches] == [0, 1]
+    assert_nothing_is_left()
+
+
+def test_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    """A reward function that always fails in the same line: each failure is a line that says why, one has the trace."""
+
+    def reward(prompt: april.Prompt, response: april.Response) -> float:
+        return float(prompt.tokens)  # type: ignore[attr-defined]
+
+    settings = config(max_failed_groups=3)
+    failure = pytest.raises(RolloutError, match="'Prompt' object has no attribute 'tokens'")
+    with scheduler(reward=reward, config=settings) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
+        rollouts.next_batch()
+    said = [r for r in caplog.records if r.getMessage().startswith("reward failed for g")]
+    assert len(said) >= 9
+    assert all("AttributeError: 'Prompt' object has no attribute 'tokens'" in r.getMessage() for r in said)
+    assert [bool(r.exc_info) for r in said] == [True] + [False] * (len(said) - 1)
+
+
+def test_other_mistakes_have_tracebacks_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Kinds are told apart by type and line; an error that was never raised has no traceback to show."""
+
+    def raised(value: str) -> Exception:
+        try:
+            return ValueError(int(value))
+        except ValueError as error:
+            return error
+
+    failures = FailureLog()
+    for error in (raised("a"), raised("b"), KeyError("c"), raised("d")):
+        failures.warn(error, "reward failed for %s", "g0.s0")
+    assert [bool(r.exc_info) for r in caplog.records] == [True, False, False, False]
+    assert caplog.messages[2] == "reward failed for g0.s0: KeyError: 'c'"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"stop_token_ids": 5}, "llm.generate: stop_token_ids must be a list, got 5"),
+        ({"stop": 5}, "llm.generate: stop must be a list, got 5"),
+        ({"token_ids": april.Prompt(np.array([1], np.int32))}, "got Prompt of object; give prompt.token_ids or "),
+    ],
+)
+async def test_arguments_of_generate(arguments: dict[str, Any], sentence: str) -> None:
+    """Refused in the call, by name."""
+    llm = LLM(april.SampleId(0, 0), SamplingParams(max_tokens=9), _never)
+    with pytest.raises(ValueError, match=sentence):
+        await llm.generate(**arguments)
+
+
+async def _never(sampling: SamplingParams, token_ids: Any) -> april.Completion:
+    pytest.fail("it was asked for")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
+        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"stop_token_ids": [1.5]}, r"stop_token_ids must be integers, got \(1.5,\)"),
+    ],
+)
+def test_numbers_of_generate(arguments: dict[str, Any], sentence: str) -> None:
+    """Of the wrong type: the sample's function fails with the sentence, and the trainer is told."""
+
+    async def rollout(prompt: april.Prompt, llm: LLM) -> None:
+        await llm.generate(**arguments)
+
+    failure = pytest.raises(RolloutError, match=f"llm.generate: {sentence}")
+    with scheduler(rollout=rollout, config=config(max_failed_groups=1)) as rollouts, failure:
+        rollouts.next_batch()
+
+
+def test_a_timeout_around_generate() -> None:
+    """asyncio.TimeoutError says nothing; the answer says that a parked call takes as long as the steps between."""
+
+    async def rollout(prompt: april.Prompt, llm: LLM) -> None:
+        call = asyncio.ensure_future(llm.generate())
+        await asyncio.sleep(0)
+        call.cancel()
+        raise TimeoutError  # as asyncio.wait_for does, but not after a time
+
+    failure = pytest.raises(RolloutError, match="await every call to its end, without a timeout")
+    with scheduler(rollout=rollout, config=config(max_failed_groups=1)) as rollouts, failure:
+        rollouts.next_batch()
+
+
+def test_prompts_as_tensors() -> None:
+    """Tensors and arrays are prompts as lists are; what cannot become an array is refused, not raised through."""
+    assert as_prompt(torch.tensor([3, 4]), 97, 0).token_ids.tolist() == [3, 4]
+    assert as_prompt({"token_ids": torch.tensor([3, 4])}, 97, 0).token_ids.tolist() == [3, 4]
+
+    class Elsewhere:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    with pytest.raises(ConfigError, match="prompt 7: token_ids must be a non-empty flat list of integers, or an array"):
+        as_prompt(Elsewhere(), 97, 7)
+    with scheduler(prompts=[]) as rollouts, pytest.raises(april.DataExhausted):
+        rollouts.next_batch()
+    failure = pytest.raises(RolloutError, match="there are no prompts")
+    with scheduler(prompts=[], config=config(on_data_end="wrap")) as rollouts, failure:
+        rollouts.next_batch()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda b: april.to_torch(b), r"takes the arrays of batch.padded\(\) or batch.ragged\(\), got Batch"),
+        (lambda b: b.padded(pad_id=None), "padded: pad_id must be a token id, got None"),
+        (lambda b: b.padded(pad_id="<pad>"), "padded: pad_id must be a token id, got '<pad>'"),
+    ],
+)
+def test_a_batch_in_the_wrong_place(call: Callable[[april.Batch], Any], sentence: str) -> None:
+    """Many tokenizers have the pad_token_id None."""
+    with scheduler() as rollouts:
+        batch = rollouts.next_batch()
+    with pytest.raises(TypeError, match=sentence):
+        call(batch)
+
+
+def test_a_reward_that_is_a_coroutine() -> None:
+    """A forgotten await is called that."""
+
+    async def score() -> float:
+        return 1.0
+
+    forgotten = score()
+    with pytest.raises(RolloutError, match=r"the reward of g0.s1 is a coroutine that was not awaited"):
+        checked_reward(forgotten, april.SampleId(0, 1))
+    forgotten.close()
+
+
+def test_a_response_in_a_message_is_short() -> None:
+    """Errors that quote a completion do not pour its arrays into the log."""
+    many = np.zeros(10_000, np.int32)
+    nothing = many.astype(np.float32)
+    done = april.Completion(many, nothing, np.zeros((10_000, 2), np.int32), april.FinishReason.STOP, many)
+    assert repr(done) == "<Completion of 10000 tokens, finish=stop>"
+    response = april.Response(april.SampleId(0, 1), many, nothing, many.astype(np.uint8), done.finish, None, 0.5)
+    assert repr(response) == "<Response g0.s1 of 10000 tokens, finish=stop, reward=0.5>"
+
+
+def test_a_model_that_is_none() -> None:
+    """The name of a model, and a module that is no language model."""
+    with pytest.raises(ConfigError, match="model is of type str, which has no config: a directory or hub name goes to"):
+        TransformersEngine("Qwen/Qwen3-4B")
+    with pytest.raises(ConfigError, match="model is of type Linear, which has no config: pass a Hugging Face causal"):
+        TransformersEngine(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.asyncio
+async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFixture) -> None:
+    """Generating goes on, with a warning once per version: the stamp on the tokens would be wrong."""
+    model = tiny_model()
+    engine = TransformersEngine(model, slots=4, max_len=64, check=False)
+
+    async def generate(name: str) -> None:
+        request = Request(name, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4, seed=1))
+        chunks: list[Chunk] = [chunk async for chunk in engine.generate(request)]
+        assert chunks
+        await engine.pause()  # until it is idle
+        await engine.resume()
+
+    def train() -> None:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.01)
+
+    warning = "the model's weights were written, but the policy version is still"
+    await generate("a")
+    await generate("b")
+    train()
+    await engine.update_weights(PolicyVersion(0, 1))
+    await generate("c")
+    assert not caplog.records
+    train()
+    await generate("d")
+    train()
+    await generate("e")
+    assert [warning in m for m in caplog.messages] == [True]
+    await engine.update_weights(PolicyVersion(0, 2))
+    await generate("f")
+    train()
+    await generate("g")
+    assert [warning in m for m in caplog.messages] == [True, True]
+    await engine.close()
+
+
+def test_faults_that_do_not_exist() -> None:
+    """A misspelt kind, a sample by its name, a list where faults are wanted one by one."""
+    with pytest.raises(ValueError, match="there is no fault 'brake_off'; there are break_off, "):
+        Fault("brake_off")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sample must be \(group, index\), got 'g0.s0'"):
+        Fault(FaultKind.BREAK_OFF, sample="g0.s0")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FaultScript takes faults one by one"):
+        FaultScript([Fault(FaultKind.BREAK_OFF)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FakeEngine fake: faults must be a FaultScript, got list"):
+        FakeEngine(faults=[])  # type: ignore[arg-type]
+
+
+def test_plain_functions_on_a_virtual_loop() -> None:
+    """Plain filters and rewards need no thread there; a plain rollout function does and is refused."""
+    arguments: dict[str, Any] = {"engines": [FakeEngine(lengths=5)], "prompts": [[1, i] for i in range(2, 30)]}
+
+    async def filtered() -> april.Batch:
+        arguments["reward"] = lambda prompt, response: float(response.sample_id.index)
+        async with rollouts(config(), filter=april.rewards_differ, **arguments) as run:
+            return await run.next_batch()
+
+    assert len(run_virtual(filtered()).group_sizes) == config().rollout_batch_size
+
+    async def plain() -> None:
+        rollouts(config(), rollout=lambda prompt, llm: llm.generate(), **arguments)
+
+    with pytest.raises(ConfigError, match="is a plain function, which runs in a thread, and a virtual clock waits for none"):
+        run_virtual(plain())
