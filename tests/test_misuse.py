@@ -144,9 +144,21 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
         ConfigError,
         "evaluate: temperature must be a number, got 'hot'",
     ),
-    (lambda r: r.evaluate([[1]], max_tokens=2.5), ConfigError, "evaluate: max_tokens must be a whole number and at least 1, got 2.5"),
-    (lambda r: r.evaluate([[1]], n_samples=True), ConfigError, "evaluate: n_samples must be a whole number and at least 1, got True"),
-    (lambda r: r.evaluate([[1]], seed="a"), ConfigError, "evaluate: seed must be a whole number and at least 0, got 'a'"),
+    (
+        lambda r: r.evaluate([[1]], max_tokens=2.5),
+        ConfigError,
+        "evaluate: max_tokens must be a whole number and at least 1, got 2.5",
+    ),
+    (
+        lambda r: r.evaluate([[1]], n_samples=True),
+        ConfigError,
+        "evaluate: n_samples must be a whole number and at least 1, got True",
+    ),
+    (
+        lambda r: r.evaluate([[1]], seed="a"),
+        ConfigError,
+        "evaluate: seed must be a whole number and at least 0, got 'a'",
+    ),
     (
         lambda r: r.weight_update(lambda: None),
         ConfigError,
