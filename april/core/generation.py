@@ -43,7 +43,7 @@ class Generation:
             books.starting -= 1
         elif sample.state is not SampleState.OUTSIDE:
             raise books.impossible(sample, "called generate twice at the same time")
-        books.to(sample, SampleState.OUTSIDE, f"asks for up to {event.sampling.max_tokens} tokens")
+        sample.state = SampleState.OUTSIDE  # until the call is opened
         if sample.replay is not None:
             self._replay(sample, event)
             return
@@ -57,7 +57,7 @@ class Generation:
     def _open_call(self, sample: Sample, call: GenerateCall) -> None:
         sample.call = call
         if not self._complete_if_it_is(sample):  # saved between the last token and the end of its attempt
-            self._queue(sample, "waits for a place")
+            self._queue(sample, f"asks for up to {call.sampling.max_tokens} tokens")
 
     def _complete_if_it_is(self, sample: Sample) -> bool:
         """A call whose tokens end in EOS, or have used its budget, is complete, whatever cut them off there."""

@@ -248,7 +248,8 @@ class RolloutCore:
     def _start_waiting(self) -> None:
         books = self.books
         while self.over_sampler.waiting and self._free_places() > 0:
-            if self.engines.pick(self.clock.current) is None:
+            engine = self.engines.pick(self.clock.current)
+            if engine is None:
                 self._watch_outage()
                 return
             sample = self.over_sampler.pop()
@@ -258,8 +259,8 @@ class RolloutCore:
                 books.to(sample, SampleState.STARTED, "rollout function started")
                 books.out.append(do.StartSample(sample))
             else:
-                engine = self.engines.pick(self.clock.current, sample.avoid)
-                assert engine is not None
+                if sample.avoid:
+                    engine = self.engines.pick(self.clock.current, sample.avoid) or engine
                 self._generation.submit(sample, engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
