@@ -186,7 +186,7 @@ class Generation:
     def _broke_off(self, attempt: Attempt, error: str, *, progressed: bool) -> None:
         """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
         sample = attempt.sample
-        sample.attempt_failures = 1 if progressed else sample.attempt_failures + 1
+        sample.attempt_failures = 0 if progressed else sample.attempt_failures + 1
         sample.avoid = attempt.engine
         self._queue(sample, f"attempt failed: {error}")
         if sample.attempt_failures >= self._books.settings.max_attempt_failures:
