@@ -22,10 +22,6 @@ from april.core.versions import PolicyVersion
 
 ENGINES = (EngineLimits("a", 40, 5, (EOS,)), EngineLimits("b", 60, None, (EOS,)), EngineLimits("c", 48, 3, (EOS,)))
 ENDLESS = 1 << 20
-WHERE = {
-    "new": "new", "started": "started", "outside": "outside", "scoring": "scoring", "finished": "finished",
-    "queued": "waiting", "in_flight": "waiting",
-}  # fmt: skip
 
 
 class CorePlayer:
@@ -70,7 +66,14 @@ class CorePlayer:
         """What does not survive a crash."""
         self.core = RolloutCore(replace(self.settings, run_id=self.restarts), self.engines, check=True)
         self.stepping = self.paused = False
-        self.aborting: set[str] = set()
+        self.aborting: dict[str, int] = {}
+        """Requests that were asked to end, and how often the timer may fire until they are fenced."""
+        self.abort_timer = 0
+        """The one that runs; 0: none."""
+        self.fencing: set[str] = set()
+        """Those that the timer which fires now fences."""
+        self.untold: list[str] = []
+        """Requests whose stop string the core has not heard of."""
         self.functions: set[Key] = set()
         self.timers: list[int] = [0]
         self.outage = 0
@@ -120,7 +123,9 @@ class CorePlayer:
             case do.Abort(engine, ids, everything):
                 theirs = {i for i, running in self.world.running.items() if running.engine == engine}
                 assert set(ids) == theirs if everything else set(ids) <= theirs
-                self.aborting.update(ids)
+                rounds = round(self.settings.abort_deadline_s / self.settings.abort_resend_s)
+                for attempt_id in ids:
+                    self.aborting.setdefault(attempt_id, rounds + (self.abort_timer > 0))
             case do.Fence(engine, ids):
                 for attempt_id in ids:
                     assert self.world.running[attempt_id].engine == engine
@@ -141,7 +146,11 @@ class CorePlayer:
             case do.StartTimer(timer, seconds):
                 assert seconds == (self.settings.outage_deadline_s if timer < 0 else self.settings.abort_resend_s)
                 self.timers.append(timer)
-                self.outage = timer if timer < 0 else self.outage
+                if timer < 0:
+                    self.outage = timer
+                else:
+                    assert not self.abort_timer, "two timers for the aborts"
+                    self.abort_timer = timer
             case do.ProbeEngine(engine):
                 assert engine not in self.quarantined
                 self.quarantined.add(engine)
@@ -243,7 +252,16 @@ class CorePlayer:
         """The call waits for tokens, if it is not complete at once."""
         life = self.world.life(key)
         life.open, life.sampling = start, sampling
-        life.where = "completing" if self.is_complete(key) else "waiting"
+        if self.is_complete(key):
+            self.completing(life)
+        else:
+            life.where = "waiting"
+
+    def completing(self, life: Life, finish: str = "") -> None:
+        """The open call is complete, by itself or because its request ended so."""
+        life.where = "completing"
+        life.finish = finish or ("stop" if self.ends_in_eos(life) else "length")
+        life.attempt_failures, life.avoid = 0, ""
 
     def left(self, key: Key) -> int:
         """Tokens that the open call may still generate."""
@@ -254,23 +272,28 @@ class CorePlayer:
 
     def is_complete(self, key: Key) -> bool:
         """Its last token is EOS, or its budget is used."""
-        life = self.world.life(key)
+        return self.ends_in_eos(self.world.life(key)) or self.left(key) <= 0
+
+    def ends_in_eos(self, life: Life) -> bool:
+        """The open call's last token is one that may end it."""
         assert life.open is not None
         assert life.sampling is not None
-        ends = len(life.tape) - life.open > life.sampling.min_tokens and life.tape[-1].id == EOS
-        return ends or self.left(key) <= 0
+        return len(life.tape) - life.open > life.sampling.min_tokens and life.tape[-1].id == EOS
 
     def completed(self, key: Key, call: Any) -> None:
         """The function is told what it got."""
+        if key[0] not in self.world.held:
+            assert self.fencing, "only requests that are fenced together complete a call and give its group up at once"
+            return
         life = self.world.life(key)
         assert life.where == "completing"
         assert key in self.functions
         if life.asked < len(life.calls):
-            assert tuple(call[:2]) == life.calls[life.asked]
+            assert tuple(call) == life.calls[life.asked]
         else:
-            assert tuple(call[:2]) == (life.open, len(life.tape))
-            life.calls.append((call.start, call.end))
-            life.open = None
+            assert tuple(call) == (life.open, len(life.tape), life.finish)
+            life.calls.append((call.start, call.end, life.finish))
+            life.open, life.finish = None, ""
         life.asked += 1
         life.where = "outside"
 
@@ -330,7 +353,9 @@ class CorePlayer:
         assert life.attempt is None, "two requests for one sample"
         assert attempt.id not in self.all_ids
         assert len(attempt.id) == 32
-        assert attempt.engine in self.confirmed - self.quarantined
+        engines = [e.name for e in self.engines if self.has_room(e)]
+        assert attempt.engine in engines
+        assert attempt.engine != life.avoid or len(engines) == 1, "the latest one broke off there"
         prompt = self.prompt(world.held[key[0]].prompt).tolist()
         assert attempt.token_ids.tolist() == prompt + [t.id for t in life.tape]
         assert attempt.sampling.max_tokens == self.left(key) > 0
@@ -339,15 +364,21 @@ class CorePlayer:
         world.running[attempt.id] = Running(key, attempt.engine, attempt.sampling.max_tokens)
         starting = sum(x.where == "started" for g in world.held.values() for x in g.lives)
         assert len(world.running) + starting <= self.settings.max_in_flight
-        cap = next(e.max_in_flight for e in self.engines if e.name == attempt.engine)
-        assert cap is None or sum(r.engine == attempt.engine for r in world.running.values()) <= cap
 
     def hand_over(self, attempt_id: str, count: int, *, end: bool = False) -> None:
-        """An engine gives tokens, ``end``: the last one is EOS if the budget and min_tokens allow it."""
+        """An engine gives tokens, ``end``: the last one is EOS if the budget and min_tokens allow it.
+
+        What comes after a stop string is looked at and counted.
+        """
         running = self.world.running[attempt_id]
         attempt = self.core.attempts[attempt_id]
         version = self.world.version if running.engine in self.confirmed else self.old_version
-        count = min(count, running.budget - len(running.tokens))
+        count = min(count, running.budget - len(running.tokens) - running.after_stop)
+        if running.stopped:
+            running.after_stop += count
+            attempt.tape.after_stop += count
+            self.world.observed += count
+            return
         tokens = []
         for _ in range(count):
             self.handed += 1
@@ -361,25 +392,51 @@ class CorePlayer:
         running.tokens += tokens
         self.world.observed += count
 
+    def has_room(self, engine: EngineLimits) -> bool:
+        """Whether it is well, has the present weights and takes one more request."""
+        cap, running = engine.max_in_flight, sum(r.engine == engine.name for r in self.world.running.values())
+        return engine.name in self.confirmed - self.quarantined and (cap is None or running < cap)
+
+    def fire(self, timer: int) -> list[do.Command]:
+        """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
+        if timer == self.abort_timer:
+            self.abort_timer = 0
+            self.aborting = {attempt_id: left - 1 for attempt_id, left in self.aborting.items()}
+            self.fencing = {attempt_id for attempt_id, left in self.aborting.items() if left <= 0}
+        engines = {self.world.running[attempt_id].engine for attempt_id in self.fencing}
+        commands = self.send(ev.TimerFired(timer))
+        fenced = [attempt_id for c in commands if isinstance(c, do.Fence) for attempt_id in c.attempt_ids]
+        assert sorted(fenced) == sorted(self.fencing)
+        assert engines <= self.quarantined
+        self.fencing = set()
+        return commands
+
     def over(self, attempt_id: str, finish: str) -> None:
         """A request has ended: what the world expects of its sample."""
         self.gone.append(attempt_id)
-        self.aborting.discard(attempt_id)
+        self.aborting.pop(attempt_id, None)
         running = self.world.keep(attempt_id, corrupt=finish == "corrupt")
         if running.dropped is not None:
             return
         life = self.world.life(running.key)
-        if finish in ("stop", "length") or self.is_complete(running.key):
-            life.where, life.attempt_failures = "completing", 0
-        elif finish in ("fail", "corrupt"):
-            life.attempt_failures = 0 if running.tokens and finish == "fail" else life.attempt_failures + 1
+        if running.stopped:
+            self.completing(life, "stop")
+        elif finish in ("stop", "length"):
+            self.completing(life, finish)
+        elif self.is_complete(running.key):
+            self.completing(life)
+        elif running.stalled or finish in ("fail", "corrupt"):
+            life.avoid = running.engine
+            life.attempt_failures = 0 if running.tokens and finish != "corrupt" else life.attempt_failures + 1
             if life.attempt_failures >= self.settings.max_attempt_failures:
                 self.world.drop_group(running.key[0], "failed")
         else:
-            life.attempt_failures = 0
+            life.attempt_failures, life.avoid = 0, ""
 
     def end_attempt(self, attempt_id: str, finish: str, rejected: int = 0) -> None:
         """A request ends, and the core hears of it."""
+        if finish == "corrupt" and self.world.running[attempt_id].stopped:
+            finish = "fail"  # what a stop string has ended was found good before
         self.over(attempt_id, finish)
         if finish in ("fail", "corrupt"):
             self.world.observed += rejected
@@ -539,33 +596,3 @@ class CorePlayer:
         world, waits = self.world, self.settings.on_data_end is OnDataEnd.WAIT
         complete = all(held.accepted for held in world.held.values())
         return world.exhausted and complete and len(world.held) < (self.chosen["n"] if waits else 1)
-
-    # ---------------------------------------------------------------- what must always hold
-
-    def books_agree(self) -> None:
-        """The core's books say what the world saw."""
-        world, core = self.world, self.core
-        held = sum(generated(life.tape) for group in world.held.values() for life in group.lives)
-        assert core.tokens.as_dict() == {
-            "observed": world.observed - sum(len(r.tokens) for r in world.running.values()),
-            "delivered": world.delivered,
-            "held": held,
-            "dropped": {reason: count for reason, count in sorted(world.dropped.items()) if count},
-        }
-        assert core.observed_tokens() == world.observed
-        assert set(core.buffer.groups) == set(world.held)
-        assert set(core.attempts) == set(world.running)
-        assert set(core.leased) == set(world.leased)
-        assert (core.step is not None) == self.stepping
-        for group_id, group in world.held.items():
-            assert (core.buffer.groups[group_id].ready_at >= 0) == group.accepted
-            for sample, life in zip(core.buffer.groups[group_id].samples, group.lives, strict=True):
-                assert WHERE[sample.state] == life.where, f"{sample} is {life.where}\n{core.story(sample.id)}"
-                alive = tuple(sample.id) in self.functions
-                assert alive == (life.where != "new" and not life.outlived)
-        kept = {g.prompt for g in world.held.values()}
-        assert kept.isdisjoint(world.settled)
-        assert kept | set(world.settled) == set(range(world.position))
-        p = core.prompts
-        assert (p.observed, p.held) == (world.position, len(kept))
-        assert p.delivered == sum(how.startswith("delivered") for how in world.settled.values())

@@ -32,8 +32,8 @@ class Life:
 
     where: str = "new"
     tape: list[Token] = field(default_factory=list)
-    calls: list[tuple[int, int]] = field(default_factory=list)
-    """Complete generate calls, also those of before a restart."""
+    calls: list[tuple[int, int, str]] = field(default_factory=list)
+    """Complete generate calls and why they ended, also those of before a restart."""
     open: int | None = None
     """Start of the call that is not complete."""
     asked: int = 0
@@ -46,7 +46,11 @@ class Life:
     failures: int = 0
     """Of its functions."""
     attempt_failures: int = 0
-    """Requests in a row that broke off at the same token."""
+    """Requests in a row that broke off and brought nothing."""
+    avoid: str = ""
+    """Engine on which the latest request broke off."""
+    finish: str = ""
+    """Why the open call is complete; empty as long as it is not."""
     outlived: bool = False
     """It finished in an older process; what its function returned is gone."""
     reward: float | None = None
@@ -55,7 +59,7 @@ class Life:
         """Everything it had is gone."""
         self.where, self.tape, self.calls, self.open, self.asked = "new", [], [], None, 0
         self.attempt, self.reward, self.outlived = None, None, False
-        self.attempt_failures = 0
+        self.attempt_failures, self.avoid, self.finish = 0, "", ""
         self.run += 1
 
     def ask_again(self) -> None:
@@ -94,6 +98,12 @@ class Running:
     budget: int
     tokens: list[Token] = field(default_factory=list)
     dropped: str | None = None
+    stopped: bool = False
+    """Its text has a stop string, which ends with its last token."""
+    after_stop: int = 0
+    """Tokens that came after it."""
+    stalled: bool = False
+    """It was silent for too long."""
 
 
 @dataclass
@@ -170,6 +180,7 @@ class World:
     def keep(self, attempt_id: str, *, corrupt: bool = False) -> Running:
         """A request is over; its tokens are the sample's, or dropped for the reason there is."""
         running = self.running.pop(attempt_id)
+        self.dropped["after_stop"] += running.after_stop
         reason = "corrupt" if corrupt else running.dropped
         if reason is not None:
             self.dropped[reason] += len(running.tokens)
@@ -186,7 +197,12 @@ class World:
         world = copy.deepcopy(self)
         last = world.committed if trained_through is None else trained_through
         for attempt_id in list(world.running):
-            world.keep(attempt_id)
+            running = world.keep(attempt_id)
+            if running.stopped and running.dropped is None:
+                life = world.life(running.key)
+                assert life.open is not None
+                life.calls.append((life.open, len(life.tape), "stop"))
+                life.open = None
         again = [b for b in world.leased if trained_through is None or b > last]
         for batch_id in again:
             for group_id, group in world.leased[batch_id].items():
@@ -204,7 +220,7 @@ class World:
         for group in world.held.values():
             group.judgement, group.filter_failures = None, 0
             for life in group.lives:
-                life.attempt_failures = 0
+                life.attempt_failures, life.avoid = 0, ""
                 if group.accepted or (life.where == "finished" and world.keeps_finished):
                     life.outlived = True
                 else:

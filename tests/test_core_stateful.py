@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from core_player import ENDLESS, CorePlayer
-from core_world import EOS, World
+from core_world import EOS, World, generated
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -26,6 +26,10 @@ from april.core.types import OnDataEnd, OnStale, Refill
 from april.errors import CheckpointError
 
 ANY = st.integers(0, 1 << 16)
+WHERE = {
+    "new": "new", "started": "started", "outside": "outside", "scoring": "scoring", "finished": "finished",
+    "queued": "waiting", "in_flight": "waiting",
+}  # fmt: skip
 SETTINGS = st.fixed_dictionaries(
     {
         "n": st.integers(1, 3),
@@ -158,6 +162,77 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
                 self.hand_over(attempt_id, 3, end=True)
                 if (tokens := self.world.running[attempt_id].tokens) and tokens[-1].id == EOS:
                     self.end_attempt(attempt_id, "stop")
+            elif pick % 16 == 0 and self.reach_stop(attempt_id, 2, pick % 3):
+                self.tell_stop(attempt_id)
+            elif pick % 16 == 1:
+                self.stall(attempt_id)
+
+    @precondition(lambda self: self.world.running)
+    @rule(
+        pick=ANY,
+        count=st.integers(1, 6),
+        after=st.sampled_from([0, 2, 2, 1000]),
+        how=st.sampled_from(["now", "saved", "later", "stop", "length", "abort", "fail"]),
+    )
+    def stop_string(self, pick: int, count: int, after: int, how: str) -> None:
+        """A response has a stop string: the core hears of it, unless the request ends in the same moment."""
+        given_up = [i for i, running in self.world.running.items() if running.dropped]
+        attempt_id = one_of(sorted((how == "saved" and given_up) or self.world.running), pick)
+        if self.reach_stop(attempt_id, count, after):
+            if how == "saved":
+                self.checkpoint(pick)
+            if how in ("now", "saved"):
+                self.tell_stop(attempt_id)
+            elif how == "later":
+                self.untold.append(attempt_id)
+            else:
+                self.end_attempt(attempt_id, how)
+        self.eager()
+
+    def reach_stop(self, attempt_id: str, count: int, after: int) -> bool:
+        """Tokens up to a stop string, and what the engine makes after it; False where none may be."""
+        running, attempt = self.world.running[attempt_id], self.core.attempts[attempt_id]
+        if running.stopped:
+            return False
+        self.hand_over(attempt_id, count)
+        if len(running.tokens) <= attempt.sampling.min_tokens:
+            return False
+        running.stopped = attempt.tape.stopped = True
+        self.hand_over(attempt_id, after)
+        return True
+
+    def tell_stop(self, attempt_id: str) -> None:
+        """The core hears of a stop string, perhaps when its request has ended."""
+        commands = self.send(ev.StopFound(attempt_id))
+        if attempt_id in self.world.running:
+            assert attempt_id in self.aborting
+        else:
+            assert commands == []
+
+    def stall(self, attempt_id: str) -> None:
+        """An engine is silent about a request."""
+        self.world.running[attempt_id].stalled = True
+        self.send(ev.AttemptStalled(attempt_id))
+        assert attempt_id in self.aborting
+
+    def _tell_stop_late(self, pick: int = 0, pick_too: int = 0) -> None:
+        """The core hears of a stop string when other things have happened."""
+        self.tell_stop(self.untold.pop(pick % len(self.untold)))
+        self.eager()
+
+    @precondition(lambda self: self.world.running)
+    @rule(pick=ANY, what=st.sampled_from(["request", "group", "engine"]), deaf=st.booleans())
+    def silence(self, pick: int, what: str, deaf: bool) -> None:
+        """An engine is silent about one request, all of a group or all it has, and perhaps does not even end them."""
+        chosen = one_of(sorted(self.world.running), pick)
+        key, engine = self.world.running[chosen].key, self.world.running[chosen].engine
+        for attempt_id, running in list(self.world.running.items()):
+            group, one = running.key[0] == key[0], attempt_id == chosen
+            if {"request": one, "group": group, "engine": running.engine == engine}[what]:
+                self.stall(attempt_id)
+        if deaf:
+            self._deaf_engines()
+        self.eager()
 
     @precondition(lambda self: self.aborting)
     @rule(count=st.sampled_from([0, 0, 1, 5]), end=st.booleans())
@@ -207,8 +282,13 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
     def _late(self, pick: int = 0, pick_too: int = 0) -> None:
         """The end of a request that is accounted for, or of an older process: nothing happens."""
         attempt_id = one_of(self.gone, pick)
-        event = ev.AttemptFailed(attempt_id, "late") if pick_too % 2 else ev.AttemptEnded(attempt_id, "stop")
-        assert self.send(event) == []
+        events = [
+            ev.AttemptFailed(attempt_id, "late"),
+            ev.AttemptEnded(attempt_id, "stop"),
+            ev.AttemptStalled(attempt_id),
+            ev.StopFound(attempt_id),
+        ]
+        assert self.send(one_of(events, pick_too)) == []
 
     @precondition(lambda self: self.keys("started", "outside"))
     @rule(pick=ANY, how=st.sampled_from(["go on", "go on", "go on", "stray", "return"]))
@@ -305,7 +385,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         timer = one_of([max(self.timers), max(self.timers), min(self.timers), *self.timers], pick)
         needed = self.core.step is not None and not self.core.step.stopping
         over = timer < 0 and timer == self.outage and needed
-        commands = self.send(ev.TimerFired(timer))
+        commands = self.fire(timer)
         assert any(isinstance(c, do.Fail) for c in commands) == over
         if timer == self.outage:
             self.outage = 0
@@ -318,13 +398,20 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         through = one_of([None, *range(world.committed, world.batches)], pick)
         state = snapshot.take(self.core, through)
         assert repr(self.core) == before
-        self.saved = [*self.saved[-1:], (msgspec.msgpack.encode(state), world.restarted(through))]
+        found = world.restarted(through)
+        assert state["tokens"] == {
+            "observed": found.observed,
+            "delivered": found.delivered,
+            "dropped": {reason: count for reason, count in found.dropped.items() if count},
+        }
+        self.saved = [*self.saved[-1:], (msgspec.msgpack.encode(state), found)]
 
     def _deaf_engines(self, pick: int = 0, pick_too: int = 0) -> None:
-        """No abort is answered before the deadline."""
-        for _ in range(2):
-            self.send(ev.TimerFired(max(self.timers)))
-            self.eager()
+        """No abort is answered before the deadline: all that were asked to end are fenced."""
+        asked = set(self.aborting)
+        while asked & set(self.aborting):
+            self.fire(self.abort_timer)
+        self.eager()
 
     def _checkpoint_of_the_past(self, pick: int = 0, pick_too: int = 0) -> None:
         """What is committed is no longer held, and what is not delivered cannot be trained."""
@@ -356,6 +443,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             "lose_engine": world.running,
             "timer": len(self.timers) > 1,
             "deaf_engines": self.aborting,
+            "tell_stop_late": self.untold,
             "confirm": len(self.confirmed) < len(self.engines),
             "commit_one": not self.strict and world.leased,
             "extend": world.available < ENDLESS and world.position == world.available,
@@ -396,6 +484,38 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         waits = self.chosen["n"] - 1 if self.settings.on_data_end is OnDataEnd.WAIT else 0
         assert len(self.world.held) <= waits, repr(self.core)
 
+    # ---------------------------------------------------------------- what must always hold
+
+    def books_agree(self) -> None:
+        """The core's books say what the world saw."""
+        world, core = self.world, self.core
+        held = sum(generated(life.tape) for group in world.held.values() for life in group.lives)
+        assert core.tokens.as_dict() == {
+            "observed": world.observed - sum(len(r.tokens) + r.after_stop for r in world.running.values()),
+            "delivered": world.delivered,
+            "held": held,
+            "dropped": {reason: count for reason, count in sorted(world.dropped.items()) if count},
+        }
+        assert core.observed_tokens() == world.observed
+        assert set(core.buffer.groups) == set(world.held)
+        assert set(core.attempts) == set(world.running)
+        assert core.aborts.pending == len(self.aborting)
+        assert self.abort_timer or not self.aborting, "nothing ends what was asked to end"
+        assert set(core.leased) == set(world.leased)
+        assert (core.step is not None) == self.stepping
+        for group_id, group in world.held.items():
+            assert (core.buffer.groups[group_id].ready_at >= 0) == group.accepted
+            for sample, life in zip(core.buffer.groups[group_id].samples, group.lives, strict=True):
+                assert WHERE[sample.state] == life.where, f"{sample} is {life.where}\n{core.story(sample.id)}"
+                alive = tuple(sample.id) in self.functions
+                assert alive == (life.where != "new" and not life.outlived)
+        kept = {g.prompt for g in world.held.values()}
+        assert kept.isdisjoint(world.settled)
+        assert kept | set(world.settled) == set(range(world.position))
+        p = core.prompts
+        assert (p.observed, p.held) == (world.position, len(kept))
+        assert p.delivered == sum(how.startswith("delivered") for how in world.settled.values())
+
 
 def one_of(choices: Any, pick: int) -> Any:
     """One of a list."""
@@ -404,10 +524,10 @@ def one_of(choices: Any, pick: int) -> Any:
 
 TestCoreLife = CoreLife.TestCase
 TestCoreLife.settings = hypothesis_settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, Phase.shrink],
+    phases=[Phase.generate],
 )
