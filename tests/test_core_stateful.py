@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from core_player import ENDLESS, CorePlayer
 from core_world import EOS, World, generated
@@ -404,6 +405,11 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             "delivered": found.delivered,
             "dropped": {reason: count for reason, count in found.dropped.items() if count},
         }
+        for group in [*state["ready"], *state["waiting"]]:
+            for sample, life in zip(group["samples"], found.held[group["id"]].lives, strict=True):
+                assert sample["tokens"] == np.array([t.id for t in life.tape], "<i4").tobytes()
+                assert sample["calls"] == [list(call) for call in life.calls]
+                assert sample["open_call"] == life.open
         self.saved = [*self.saved[-1:], (msgspec.msgpack.encode(state), found)]
 
     def _deaf_engines(self, pick: int = 0, pick_too: int = 0) -> None:
