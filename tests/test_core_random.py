@@ -154,7 +154,7 @@ class Life(CoreMachine):
                     assert s.id in self.stopped
 
 
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32), prompts=st.sampled_from([None, 5, 40]))
 def test_books_balance_through_any_life(seed: int, prompts: int | None) -> None:
     """Every token is delivered, held or dropped by name; every prompt is settled once; tokens arrive unaltered."""
@@ -164,7 +164,7 @@ def test_books_balance_through_any_life(seed: int, prompts: int | None) -> None:
     life.audit()
 
 
-@hypothesis_settings(deadline=None, max_examples=30)
+@hypothesis_settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_every_prompt_is_settled_once_troubles_end(seed: int) -> None:
     """Liveness: once failures stop, a finite source is settled to the last prompt."""

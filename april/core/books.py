@@ -59,6 +59,21 @@ class Books:
         self.counters["late_events"] += 1
         return None
 
+    def outside(self, sample_id: SampleId, what: str) -> Sample | None:
+        """The sample whose rollout function runs and now does ``what``; it gives back the place of its start.
+
+        None for a sample of a settled group. Raises InvariantError for one that waits for tokens, or is beyond that.
+        """
+        sample = self.sample(sample_id)
+        if sample is None:
+            return None
+        if sample.state is SampleState.STARTED:
+            self.starting -= 1
+        elif sample.state is not SampleState.OUTSIDE:
+            raise self.impossible(sample, what)
+        sample.state = SampleState.OUTSIDE
+        return sample
+
     def to(self, sample: Sample, state: SampleState, why: str) -> None:
         """A sample changes its state."""
         sample.state = state

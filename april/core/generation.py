@@ -35,15 +35,9 @@ class Generation:
 
     def call_made(self, event: ev.CallMade) -> None:
         """A rollout function asks for tokens."""
-        books = self._books
-        sample = books.sample(event.sample)
+        sample = self._books.outside(event.sample, "called generate twice at the same time")
         if sample is None:
             return
-        if sample.state is SampleState.STARTED:
-            books.starting -= 1
-        elif sample.state is not SampleState.OUTSIDE:
-            raise books.impossible(sample, "called generate twice at the same time")
-        sample.state = SampleState.OUTSIDE  # until the call is opened
         if sample.replay is not None:
             self._replay(sample, event)
             return

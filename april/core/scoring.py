@@ -23,14 +23,10 @@ class Scoring:
     def sample_returned(self, event: ev.SampleReturned) -> None:
         """A rollout function has returned."""
         books = self._books
-        sample = books.sample(event.sample)
+        sample = books.outside(event.sample, "returned while it was waiting for tokens")
         if sample is None:
             return
-        if sample.state is SampleState.STARTED:
-            books.starting -= 1
-        elif sample.state is not SampleState.OUTSIDE:
-            raise books.impossible(sample, "returned while it was waiting for tokens")
-        books.to(sample, SampleState.OUTSIDE, "returned")
+        books.note(sample, "returned")
         replay, sample.replay = sample.replay, None
         if replay is not None and (replay.calls or replay.open_start is not None):
             self._generation.diverged(sample)
