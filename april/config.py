@@ -11,10 +11,20 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from april.config_engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
+from april.config_values import (
+    Model,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    one_or_more,
+)
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
 from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
@@ -23,94 +33,28 @@ from april.errors import ConfigError
 from april.refused import REFUSED
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number, got {value}")
-    return value
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := wrong_stop_strings(stop):
         raise ValueError(wrong)
     return stop
 
 
-# pydantic takes true for 1
-_Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(ge=1), _Number]
-NonNegativeInt = Annotated[int, Field(ge=0), _Number]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
-
-
-class _Model(BaseModel):
-    # the docstrings of the fields are the help texts of the command-line flags
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
-
-
-class SamplingConfig(_Model):
+class SamplingConfig(Model):
     """How responses are drawn, in training."""
 
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1), _Number] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Only the most likely tokens that together have this probability; 1: all."""
     min_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """In addition to the engine's EOS ids."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_more), AfterValidator(_stop_strings)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
     """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""
 
 
-class TransformersEngineConfig(_Model):
-    """The embedded engine: any Hugging Face causal LM in this process."""
-
-    kind: Literal["transformers"] = "transformers"
-    model: str | None = None
-    """Directory or hub name; None when the model object is given to the scheduler."""
-    slots: PositiveInt = 64
-    """Sequences decoded at the same time."""
-    max_len: PositiveInt | None = None
-    """Longest prompt plus response; None: what the model's config says."""
-    stream_interval: PositiveInt | None = None
-    """Tokens per chunk; None: one chunk at the end of a request."""
-
-
-class SimulatedEngineConfig(_Model):
-    """Engines on virtual or real time with a decode-cost model, for tests and planning."""
-
-    kind: Literal["simulated"] = "simulated"
-    count: PositiveInt = 1
-    """Engines."""
-    model: Literal["r1-distill-1.5b", "qwen3-4b", "qwen3-8b"] = "qwen3-4b"
-    """Whose decode cost is simulated."""
-    gpu: Literal["h100", "mi300x"] = "h100"
-    """On which GPU."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs per engine."""
-    slots: PositiveInt = 256
-    """Sequences decoded at the same time, per engine."""
-    max_len: PositiveInt = 32768
-    """Longest prompt plus response."""
-    vocab_size: PositiveInt = 32000
-    """Token ids are below it."""
-    median_len: PositiveFloat = 2500.0
-    """Median response length, in tokens."""
-    sigma_between: NonNegativeFloat = 0.6
-    """Spread of log length between prompts."""
-    sigma_within: NonNegativeFloat = 0.5
-    """Spread of log length within a prompt."""
-
-
-EngineConfig = Annotated[TransformersEngineConfig | SimulatedEngineConfig, Field(discriminator="kind")]
-
-
-class Config(_Model):
+class Config(Model):
     """Everything april needs to know.
 
     Raises:
@@ -366,7 +310,7 @@ def _why_unknown(where: str) -> str:
     in_engine = where.startswith("engine.")
     if name in REFUSED and name not in _OTHER_NAMES and not in_engine:
         return REFUSED[name]
-    engines = TransformersEngineConfig.model_fields | SimulatedEngineConfig.model_fields
+    engines = {field: info for kind in ENGINE_CONFIGS for field, info in kind.model_fields.items()}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
     near = [path for path in known if path.rpartition(".")[2] == name and not in_engine]

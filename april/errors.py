@@ -19,6 +19,23 @@ class WireError(EngineError):
     """An engine sent numbers that cannot be true (NaN log-probability, wrong length, unknown token id)."""
 
 
+class EngineUnreachable(EngineError):
+    """No connection, or one that broke before anything came back; what the engine made of the request is unknown."""
+
+
+class EngineBusy(EngineError):
+    """The engine refuses requests for now (HTTP 429 or 503); nothing was begun."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Seconds that the engine asked to wait, as it said them."""
+
+
+class RequestRefused(EngineError):
+    """The engine says that this request is wrong (HTTP 4xx); the same one would be refused again."""
+
+
 class RolloutError(AprilError, RuntimeError):
     """A rollout or reward function failed; the sample is named in the message."""
 

@@ -84,10 +84,6 @@ class RolloutScheduler:
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
             raise ConfigError("sampling.stop: stop strings are matched on text; give the scheduler tokenizer=...")
-        self._engines = list(engines) if engines is not None else create_engines(config.engine, model, config.seed)
-        _check_engines(config, self._engines)
-        self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
-        source = PromptSource(prompts, self._vocab_size, config.passes)
         settings = config.core_settings(
             has_reward=reward is not None or group_reward is not None,
             group_reward=group_reward is not None,
@@ -98,6 +94,12 @@ class RolloutScheduler:
         self._asking = threading.Lock()
         self._thread = self._loop_type()
         try:
+            if engines is None:
+                engines = create_engines(config.engine, model, config.seed, self._thread.run)
+            self._engines = list(engines)
+            _check_engines(config, self._engines)
+            self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
+            source = PromptSource(prompts, self._vocab_size, config.passes)
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,

@@ -13,8 +13,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 import april
-from april.config import PositiveInt, SamplingConfig, SimulatedEngineConfig, TransformersEngineConfig
+from april.config import SamplingConfig
+from april.config_engines import SimulatedEngineConfig, TransformersEngineConfig
 from april.config_fields import flag_options, settings_of
+from april.config_values import PositiveInt
 from april.core.types import OnStale, Refill
 
 NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]

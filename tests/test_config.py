@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 import april
-from april.config import Config, SimulatedEngineConfig, TransformersEngineConfig
+from april.config import Config
+from april.config_engines import SimulatedEngineConfig, TransformersEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.types import OnLongPrompt, OnStale, Refill
 from april.engines.factory import create_engines
@@ -302,22 +303,27 @@ def test_yaml_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 # ---------------------------------------------------------------- engines
 
 
+def no_loop(coroutine: Any) -> Any:
+    """Engines in this process need no event loop to be made."""
+    raise AssertionError("asked for a loop")
+
+
 def test_simulated_engines_from_the_configuration() -> None:
     """As many as asked for, with names of their own and the numbers of the configuration; no model object."""
     config = SimulatedEngineConfig(count=3, slots=5, vocab_size=50, max_len=900)
-    engines = create_engines(config, None, seed=1)
+    engines = create_engines(config, None, 1, no_loop)
     assert [e.name for e in engines] == ["simulated0", "simulated1", "simulated2"]
     assert all(isinstance(e, SimulatedEngine) for e in engines)
     c = engines[0].capabilities
     assert (c.max_in_flight, c.vocab_size, c.max_context) == (5, 50, 900)
     with pytest.raises(ConfigError, match="takes no model object"):
-        create_engines(config, object(), seed=1)
+        create_engines(config, object(), 1, no_loop)
 
 
 def test_the_embedded_engine_needs_a_model() -> None:
     """Neither a model object nor a directory: the sentence says where to put it."""
     with pytest.raises(ConfigError, match=r"model=\.\.\., or set engine.model"):
-        create_engines(TransformersEngineConfig(), None, seed=0)
+        create_engines(TransformersEngineConfig(), None, 0, no_loop)
 
 
 # ---------------------------------------------------------------- import april

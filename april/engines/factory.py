@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from april.config import SimulatedEngineConfig, TransformersEngineConfig
+from april.config_engines import (
+    EngineConfig,
+    OpenAIEngineConfig,
+    SimulatedEngineConfig,
+    TransformersEngineConfig,
+)
 from april.engines.decode_cost import roofline
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
@@ -13,15 +19,30 @@ from april.engines.transformers import TransformersEngine
 from april.errors import ConfigError
 
 
-def create_engines(config: TransformersEngineConfig | SimulatedEngineConfig, model: Any, seed: int) -> list[Engine]:
+def create_engines(
+    config: EngineConfig, model: Any, seed: int, run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]]
+) -> list[Engine]:
     """The engines that ``config`` describes; ``model`` is a model object for those that embed one.
 
+    ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
+
     Raises:
-        ConfigError: a model is missing or superfluous, or the engine's packages are not installed.
+        ConfigError: a model is missing or superfluous, the engine's packages are not installed, a server cannot do what
+            april needs, or servers differ in what must be equal.
+        EngineError: a server could not be asked.
     """
+    if isinstance(config, TransformersEngineConfig):
+        return [_transformers(config, model, seed)]
+    if model is not None:
+        raise ConfigError(f"engine kind {config.kind} takes no model object; leave model out or change engine.kind")
     if isinstance(config, SimulatedEngineConfig):
-        return _simulated(config, model, seed)
-    return [_transformers(config, model, seed)]
+        return _simulated(config, seed)
+    return run(open_servers(config))
+
+
+async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
+    """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    raise ConfigError(f"engine kind {config.kind} is not there yet")
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
@@ -40,9 +61,7 @@ def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> En
     return TransformersEngine.from_pretrained(config.model, **options)
 
 
-def _simulated(config: SimulatedEngineConfig, model: Any, seed: int) -> list[Engine]:
-    if model is not None:
-        raise ConfigError("engine kind simulated takes no model object; leave model out or change engine.kind")
+def _simulated(config: SimulatedEngineConfig, seed: int) -> list[Engine]:
     cost = roofline(config.model, config.gpu, config.tensor_parallel)
     lengths = LognormalLengths(config.median_len, config.sigma_between, config.sigma_within, seed=seed)
     return [

@@ -10,6 +10,8 @@ Semantic contract, for every engine:
 * EOS (or the stop token) is in the tokens, with its log-probability.
 * The version on a chunk is that of the weights which produced its tokens.
 * While paused, no token is generated and new requests wait.
+
+What an engine cannot do is on its :class:`Capabilities`; ``april.testing.conformance`` holds it to the rest.
 """
 
 from __future__ import annotations
@@ -47,6 +49,21 @@ class LogprobKind(StrEnum):
     """log_softmax(logits / T), before top-p and friends."""
     PROCESSED = "processed"
     """Of the distribution that was really sampled from."""
+    RAW = "raw"
+    """log_softmax(logits), whatever the temperature."""
+    UNKNOWN = "unknown"
+    """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
+
+
+class AbortMeans(StrEnum):
+    """How an engine's requests are ended early."""
+
+    BY_ID = "by id"
+    """Each request by its id; the answer hands over its tokens."""
+    PAUSE = "pause"
+    """All requests at once, by pausing the server in its abort mode."""
+    CLOSE = "close"
+    """By closing the stream: what was read is kept, what the server had not sent yet is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +85,17 @@ class Capabilities:
     """Generates from the trainer's own parameters: must be idle while the optimizer writes."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
+    abort_means: AbortMeans = AbortMeans.BY_ID
+    """How ``abort`` works here."""
+    version_spans: bool = True
+    """Replies say which weights made which token; if not, the version at submission is taken, and no request lives
+    through a weight update."""
+    streams: bool = True
+    """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
+    honours_seeds: bool = True
+    """The same request with the same seed gives the same tokens."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of this engine: promises it does not offer and why, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +129,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of an engine as it tells it itself; requests of others are in it."""
+
+    running: int
+    """Requests being decoded."""
+    waiting: int
+    """Requests queued inside the engine."""
+    kv_usage: float
+    """Share of the key-value memory in use, 0 to 1."""
+    preemptions: int = 0
+    """Requests put back for want of memory, since the engine's start."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """Answer of a health probe."""
 
     ok: bool
     detail: str = ""
     counters: dict[str, float] = field(default_factory=dict)
+    current: bool = True
+    """It still has the weights that it was last given here; False after a restart of its server."""
+    load: EngineLoad | None = None
+    """What the engine says of its load; None if it does not."""
 
 
 @runtime_checkable

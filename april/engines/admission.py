@@ -1,0 +1,72 @@
+"""The gate before a server: who may send a request now, and when nothing is on its way any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+
+
+class Admission:
+    """Closed while weights change. Requests wait before it, and can be aborted there."""
+
+    def __init__(self) -> None:
+        self._open = True
+        # attempts that wait -> True: go on, False: aborted before they were sent
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._inside: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __repr__(self) -> str:
+        state = "open" if self._open else "closed"
+        return f"<Admission {state}, {len(self._inside)} inside, {len(self._waiting)} waiting>"
+
+    @property
+    def inside(self) -> Collection[str]:
+        """Attempts that were let in and have not ended."""
+        return self._inside
+
+    @asynccontextmanager
+    async def request(self, attempt_id: str) -> AsyncIterator[bool]:
+        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent."""
+        while not self._open:
+            turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._waiting[attempt_id] = turn
+            try:
+                if not await turn:
+                    yield False
+                    return
+            finally:
+                self._waiting.pop(attempt_id, None)
+        self._inside.add(attempt_id)
+        self._idle.clear()
+        try:
+            yield True
+        finally:
+            self._inside.discard(attempt_id)
+            if not self._inside:
+                self._idle.set()
+
+    def abort(self, attempt_ids: Collection[str] | None) -> None:
+        """End the wait of these attempts (None: of all); those inside are the server's affair."""
+        self._end_waits(list(self._waiting) if attempt_ids is None else attempt_ids, admit=False)
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        self._open = False
+
+    def open(self) -> None:
+        """Let in who waits and who comes."""
+        self._open = True
+        self._end_waits(list(self._waiting), admit=True)
+
+    async def until_idle(self) -> None:
+        """Until nobody is inside."""
+        await self._idle.wait()
+
+    def _end_waits(self, attempt_ids: Collection[str], *, admit: bool) -> None:
+        for attempt_id in attempt_ids:
+            turn = self._waiting.get(attempt_id)
+            if turn is not None and not turn.done():
+                turn.set_result(admit)

@@ -1,0 +1,239 @@
+"""One HTTP server as an engine client sees it: requests, streams, and what went wrong in typed errors.
+
+aiohttp's defaults are wrong for long generations; each setting here says why it differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from april.engines.server_sent_events import EventSplitter
+from april.engines.server_url import checked_url
+from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
+
+CONTROL_TIMEOUT_S = 30.0
+"""Longest wait for the answer to a control call, unless the caller knows better."""
+MAX_REPLY_BYTES = 1 << 30
+"""Largest answer that is read; 131,072 tokens with log-probabilities take some 30 MB."""
+MAX_ERROR_BYTES = 1 << 16
+MAX_ERROR_CHARS = 300
+MAX_RETRY_AFTER_S = 60.0
+_JSON = {"Content-Type": "application/json"}
+_BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Status and body of an answer, whatever the status."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 200."""
+        return self.status == 200
+
+
+class HttpClient:
+    """Calls one server. Must be used on one event loop; the connection pool opens with the first call.
+
+    Args:
+        url: http or https, without path, query, user or password.
+        name: of the engine, for messages.
+        api_key: sent as a bearer token; appears in no message.
+        keepalive_s: how long an idle connection is kept: below the server's own limit, or a request meets a
+            connection that is just being closed.
+    """
+
+    def __init__(
+        self, url: str, *, name: str, api_key: str | None = None, keepalive_s: float = 4.0,
+        connect_timeout_s: float = 10.0,
+    ) -> None:  # fmt: skip
+        self.url = checked_url(url)
+        self.name = name
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._keepalive_s = keepalive_s
+        self._connect_timeout_s = connect_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<HttpClient {self.name} {self.url}>"
+
+    async def call(
+        self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
+    ) -> Reply:  # fmt: skip
+        """One exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
+
+        Args:
+            timeout_s: for all of it; None: for ever.
+            retry: the call may be made twice without harm: when its connection breaks, it is made once more.
+
+        Raises:
+            EngineUnreachable: no connection, one that broke, or no answer in time.
+            EngineError: a redirect, or an answer that is too large.
+        """
+        raw = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    async with self._http.request(
+                        method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
+                        allow_redirects=False,
+                    ) as response:  # fmt: skip
+                        self._refuse_redirect(response, route)
+                        limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
+                        content = await self._read(response, limit, route)
+                        return Reply(response.status, content, response.headers.get("Retry-After"))
+            except TimeoutError:
+                raise EngineUnreachable(
+                    f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or hung?"
+                ) from None
+            except _BROKEN as error:
+                if not retry:
+                    raise self._unreachable(method, route, error) from error
+                retry = False
+
+    async def json(
+        self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
+    ) -> Any:  # fmt: skip
+        """:meth:`call`, for an answer that must be 200 and JSON (or empty: None).
+
+        Raises:
+            RequestRefused, EngineBusy, EngineError: another status, by kind.
+            WireError: the answer is no JSON.
+        """
+        reply = await self.call(method, route, body, params=params, timeout_s=timeout_s, retry=retry)
+        self.require_ok(reply, route)
+        if not reply.body:
+            return None
+        try:
+            return msgspec.json.decode(reply.body)
+        except msgspec.DecodeError as error:
+            raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
+
+    @asynccontextmanager
+    async def events(self, route: str, body: bytes) -> AsyncIterator[AsyncIterator[list[bytes]]]:
+        """POST, and the payloads of the server-sent events as they come, in lists of one or more.
+
+        Raises:
+            RequestRefused, EngineBusy, EngineError: the status is not 200.
+            EngineUnreachable: the connection could not be made, or broke.
+            WireError: the stream is no event stream, or ends inside an event.
+        """
+        try:
+            async with self._http.post(
+                self.url + route, data=body, headers=_JSON, allow_redirects=False
+            ) as response:
+                self._refuse_redirect(response, route)
+                if response.status != 200:
+                    content = await self._read(response, MAX_ERROR_BYTES, route)
+                    self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
+                yield self._payloads(response)
+        except _BROKEN as error:
+            raise self._unreachable("POST", route, error) from error
+
+    async def _payloads(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+        splitter = EventSplitter()
+        async for piece in response.content.iter_any():
+            events = splitter.feed(piece)
+            if events:
+                yield events
+        if rest := splitter.end():
+            yield rest
+
+    def require_ok(self, reply: Reply, route: str) -> None:
+        """Raise the error that a status other than 200 means."""
+        if reply.ok:
+            return
+        said = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
+        if reply.status in (429, 503):
+            raise EngineBusy(said, _seconds(reply.retry_after))
+        raise (RequestRefused if 400 <= reply.status < 500 else EngineError)(said)
+
+    async def close(self) -> None:
+        """Close all connections; calls in flight break. Idempotent."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineError(f"engine {self.name} is closed; make a new one")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # limit 0: the default of 100 connections would throttle over-sampling without a word
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
+                # the default total of 300 s would cut long responses
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+                headers=self._headers,
+                # no proxy from the environment, no cookies, no decompression bombs
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                read_bufsize=1 << 18,
+            )
+        return self._session
+
+    async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
+        """The body, if it is within ``limit`` bytes; an error text is cut there instead."""
+        if response.content_length is not None and response.content_length <= limit:
+            return await response.read()
+        pieces, size = [], 0
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            pieces.append(piece)
+            if size > limit:
+                response.close()
+                if response.status == 200:
+                    raise EngineError(f"{self.url}{route} answers with more than {limit} bytes; april stops reading")
+                break
+        return b"".join(pieces)
+
+    def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
+        if 300 <= response.status < 400:
+            raise EngineError(
+                f"{self.url}{route} answered with a redirect ({response.status}), which april does not follow; give "
+                "the server's own address"
+            )
+
+    def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
+        why = str(error) or type(error).__name__
+        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; is the server alive?")
+
+
+def error_text(body: bytes) -> str:
+    """What an error answer says, out of the shapes that servers use; at most a few hundred characters."""
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        value = body.decode("utf-8", "replace")
+    for _ in range(3):
+        if not isinstance(value, dict):
+            break
+        value = next((value[key] for key in ("error", "message", "detail") if value.get(key)), str(value))
+    text = " ".join(str(value).split()) or "nothing"
+    return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + " ..."
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The header as seconds, at most a minute; its date form is not used by engines."""
+    try:
+        return min(max(float(retry_after or ""), 0.0), MAX_RETRY_AFTER_S)
+    except ValueError:
+        return None

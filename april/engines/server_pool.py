@@ -1,0 +1,61 @@
+"""Several servers are several engines: connect to all of them at once, or to none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from april.config_engines import ServerEngineConfig
+from april.engines.http_client import HttpClient
+from april.engines.protocol import Engine
+from april.errors import ConfigError, EngineError
+
+E = TypeVar("E", bound=Engine)
+
+
+async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient], Awaitable[E]]) -> list[E]:
+    """``connect`` for each of the configured servers, all at once; when one fails, the others are closed again.
+
+    Raises:
+        ConfigError: as ``connect`` does, or the environment variable with the key is not set.
+        EngineError: a server could not be asked; the message names it.
+    """
+    key = api_key(config)
+
+    async def one(url: str) -> E:
+        client = HttpClient(
+            url, name=urlsplit(url).netloc, api_key=key, connect_timeout_s=config.connect_timeout_s
+        )
+        limit = asyncio.timeout(config.probe_timeout_s)
+        try:
+            async with limit:
+                return await connect(client)
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise EngineError(
+                    f"{url} has not said in {config.probe_timeout_s:g} s what it can do; is it overloaded or paused?"
+                ) from None
+            raise
+
+    results = await asyncio.gather(*map(one, config.urls), return_exceptions=True)
+    errors = [r for r in results if isinstance(r, BaseException)]
+    if errors:
+        for engine in results:
+            if not isinstance(engine, BaseException):
+                await engine.close()
+        raise errors[0]
+    return [r for r in results if not isinstance(r, BaseException)]
+
+
+def api_key(config: ServerEngineConfig) -> str | None:
+    """The key, from the environment where it is named there."""
+    if config.api_key_env is None:
+        return None if config.api_key is None else config.api_key.get_secret_value()
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
+    return key

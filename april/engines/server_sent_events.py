@@ -1,0 +1,69 @@
+"""Server-sent events out of bytes that may be cut anywhere."""
+
+from __future__ import annotations
+
+from april.errors import WireError
+
+MAX_EVENT_BYTES = 64 << 20
+"""Largest single event; servers that repeat the whole response in every event send long ones."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventSplitter:
+    """Feed bytes, get the payloads (what follows ``data:``) of the events that are complete.
+
+    Lines end in LF or CRLF; comments and other fields are skipped; several data lines of one event are joined.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._data: list[bytes] = []
+        self._first = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The payloads that end in this piece, in order.
+
+        Raises:
+            WireError: a line that is no field of an event stream, or an event that is too large.
+        """
+        cut = piece.rfind(b"\n")
+        if cut < 0:
+            self._keep(piece)
+            return []
+        text = b"".join([*self._pieces, piece[: cut + 1]])
+        self._pieces, self._size = [], 0
+        self._keep(piece[cut + 1 :])
+        if self._first:
+            text, self._first = text.removeprefix(_BOM), False
+        events = []
+        for raw in text.split(b"\n")[:-1]:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line:
+                if self._data:
+                    events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
+                    self._data = []
+            elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
+                raise WireError(f"the stream has a line that is no server-sent event ({len(line)} bytes)")
+        return events
+
+    def end(self) -> list[bytes]:
+        """What the end of the stream completes: an event without its blank line.
+
+        Raises:
+            WireError: the stream ends inside a line.
+        """
+        if self._size:
+            raise WireError(f"the stream ends inside an event, after {self._size} bytes of it")
+        data, self._data = self._data, []
+        return [b"\n".join(data)] if data else []
+
+    def _keep(self, piece: bytes) -> None:
+        if not piece:
+            return
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > MAX_EVENT_BYTES:
+            raise WireError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
