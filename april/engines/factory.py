@@ -8,8 +8,10 @@ from typing import Any
 from april.config_engines import (
     EngineConfig,
     OpenAIEngineConfig,
+    SglangEngineConfig,
     SimulatedEngineConfig,
     TransformersEngineConfig,
+    VllmEngineConfig,
 )
 from april.engines.decode_cost import roofline
 from april.engines.protocol import Engine
