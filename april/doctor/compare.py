@@ -27,7 +27,7 @@ _COMMON: tuple[tuple[str, Callable[[Offer], Any], Level, str], ...] = (
     ("EOS ids", lambda o: o.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL),
     ("context", lambda o: o.capabilities.max_context, Level.REMARK, "april keeps to the shortest"),
     ("weight version", lambda o: o.weight_version, Level.REMARK, "april's first weight update makes them equal"),
-    ("kind of log-probabilities", lambda o: o.capabilities.logprob_kind, Level.LIMITED, "start all with the same flags"),
+    ("log-probabilities", lambda o: o.capabilities.logprob_kind, Level.LIMITED, "start all with the same flags"),
     (
         "software version", lambda o: o.version, Level.LIMITED,
         "run the same everywhere, or a response that goes on at another server may differ in its last digits",
