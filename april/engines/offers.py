@@ -9,6 +9,8 @@ from typing import Any
 from april.config_engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engines.http_client import HttpClient
 from april.engines.identify import ServerKind
+from april.engines.openai import OpenAIEngine
+from april.engines.openai_probe import probe_openai
 from april.engines.protocol import Capabilities
 from april.engines.sglang_offer import probe_sglang
 
@@ -42,8 +44,15 @@ async def _sglang(client: HttpClient, config: SglangEngineConfig) -> Offer:
     return Offer(offer.capabilities(config), offer.model, offer.version, offer.weight_version)
 
 
+async def _openai(client: HttpClient, config: OpenAIEngineConfig) -> Offer:
+    offer = await probe_openai(client, config)
+    engine = OpenAIEngine(client, offer, max_in_flight=config.max_in_flight)
+    return Offer(engine.capabilities, offer.model)
+
+
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Offer]]] = {
     SglangEngineConfig: _sglang,
+    OpenAIEngineConfig: _openai,
 }
 SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig]] = {
     ServerKind.VLLM: VllmEngineConfig,
