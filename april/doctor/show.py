@@ -87,5 +87,8 @@ def _table(findings: list[Finding]) -> RenderableType:
 
 def _changes(server: Examined) -> RenderableType:
     lines: list[RenderableType] = [Text("What to know and to change:")]
-    lines += [Padding(Text(f"{i}. {sentence}"), (0, 0, 0, 1)) for i, sentence in enumerate(server.changes, 1)]
+    for i, sentence in enumerate(server.changes, 1):
+        # the address stands above
+        words = sentence.removeprefix(f"{server.url} ")
+        lines.append(Padding(Text(f"{i}. {sentence if words == sentence else f'It {words}'}"), (0, 0, 0, 1)))
     return Group(*lines)
