@@ -96,12 +96,19 @@ class Examination:
             self.found.model = next(iter(self.identity.models), None)
             await self._examine(client, self.identity)
         except ConfigError as error:
-            self.found.findings.append(missing("offer", str(error), ""))
+            self.found.findings.append(missing("offer", str(error), self._say_it()))
         except EngineError as error:
             advice = "look at the server's log, and call april doctor again"
             self.found.findings.append(missing("offer", str(error), advice))
         finally:
             await client.close()
+
+    def _say_it(self) -> str:
+        """What to do when the server does not tell what april must know; a configuration is named in the sentence."""
+        if self._settings is not None or self.identity is None:
+            return ""
+        engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
+        return f"settings are named as in the configuration: write them there, and call april doctor --config ({engine})"
 
     def cut(self) -> None:
         """The time is over."""
