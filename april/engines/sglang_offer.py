@@ -73,6 +73,8 @@ class SglangOffer:
             min(limits) if limits else None,
             updates_from_disk=self.updates_from_disk,
             version_spans=self.spans,
+            # events that repeat everything cost more than what they save
+            streams=self.incremental or config.max_token_loss is not None,
             honours_seeds=self.deterministic,
             notes=self.missing,
         )
@@ -345,7 +347,8 @@ def _missing(
     if not incremental:
         said.append(
             "Streams repeat the whole response in every event, which costs time that grows with the square of its "
-            "length; start the server with --incremental-streaming-output."
+            "length: april asks for one answer at the end instead, and a request that is put back for want of memory "
+            "loses up to 49 tokens at an abort; start the server with --incremental-streaming-output."
         )
     if not interval and not paused:
         said.append(
