@@ -108,7 +108,7 @@ class Examination:
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
-        return f"settings are named as in the configuration: write them there, and call april doctor --config ({engine})"
+        return f"say it in a configuration ({engine}), and call april doctor --config FILE"
 
     def cut(self) -> None:
         """The time is over."""
