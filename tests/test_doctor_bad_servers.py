@@ -188,7 +188,7 @@ def test_a_key_is_wanted() -> None:
     ):
         server, finding = examined(answer)
         assert server.kind == kind
-        assert finding.sentence == f"{server.url} wants a key (401)"
+        assert finding.sentence == f"{server.url} wants a key (it answers 401 or 403)"
         assert "april doctor --api-key-env NAME" in finding.advice
         assert "engine.api_key_env: NAME" in finding.advice
 
@@ -196,6 +196,15 @@ def test_a_key_is_wanted() -> None:
             server, finding = only(report_of(closed.url, key="sk-canary"))
             assert finding.sentence == f"{server.url} refuses the key"
             assert all("Authorization: Bearer sk-canary" in head for head in closed.heads)
+
+
+def test_a_gateway_that_locks_other_routes_only() -> None:
+    """Who sees the models needs no key."""
+    models = {"data": [{"id": "tiny", "owned_by": "somebody"}]}
+    with raw_server(lambda path: http(200, models) if path == "/v1/models" else http(403)) as server:
+        (found,) = report_of(server.url).servers
+    assert found.kind == "openai"
+    assert "key" not in [finding.subject for finding in found.findings]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _key_refused(url: str, key_given: bool) -> Finding:
         "put it into an environment variable and name that: april doctor --api-key-env NAME, and in the configuration "
         "engine.api_key_env: NAME"
     )
-    return missing("key", f"{url} wants a key (401)", advice)
+    return missing("key", f"{url} wants a key (it answers 401 or 403)", advice)
 
 
 def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:

@@ -85,7 +85,8 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     listed = [m for m in _list(said.get("/v1/models"), "data") if isinstance(m, dict)]
     models = tuple(str(m["id"]) for m in listed if "id" in m)
     version = _text(said.get("/version"), "version")
-    locked = any(reply.status in (401, 403) for reply in replies.values())
+    models_locked = "/v1/models" in replies and replies["/v1/models"].status in (401, 403)
+    locked = models_locked or (not said and any(reply.status in (401, 403) for reply in replies.values()))
 
     def found(kind: ServerKind, **more: Any) -> Identity:
         return Identity(kind, version, models, needs_key=locked, **more)
@@ -99,7 +100,6 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     if any(m.get("owned_by") == "sglang" for m in listed):
         return found(ServerKind.SGLANG)
     # with a key vLLM shows its version to everybody, its models not
-    models_locked = "/v1/models" in replies and replies["/v1/models"].status in (401, 403)
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:
