@@ -242,8 +242,8 @@ class VllmInProcessEngine:
             )
         if not loop.is_running():
             raise EngineError(
-                f"engine {self._name}: the event loop of its AsyncLLM is not running, so it would never answer; keep it "
-                "running on a thread of its own"
+                f"engine {self._name}: the event loop of its AsyncLLM is not running, so it would never answer; keep "
+                "it running on a thread of its own"
             )
         return loop
 
