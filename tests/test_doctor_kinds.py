@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from april.doctor.examine import Patience, examine_urls
+import april
+from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
+from april.engines.openai_wire import TokenShape
+from april.engines.protocol import LogprobKind
+from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
 from april.testing.fake_sglang_server import FakeSglangServer
 
 
-def report_of(server: Any) -> Report:
-    """Of one fake server, on the loop that it lives on."""
+def report_of(server: Any, **settings: Any) -> Report:
+    """Of one fake server, on the loop that it lives on; as part of a configuration if ``settings`` of it are given."""
 
     async def program() -> Report:
-        url = await server.start()
-        try:
-            return await examine_urls([url], None, Patience())
-        finally:
-            await server.close()
+        async with serving_openai(server) if isinstance(server, FakeOpenAIServer) else serving(server) as url:
+            if not settings:
+                return await examine_urls([url], None, Patience())
+            engine = {"urls": [url], **settings}
+            config = april.Config(rollout_batch_size=4, over_sampling_batch_size=8, max_response_len=99, engine=engine)
+            return await examine_config(config, Patience())
 
     return asyncio.run(program())
+
+
+@asynccontextmanager
+async def serving(server: Any) -> AsyncIterator[str]:
+    """A fake server that starts and closes itself."""
+    try:
+        yield await server.start()
+    finally:
+        await server.close()
 
 
 def limits(report: Report) -> list[str]:
@@ -70,3 +85,45 @@ def test_sglang_that_is_paused() -> None:
     assert limits(report) == ["paused"]
     assert server.runs == []
     assert server.pause_mode == "abort"
+
+
+OPENAI: dict[str, Any] = {"kind": "openai", "vocab_size": 512, "eos_token_ids": [2], "max_len": 4096}
+
+
+@pytest.mark.parametrize("shape", list(TokenShape))
+@pytest.mark.parametrize("kind", [LogprobKind.RAW, LogprobKind.TEMPERATURE, LogprobKind.PROCESSED])
+def test_openai(shape: TokenShape, kind: LogprobKind) -> None:
+    """Usable within limits: it is stopped by closing streams, and the trainer hands the weights over."""
+    report = report_of(FakeOpenAIServer(shape, kind=kind), **OPENAI)
+
+    assert report.verdict is Verdict.LIMITED
+    raw = ["log-probabilities"] if kind is LogprobKind.RAW else []
+    assert limits(report) == ["abort", *raw, "new weights"]
+
+
+def test_openai_that_does_not_tell_its_vocabulary() -> None:
+    """Known by its list of models alone: the finding says which setting to write, and where."""
+    report = report_of(FakeOpenAIServer())
+
+    (server,) = report.servers
+    (finding,) = server.findings
+    assert server.kind == "openai"
+    assert report.verdict is Verdict.UNUSABLE
+    assert finding.sentence.startswith(f"engine.vocab_size: {server.url} does not tell the size of its vocabulary;")
+    assert finding.advice.startswith(f"say it in a configuration (engine: {{kind: openai, urls: [{server.url}], ...}})")
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (FakeOpenAIServer(None), "gives no token ids with log-probabilities, which april cannot do without"),
+        (FakeOpenAIServer(strips=frozenset({2})), "keeps EOS (2) back"),
+    ],
+    ids=["text only", "no EOS"],
+)
+def test_openai_that_cannot_be_used(server: FakeOpenAIServer, words: str) -> None:
+    """The probe's own sentence is the finding."""
+    report = report_of(server, **OPENAI)
+
+    assert report.verdict is Verdict.UNUSABLE
+    assert words in report.servers[0].findings[0].sentence
