@@ -14,7 +14,7 @@ from april.config_engines import ServerEngineConfig, SglangEngineConfig
 from april.doctor.abilities import abilities
 from april.doctor.advice import missing, not_probed, paused, router_findings, router_settings
 from april.doctor.compare import compared
-from april.doctor.findings import Examined, Finding, Level, Report
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
 from april.doctor.reach import why_no_talk, why_unreachable
 from april.engine_fit import misfits
 from april.engines.http_client import HttpClient
@@ -65,7 +65,7 @@ async def examine_config(config: Config, patience: Patience) -> Report:
     report = Report([e.found for e in [*examinations, *routers]])
     report.together = compared({e.found.url: e.offer for e in examinations if e.offer is not None})
     engines = {e.name: e.offer.capabilities for e in examinations if e.offer is not None}
-    report.together += [Finding("configuration", Level.MISSING, sentence) for sentence in misfits(config, engines)]
+    report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in misfits(config, engines)]
     report.seconds = time.monotonic() - began
     return report
 

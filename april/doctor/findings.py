@@ -15,6 +15,10 @@ _FLAG = re.compile(
 """Flags and variables of servers, as sentences name them."""
 
 
+CONFIGURATION = "configuration"
+"""Subject of what stands against the configuration."""
+
+
 class Level(StrEnum):
     """How well a server does one thing."""
 

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from april.doctor.findings import Examined, Finding, Level, Report, Verdict
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, Verdict
 
 _STYLE = {Verdict.EXACT: "bold green", Verdict.LIMITED: "bold yellow", Verdict.UNUSABLE: "bold red"}
 _MARK = {
@@ -38,7 +38,8 @@ def parts(report: Report) -> Iterator[RenderableType]:
             yield Padding(_changes(server), (0, 0, 0, 2))
     if report.together:
         yield ""
-        yield Text("Together" if several else "With this configuration", style="bold")
+        configured = any(finding.subject == CONFIGURATION for finding in report.together)
+        yield Text("With this configuration" if configured else "Together", style="bold")
         yield _table(report.together)
     if report.engine_settings:
         yield ""
