@@ -303,7 +303,9 @@ def _sentences(error: ValidationError) -> str:
                 lines.append(f"{where}: is required")
             case "union_tag_invalid":
                 ctx = item["ctx"]
-                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}")
+                near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
+                meant = f"; do you mean {near[0]}?" if near else ""
+                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
             case "model_attributes_type" | "model_type" | "dict_type":
                 hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
                 lines.append(f"{where}: expected a mapping of settings{got}{hint}")
