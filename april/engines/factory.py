@@ -14,11 +14,13 @@ from april.config_engines import (
     VllmEngineConfig,
 )
 from april.engines.decode_cost import roofline
+from april.engines.openai import connect_openai
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
 from april.engines.sglang import connect_sglang
 from april.engines.simulated import SimulatedEngine, by_sample_key
 from april.engines.transformers import TransformersEngine
+from april.engines.vllm import connect_vllm
 from april.errors import ConfigError
 
 
@@ -45,9 +47,11 @@ def create_engines(
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    if isinstance(config, VllmEngineConfig):
+        return list[Engine](await connect_vllm(config))
     if isinstance(config, SglangEngineConfig):
         return await connect_sglang(config)
-    raise ConfigError(f"engine kind {config.kind} is not there yet")
+    return list[Engine](await connect_openai(config))
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
