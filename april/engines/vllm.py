@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -35,6 +36,7 @@ RESET_TRIES = 20
 RESET_WAIT_S = 0.1
 """The cache cannot be emptied for a moment after the last request has gone."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VllmEngine:
@@ -217,37 +219,36 @@ class VllmEngine:
         async with self._frozen():
             if path is not None:
                 await self._load(path, version)
-            try:
-                await self._empty_cache()
-                await self.set_label(version)
-            except EngineError as error:
-                if path is not None:
-                    self._torn = (
-                        f"engine {self.name} is between two versions, since its update to {version} broke off "
-                        f"({error}); update its weights again"
-                    )
-                raise
+            await self._empty_cache()
+            await self.set_label(version)
         self._version, self._torn = version, ""
 
     def _require_loadable(self, path: str) -> None:
-        """A directory without weights kills vLLM; one that this machine does not see is the server's affair."""
+        """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
         if not self.offer.updates_from_disk:
             raise EngineError(
                 f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
                 "transfer them with weight_update(transfer=...)"
             )
         directory = Path(path)
-        if directory.exists() and not any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
+        if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
+            return
+        if directory.exists() or urlsplit(self._client.url).hostname in THIS_MACHINE:
             raise EngineError(
                 f"engine {self.name} was not asked to load {path}: there are no weights in it "
-                f"({', '.join(WEIGHT_FILES)}), of which vLLM dies; save the model there first"
+                f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
         if not reply.ok:
-            raise EngineError(f"{self._client.url} could not load {path} as {version}: {error_text(reply.body)}")
+            self._torn = (
+                f"{self._client.url} could not load {path} as {version}: {error_text(reply.body)}; it may be without "
+                "weights now, and dies of that: update its weights again, or start it anew"
+            )
+            raise EngineError(self._torn)
 
     async def _empty_cache(self) -> None:
         """Keys and values of old weights must not serve new ones."""

@@ -128,8 +128,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     processes = _processes(settings, metrics)
     spans = token_route and name is not None
     abort_route = (
-        "/inference/v1/abort_requests" if scale_out_abort and token_route
-        else "/abort_requests" if developer_abort else ""
+        # answers when it is done; the other one at once, and does it later
+        "/abort_requests" if developer_abort
+        else "/inference/v1/abort_requests" if scale_out_abort and token_route else ""
     )  # fmt: skip
     return VllmOffer(
         url=client.url,
@@ -348,8 +349,8 @@ def _missing(
     if not developer:
         said.append(
             "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer "
-            "has to do both; set VLLM_SERVER_DEV_MODE=1 at the server, and bind it to a private address, as its key does "
-            "not guard those routes."
+            "has to do both; set VLLM_SERVER_DEV_MODE=1 at the server, and bind it to a private address, as its key "
+            "does not guard those routes."
         )
     if not abort:
         said.append(
