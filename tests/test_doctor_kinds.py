@@ -50,7 +50,7 @@ def limits(report: Report) -> list[str]:
     ("lacks", "verdict", "limited", "flags"),
     [
         ({}, Verdict.EXACT, [], ["--enable-deterministic-inference"]),
-        ({"incremental": False}, Verdict.LIMITED, ["if it dies"], ["--incremental-streaming-output"]),
+        ({"incremental": False}, Verdict.EXACT, [], ["--incremental-streaming-output"]),
         ({"spans": False}, Verdict.EXACT, [], []),
         ({"loads": False}, Verdict.EXACT, [], []),
         ({"logprobs": "raw"}, Verdict.LIMITED, ["log-probabilities"], []),

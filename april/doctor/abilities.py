@@ -60,7 +60,9 @@ def _weights(c: Capabilities) -> Finding:
 def _streaming(c: Capabilities) -> Finding:
     if c.streams:
         return Finding("if it dies", Level.OK, "april can hold tokens as they are made (max_token_loss)")
-    return Finding("if it dies", Level.LIMITED, "the tokens of its running requests die too, and are made again")
+    return Finding(
+        "if it dies", Level.REMARK, "tokens of its running requests are made again; engine.max_token_loss bounds how many"
+    )
 
 
 def _seeds(c: Capabilities) -> Finding:

@@ -45,15 +45,17 @@ def create_engines(
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
     # imported here: who embeds an engine needs no HTTP client
+    if isinstance(config, VllmEngineConfig):
+        from april.engines.vllm import connect_vllm
+
+        return list[Engine](await connect_vllm(config))
     if isinstance(config, SglangEngineConfig):
         from april.engines.sglang import connect_sglang
 
         return await connect_sglang(config)
-    if isinstance(config, OpenAIEngineConfig):
-        from april.engines.openai import connect_openai
+    from april.engines.openai import connect_openai
 
-        return list[Engine](await connect_openai(config))
-    raise ConfigError(f"engine kind {config.kind} is not there yet")
+    return list[Engine](await connect_openai(config))
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:

@@ -13,6 +13,7 @@ from april.engines.openai import OpenAIEngine
 from april.engines.openai_probe import probe_openai
 from april.engines.protocol import Capabilities
 from april.engines.sglang_offer import probe_sglang
+from april.engines.vllm_offer import probe_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ async def probe(client: HttpClient, config: ServerEngineConfig) -> Offer:
     return await _PROBES[type(config)](client, config)
 
 
+async def _vllm(client: HttpClient, config: VllmEngineConfig) -> Offer:
+    offer = await probe_vllm(client, config)
+    return Offer(offer.capabilities(config), offer.model, offer.version, offer.label)
+
+
 async def _sglang(client: HttpClient, config: SglangEngineConfig) -> Offer:
     offer = await probe_sglang(client, config)
     return Offer(offer.capabilities(config), offer.model, offer.version, offer.weight_version)
@@ -51,6 +57,7 @@ async def _openai(client: HttpClient, config: OpenAIEngineConfig) -> Offer:
 
 
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Offer]]] = {
+    VllmEngineConfig: _vllm,
     SglangEngineConfig: _sglang,
     OpenAIEngineConfig: _openai,
 }
