@@ -18,15 +18,17 @@ from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
 from april.testing.fake_sglang_server import FakeSglangServer
 
 
-def report_of(server: Any, **settings: Any) -> Report:
+def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
     """Of one fake server, on the loop that it lives on; as part of a configuration if ``settings`` of it are given."""
 
     async def program() -> Report:
         async with serving_openai(server) if isinstance(server, FakeOpenAIServer) else serving(server) as url:
             if not settings:
                 return await examine_urls([url], None, Patience())
-            engine = {"urls": [url], **settings}
-            config = april.Config(rollout_batch_size=4, over_sampling_batch_size=8, max_response_len=99, engine=engine)
+            config = april.Config(
+                rollout_batch_size=4, over_sampling_batch_size=8, max_response_len=99,
+                sampling={"temperature": temperature}, engine={"urls": [url], **settings},
+            )  # fmt: skip
             return await examine_config(config, Patience())
 
     return asyncio.run(program())
@@ -92,13 +94,15 @@ OPENAI: dict[str, Any] = {"kind": "openai", "vocab_size": 512, "eos_token_ids": 
 
 @pytest.mark.parametrize("shape", list(TokenShape))
 @pytest.mark.parametrize("kind", [LogprobKind.RAW, LogprobKind.TEMPERATURE, LogprobKind.PROCESSED])
-def test_openai(shape: TokenShape, kind: LogprobKind) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_openai(shape: TokenShape, kind: LogprobKind, temperature: float) -> None:
     """Usable within limits: it is stopped by closing streams, and the trainer hands the weights over."""
-    report = report_of(FakeOpenAIServer(shape, kind=kind), **OPENAI)
+    report = report_of(FakeOpenAIServer(shape, kind=kind), temperature, **OPENAI)
 
-    assert report.verdict is Verdict.LIMITED
-    raw = ["log-probabilities"] if kind is LogprobKind.RAW else []
-    assert limits(report) == ["abort", *raw, "new weights"]
+    wrong = kind is LogprobKind.RAW and temperature != 1
+    assert report.verdict is (Verdict.UNUSABLE if wrong else Verdict.LIMITED)
+    assert limits(report) == ["abort", *["log-probabilities"] * wrong, "new weights"]
+    assert [f.subject for f in report.together] == ["configuration"] * wrong
 
 
 def test_openai_that_does_not_tell_its_vocabulary() -> None:

@@ -98,6 +98,14 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
     assert verdict_of(found) is (Verdict.LIMITED if level is Level.LIMITED else Verdict.EXACT)
 
 
+def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, Offer]) -> None:
+    """Which is what most configurations say: then the verdict is exact."""
+    url = servers(vllm_like)
+    for kind in LogprobKind:
+        offers[url] = Offer(replace(GOOD, logprob_kind=kind), "tiny")
+        assert of_config({"kind": "vllm", "urls": url}).verdict is Verdict.EXACT
+
+
 def test_the_worst_server_decides() -> None:
     """Exact only if all are; not usable as soon as one is not."""
     good, limited, bad = (Examined(n, findings=[Finding("x", level, "x")]) for n, level in

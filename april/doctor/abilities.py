@@ -24,12 +24,12 @@ _LOGPROBS = {
 }
 
 
-def abilities(c: Capabilities) -> list[Finding]:
-    """Findings in the order in which people ask."""
+def abilities(c: Capabilities, temperature: float | None = None) -> list[Finding]:
+    """Findings in the order in which people ask; ``temperature`` of the training, if it is known."""
     return [
         _abort(c),
         _versions(c),
-        Finding("log-probabilities", *_LOGPROBS[c.logprob_kind]),
+        _logprobs(c, temperature),
         _weights(c),
         _streaming(c),
         _seeds(c),
@@ -41,6 +41,12 @@ def _abort(c: Capabilities) -> Finding:
     if not c.returns_partials:
         return Finding("abort", Level.LIMITED, "an aborted request hands over nothing: no partial rollouts, N' = N")
     return Finding("abort", *_ABORT[c.abort_means])
+
+
+def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
+    if temperature == 1 and not c.logprob_kind.follows_temperature:
+        return Finding("log-probabilities", Level.OK, "right at sampling.temperature 1, and at no other")
+    return Finding("log-probabilities", *_LOGPROBS[c.logprob_kind])
 
 
 def _versions(c: Capabilities) -> Finding:
@@ -60,9 +66,8 @@ def _weights(c: Capabilities) -> Finding:
 def _streaming(c: Capabilities) -> Finding:
     if c.streams:
         return Finding("if it dies", Level.OK, "april can hold tokens as they are made (max_token_loss)")
-    return Finding(
-        "if it dies", Level.REMARK, "tokens of its running requests are made again; engine.max_token_loss bounds how many"
-    )
+    sentence = "tokens of its running requests are made again; engine.max_token_loss bounds how many"
+    return Finding("if it dies", Level.REMARK, sentence)
 
 
 def _seeds(c: Capabilities) -> Finding:

@@ -57,7 +57,8 @@ async def examine_config(config: Config, patience: Patience) -> Report:
         key = api_key(engine)
     except ConfigError as error:
         return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
-    examinations = [Examination(url, key, engine, patience) for url in engine.urls]
+    temperature = config.sampling.temperature
+    examinations = [Examination(url, key, engine, patience, temperature) for url in engine.urls]
     routers = []
     if isinstance(engine, SglangEngineConfig) and engine.router is not None:
         routers.append(RouterExamination(engine.router, key, engine, patience))
@@ -73,7 +74,9 @@ async def examine_config(config: Config, patience: Patience) -> Report:
 class Examination:
     """Of one server; ``found`` is right at any time, however far it came."""
 
-    def __init__(self, url: str, key: str | None, settings: Any, patience: Patience) -> None:
+    def __init__(
+        self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
+    ) -> None:
         self.found = Examined(url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
@@ -81,6 +84,7 @@ class Examination:
         self._key = key
         self._settings = settings
         self._patience = patience
+        self._temperature = temperature
 
     async def run(self) -> None:
         """Fill ``found``."""
@@ -140,7 +144,7 @@ class Examination:
         settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
         self.offer = await probe(client, settings)
         found.version, found.model = self.offer.version or found.version, self.offer.model
-        found.findings += abilities(self.offer.capabilities)
+        found.findings += abilities(self.offer.capabilities, self._temperature)
         found.changes += self.offer.capabilities.notes
 
 

@@ -36,6 +36,8 @@ def parts(report: Report) -> Iterator[RenderableType]:
         yield _table(server.findings)
         if server.changes:
             yield Padding(_changes(server), (0, 0, 0, 2))
+        if server.flags:
+            yield Text(f"  Flags and variables for the server, as named above: {' '.join(server.flags)}")
     if report.together:
         yield ""
         configured = any(finding.subject == CONFIGURATION for finding in report.together)
