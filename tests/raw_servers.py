@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 Answer = Callable[[str], bytes | None]
-"""From the path of a GET (``""`` for what is no HTTP) to the bytes of the answer; None: none, for ever."""
+"""From the path of a GET (``POST /path`` and the body in the next line for others; ``""`` for what is no HTTP) to the
+bytes of the answer; None: none, for ever."""
 
 
 def http(status: int = 200, body: Any = b"", *headers: str, length: int | None = None) -> bytes:
@@ -44,7 +45,12 @@ def raw_server(answer: Answer) -> Iterator[RawServer]:
             head = await reader.read(1 << 16)
             if not head:
                 return
-            path = head.split(b" ", 2)[1].decode() if head.startswith((b"GET ", b"POST ")) else ""
+            path = head.split(b" ", 2)[1].decode() if head.startswith(b"GET ") else ""
+            if head.startswith(b"POST "):
+                body = head.partition(b"\r\n\r\n")[2]
+                while len(body) < _promised(head):
+                    body += await reader.read(1 << 16)
+                path = f"{head.split(b' HTTP', 1)[0].decode()}\n{body.decode()}"
             server.asked.append(path)
             server.heads.append(head.decode("latin-1"))
             said = answer(path)

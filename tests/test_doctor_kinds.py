@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from raw_servers import Answer, http, raw_server
 
 import april
 from april.doctor.examine import Patience, examine_config, examine_urls
@@ -131,3 +133,75 @@ def test_openai_that_cannot_be_used(server: FakeOpenAIServer, words: str) -> Non
 
     assert report.verdict is Verdict.UNUSABLE
     assert words in report.servers[0].findings[0].sentence
+
+
+PROCESSED = "processed_logprobs"
+
+
+def vllm_server(*, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1) -> Answer:
+    """The routes that the probe of a vLLM server asks, as vLLM 0.32 answers them with these flags."""
+    config = {
+        "model_config": {"logprobs_mode": mode}, "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs"},
+        "parallel_config": {"data_parallel_size": 1, "_api_process_count": processes},
+    }  # fmt: skip
+    models = {"data": [{"id": "tiny", "owned_by": "vllm", "root": "nowhere", "max_model_len": 4096}]}
+    answers = {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}
+    for route in ("/inference/v1/generate", "/inference/v1/abort_requests"):
+        answers |= {route: http(405), f"POST {route}": http(400 if scale_out else 403)}
+    if developer:
+        answers |= {route: http(405) for route in ("/abort_requests", "/collective_rpc", "/pause", "/resume")}
+        answers["/server_info?config_format=json"] = http(200, {"vllm_config": config})
+        answers["/weight_info"] = http(200, {"weight_version": "default"})
+        answers["/is_paused"] = http(200, {"is_paused": False})
+
+    def answer(path: str) -> bytes:
+        route, _, text = path.partition("\n")
+        if route != "POST /v1/completions":
+            return answers.get(route, http(404, {"detail": "Not Found"}))
+        body = json.loads(text)
+        if "logit_bias" in body:
+            return http(400, {"error": {"message": "token_id(s) [2147483646] ... Vocabulary size: 512"}})
+        narrow = mode == PROCESSED and body["temperature"] > 0
+        logprobs = {"token_logprobs": [0.0 if narrow else -1.5]}
+        return http(200, {"choices": [{"token_ids": [7], "logprobs": logprobs}]})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("server", "verdict", "limited", "flags"),
+    [
+        (
+            vllm_server(developer=False, scale_out=False), Verdict.LIMITED,
+            ["abort", "log-probabilities", "new weights"],
+            ["--enable-scale-out", "VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=False, scale_out=True), Verdict.LIMITED, ["log-probabilities", "new weights"],
+            ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=True, scale_out=True), Verdict.LIMITED, ["log-probabilities"],
+            ["--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=True, scale_out=True, mode=PROCESSED, processes=2), Verdict.LIMITED,
+            ["abort"], ["--api-server-count 1"],
+        ),
+        (vllm_server(developer=True, scale_out=False, mode=PROCESSED), Verdict.EXACT, [], ["--enable-scale-out"]),
+        (vllm_server(developer=True, scale_out=True, mode=PROCESSED), Verdict.EXACT, [], []),
+    ],
+    ids=["plain", "scale-out", "developer mode", "two processes", "no scale-out", "everything"],
+)  # fmt: skip
+def test_vllm(server: Answer, verdict: Verdict, limited: list[str], flags: list[str]) -> None:
+    """From a server without any flag to one with all of them: each that is missing is named, and no other."""
+    with raw_server(server) as serving_it:
+        report = asyncio.run(examine_urls([serving_it.url], None, Patience()))
+
+    (found,) = report.servers
+    assert (found.kind, found.version, found.model) == ("vllm", "0.32.0", "tiny")
+    assert report.verdict is verdict
+    assert limits(report) == limited
+    assert found.flags == flags
+    changing = ("POST /pause", "POST /resume", "POST /abort_requests", "POST /collective_rpc", "POST /update")
+    assert [path for path in serving_it.asked if path.startswith(changing)] == []
