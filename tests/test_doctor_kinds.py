@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from raw_servers import Answer, http, raw_server
+from typer.testing import CliRunner
 
 import april
+from april.cli import app
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
 from april.engines.openai_wire import TokenShape
@@ -138,13 +142,15 @@ def test_openai_that_cannot_be_used(server: FakeOpenAIServer, words: str) -> Non
 PROCESSED = "processed_logprobs"
 
 
-def vllm_server(*, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1) -> Answer:
+def vllm_server(
+    *, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1, root: str = "nowhere"
+) -> Answer:  # fmt: skip
     """The routes that the probe of a vLLM server asks, as vLLM 0.32 answers them with these flags."""
     config = {
         "model_config": {"logprobs_mode": mode}, "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs"},
         "parallel_config": {"data_parallel_size": 1, "_api_process_count": processes},
     }  # fmt: skip
-    models = {"data": [{"id": "tiny", "owned_by": "vllm", "root": "nowhere", "max_model_len": 4096}]}
+    models = {"data": [{"id": "tiny", "owned_by": "vllm", "root": root, "max_model_len": 4096}]}
     answers = {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}
     for route in ("/inference/v1/generate", "/inference/v1/abort_requests"):
         answers |= {route: http(405), f"POST {route}": http(400 if scale_out else 403)}
@@ -205,3 +211,16 @@ def test_vllm(server: Answer, verdict: Verdict, limited: list[str], flags: list[
     assert found.flags == flags
     changing = ("POST /pause", "POST /resume", "POST /abort_requests", "POST /collective_rpc", "POST /update")
     assert [path for path in serving_it.asked if path.startswith(changing)] == []
+
+
+def test_the_example_in_the_documents(tmp_path: Path) -> None:
+    """docs/doctor.md shows what a plain vLLM server gets, word by word."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}', "utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text("utf-8")
+    (example,) = re.findall(r"```text\n(.*?)```", page, re.S)
+
+    with raw_server(vllm_server(developer=False, scale_out=False, root=str(tmp_path))) as server:
+        result = CliRunner().invoke(app, ["doctor", server.url], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+    said = result.output.replace(server.url, "http://127.0.0.1:8000")
+    assert [line.rstrip() for line in said.splitlines()] == example.splitlines()

@@ -141,8 +141,9 @@ def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
         (Offer(GOOD, "other", "0.32.0"), "model: tiny", Verdict.LIMITED),
         (Offer(GOOD, "tiny", "0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
         (Offer(replace(GOOD, max_context=9), "tiny", "0.32.0"), "context: 4096", Verdict.EXACT),
-        (Offer(GOOD, "tiny", "0.32.0", "7"), "weight version: None", Verdict.EXACT),
+        (Offer(GOOD, "tiny", "0.32.0", "7"), "weight version: default", Verdict.EXACT),
     ]
+    offers[one] = Offer(GOOD, "tiny", "0.32.0", "default")
     for offer, words, verdict in cases:
         offers[two] = offer
         report = asyncio.run(examine_urls([one, two], None, Patience()))

@@ -13,7 +13,7 @@ def compared(offers: Mapping[str, Offer]) -> list[Finding]:
     """What several servers (by address) must have in common and do not, and what they had better have."""
     found: list[Finding] = []
     for what, of, level, advice in _COMMON:
-        said = {url: of(offer) for url, offer in offers.items()}
+        said = {url: of(offer) for url, offer in offers.items() if of(offer) is not None}
         if len(set(said.values())) > 1:
             given = ", ".join(f"{value} ({url})" for url, value in said.items())
             found.append(Finding("several", level, f"the servers differ in their {what}: {given}", advice))
