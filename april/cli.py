@@ -64,8 +64,9 @@ def doctor(
     from april.doctor.examine import Patience
     from april.doctor.run import examine, present
 
+    each = min(4.0, timeout / 3)
     try:
-        report = examine(urls or [], config, api_key_env, Patience(timeout, min(4.0, timeout / 3)))
+        report = examine(urls or [], config, api_key_env, Patience(timeout, each, each))
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(present(report, as_json))

@@ -24,18 +24,22 @@ from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
 from april.testing.fake_sglang_server import FakeSglangServer
 
 
+PATIENT = Patience(60.0, 60.0, 60.0)
+"""Nothing depends on how fast this machine is."""
+
+
 def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
     """Of one fake server, on the loop that it lives on; as part of a configuration if ``settings`` of it are given."""
 
     async def program() -> Report:
         async with serving_openai(server) if isinstance(server, FakeOpenAIServer) else serving(server) as url:
             if not settings:
-                return await examine_urls([url], None, Patience())
+                return await examine_urls([url], None, PATIENT)
             config = april.Config(
                 rollout_batch_size=4, over_sampling_batch_size=8, max_response_len=99,
                 sampling={"temperature": temperature}, engine={"urls": [url], **settings},
             )  # fmt: skip
-            return await examine_config(config, Patience())
+            return await examine_config(config, PATIENT)
 
     return asyncio.run(program())
 
@@ -202,7 +206,7 @@ def vllm_server(
 def test_vllm(server: Answer, verdict: Verdict, limited: list[str], flags: list[str]) -> None:
     """From a server without any flag to one with all of them: each that is missing is named, and no other."""
     with raw_server(server) as serving_it:
-        report = asyncio.run(examine_urls([serving_it.url], None, Patience()))
+        report = asyncio.run(examine_urls([serving_it.url], None, PATIENT))
 
     (found,) = report.servers
     assert (found.kind, found.version, found.model) == ("vllm", "0.32.0", "tiny")

@@ -27,7 +27,8 @@ from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 
 GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
-Offers = Callable[[str], Offer]
+PATIENT = Patience(60.0, 60.0, 60.0)
+"""Nothing depends on how fast this machine is."""
 
 
 def vllm_like(path: str) -> bytes:
@@ -61,7 +62,7 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Offer]:
 
 
 def of_config(engine: dict[str, Any], **changes: Any) -> Report:
-    return asyncio.run(examine_config(april.Config(**{**SMALL, **changes}, engine=engine), Patience()))
+    return asyncio.run(examine_config(april.Config(**{**SMALL, **changes}, engine=engine), PATIENT))
 
 
 def sentences(report: Report) -> list[str]:
@@ -146,12 +147,12 @@ def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
     offers[one] = Offer(GOOD, "tiny", "0.32.0", "default")
     for offer, words, verdict in cases:
         offers[two] = offer
-        report = asyncio.run(examine_urls([one, two], None, Patience()))
+        report = asyncio.run(examine_urls([one, two], None, PATIENT))
         (sentence,) = sentences(report)
         assert f"the servers differ in their {words} ({one}), " in sentence
         assert report.verdict is verdict
     offers.clear()
-    report = asyncio.run(examine_urls([one, two], None, Patience()))
+    report = asyncio.run(examine_urls([one, two], None, PATIENT))
     assert (report.together, report.verdict) == ([], Verdict.EXACT)
     assert report.engine_settings == f"engine: {{kind: vllm, urls: [{one}, {two}]}}"
 
@@ -244,7 +245,7 @@ def test_a_server_that_the_probe_refuses(
         raise april.ConfigError("it gives no token ids; use another")
 
     monkeypatch.setattr(examine, "probe", refuses)
-    report = asyncio.run(examine_urls([servers(vllm_like)], None, Patience()))
+    report = asyncio.run(examine_urls([servers(vllm_like)], None, PATIENT))
     assert [(f.level, f.sentence) for f in report.servers[0].findings] == [
         (Level.MISSING, "it gives no token ids; use another")
     ]

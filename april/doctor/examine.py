@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,8 @@ class Patience:
 
     total_s: float = 15.0
     """For everything."""
+    reach_s: float = 4.0
+    """For a name to be resolved, and for a connection."""
     answer_s: float = 4.0
     """For one answer, while it finds out who is there."""
 
@@ -88,10 +90,11 @@ class Examination:
 
     async def run(self) -> None:
         """Fill ``found``."""
-        wait = self._patience.answer_s
-        client = HttpClient(self.found.url, name=self.name, api_key=self._key, connect_timeout_s=wait)
+        client = HttpClient(
+            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._patience.reach_s
+        )
         try:
-            trouble = await self._identify(client, wait)
+            trouble = await self._identify(client)
             if trouble is not None:
                 self.found.findings.append(trouble)
                 return
@@ -120,15 +123,15 @@ class Examination:
         advice = "is it drowned in requests? look at its log, and call april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
 
-    async def _identify(self, client: HttpClient, wait: float) -> Finding | None:
-        url = self.found.url
-        trouble = await why_unreachable(url, wait)
+    async def _identify(self, client: HttpClient) -> Finding | None:
+        url, patience = self.found.url, self._patience
+        trouble = await why_unreachable(url, patience.reach_s)
         if trouble is not None:
             return trouble
         try:
-            self.identity = await identify(client, wait)
+            self.identity = await identify(client, patience.answer_s)
         except EngineError as error:
-            return await why_no_talk(url, error, wait)
+            return await why_no_talk(url, error, patience.answer_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -155,10 +158,15 @@ class RouterExamination(Examination):
         self.found.findings += router_findings(identity, self._settings)
 
 
+async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
+    """Those that are not through after this time."""
+    return (await asyncio.wait(tasks, timeout=seconds))[1]
+
+
 async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
     """All at once, until they are through or the time is over."""
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
-    _, late = await asyncio.wait(tasks, timeout=patience.total_s)
+    late = await unfinished(tasks, patience.total_s)
     for task in late:
         task.cancel()
         tasks[task].cut()
