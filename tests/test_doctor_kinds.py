@@ -23,7 +23,6 @@ from april.engines.protocol import LogprobKind
 from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
 from april.testing.fake_sglang_server import FakeSglangServer
 
-
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
 
