@@ -7,7 +7,8 @@ is handed over under a label that the server does not confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
 from april.config_engines import SglangEngineConfig
@@ -96,18 +97,20 @@ class SglangEngine:
                 incremental=interval > 0 and self.offer.incremental,
                 labels=self.offer.weight_version is not None,
             )
-            async for payload in self._payloads(body, stream=interval > 0):
-                for chunk in reader.read(payload):
-                    yield chunk
-                if reader.failure is not None:
-                    raise reader.failure
+            # closed at once when an answer is refused, or the server would go on
+            async with aclosing(self._payloads(body, stream=interval > 0)) as payloads:
+                async for payload in payloads:
+                    for chunk in reader.read(payload):
+                        yield chunk
+                    if reader.failure is not None:
+                        raise reader.failure
             if reader.finish is None:
                 raise EngineUnreachable(
                     f"{self._requests.url}/generate ended without a finish reason after {reader.count} tokens of "
                     f"attempt {request.attempt_id}; has the server died?"
                 )
 
-    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncIterator[bytes]:
+    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
         """The answer, or the events of a stream without the mark at its end."""
         if not stream:
             reply = await self._requests.call("POST", "/generate", body, timeout_s=None)

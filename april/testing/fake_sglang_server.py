@@ -86,7 +86,7 @@ class FakeSglangServer:
             app.add_routes([web.post("/update_weight_version", self._relabel)])
         if self.loads:
             app.add_routes([web.get("/v1/loads", self._v1_loads)])
-        self._runner = web.AppRunner(app, keepalive_timeout=5.0, access_log=None)
+        self._runner = web.AppRunner(app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         assert self._runner.server is not None
