@@ -108,6 +108,7 @@ def test_half_an_update_is_no_update() -> None:
             await engine.update_weights(V1, "/weights/w1")
         health = await engine.health()
         assert (health.ok, health.current) == (False, False)
+        assert "between two versions" in health.detail
         got = await read(engine, request())
         assert type(got.error) is EngineError
         assert "between two versions" in str(got.error)
@@ -120,7 +121,7 @@ def test_half_an_update_is_no_update() -> None:
 
 
 def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
-    """No token that came is wrong; new requests are passed to the worker that lives; the fleet is not well."""
+    """No token that came is wrong; new requests are passed to the worker that lives; health names the dead."""
 
     async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
         for server in servers:
@@ -137,7 +138,9 @@ def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
             whole = fake_sglang_response([*PROMPT, i], mean_length=10**6)[0]
             assert g.tokens == (whole if g.error is None else whole[: len(g.tokens)])
         assert (await read(engine, request())).finish is EngineFinish.LENGTH
-        assert not (await engine.health()).ok
+        health = await engine.health()
+        assert health.ok
+        assert servers[0].url in health.detail
 
     fleet_test(test, mean_length=10**6)
 

@@ -122,7 +122,7 @@ class HttpClient:
             return None
         try:
             return msgspec.json.decode(reply.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     @asynccontextmanager
@@ -241,7 +241,7 @@ def error_text(body: bytes) -> str:
     """What an error answer says, out of the shapes that servers use; at most a few hundred characters."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         value = body.decode("utf-8", "replace")
     for _ in range(3):
         if not isinstance(value, dict):

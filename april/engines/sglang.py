@@ -221,7 +221,10 @@ class SglangEngine:
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Load and label of every worker; no token is generated for it."""
+        """Load and label of every worker; no token is generated for it.
+
+        A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
+        """
         label = str(self._version)
         results = await asyncio.gather(*map(_look_at, self.workers), return_exceptions=True)
         sick = [r for r in results if isinstance(r, BaseException)]
@@ -230,14 +233,14 @@ class SglangEngine:
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        problem = str(sick[0]) if sick else self._torn
+        problem = self._torn or ("" if not sick else str(sick[0]))
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=not problem,
+            ok=bool(well) and not self._torn,
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
             current=not self._torn and all(said in (None, label) for said, _ in well),

@@ -137,7 +137,7 @@ class ReplyReader:
         """
         try:
             reply = _DECODER.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
         meta = reply.meta_info
         if meta is None:
