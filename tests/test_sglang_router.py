@@ -145,6 +145,21 @@ def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
     fleet_test(test, mean_length=10**6)
 
 
+def test_pausing_needs_no_dead_worker() -> None:
+    """Requests of the worker that lives are aborted, those of the dead one have broken; then it is paused."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        for server in servers:
+            server.stepped = True
+        reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
+        await until(lambda: all(server.waiting == 2 for server in servers))
+        servers[0].die()
+        await engine.pause()
+        assert sorted(str(g.finish) for g in await asyncio.gather(*reading)) == ["None", "None", "abort", "abort"]
+
+    fleet_test(test, mean_length=10**6)
+
+
 def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
 

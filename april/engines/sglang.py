@@ -179,13 +179,17 @@ class SglangEngine:
         self._admission.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PAUSE_DEADLINE_S
+        failure: EngineError | None = None
         while self._admission.inside:
             if loop.time() > deadline:
                 raise EngineError(
                     f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
                     f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
-                )
-            await self.abort(None)
+                ) from failure
+            try:
+                await self.abort(None)
+            except EngineError as error:
+                failure = error  # requests of a worker that died end by themselves
             try:
                 async with asyncio.timeout(ABORT_RESEND_S):
                     await self._admission.until_idle()
