@@ -57,8 +57,9 @@ def test_a_closed_port() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    _, finding = only(report_of(f"http://127.0.0.1:{port}"))
+    server, finding = only(report_of(f"http://127.0.0.1:{port}"))
 
+    assert server.flags == []
     assert finding.sentence == f"nothing listens on port {port} of 127.0.0.1"
     assert "start the server, or correct the port" in finding.advice
 
