@@ -218,6 +218,7 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         if event.refused:
+            self._queue(attempt.sample, f"refused: {event.error}")
             self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
         if event.busy_s is not None:
