@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,3 +105,29 @@ async def until(true: Callable[[], bool]) -> None:
     """Turns of the loop until something is true; the test's own patience bounds it."""
     while not true():  # noqa: ASYNC110 - the server lives on this loop and moves by its turns
         await asyncio.sleep(0)
+
+
+class ServerThread:
+    """Fake servers on a loop of their own, as a scheduler's background loop sees them; also a context manager."""
+
+    def __init__(self, *servers: Any) -> None:
+        self.servers = servers
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake servers")
+
+    def __enter__(self) -> ServerThread:
+        self._thread.start()
+        for server in self.servers:
+            self.call(server.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            self.call(server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine beside the servers."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)

@@ -7,7 +7,8 @@ is handed over under a label that the server does not confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
 from april.config_engines import SglangEngineConfig
@@ -96,18 +97,20 @@ class SglangEngine:
                 incremental=interval > 0 and self.offer.incremental,
                 labels=self.offer.weight_version is not None,
             )
-            async for payload in self._payloads(body, stream=interval > 0):
-                for chunk in reader.read(payload):
-                    yield chunk
-                if reader.failure is not None:
-                    raise reader.failure
+            # closed at once when an answer is refused, or the server would go on
+            async with aclosing(self._payloads(body, stream=interval > 0)) as payloads:
+                async for payload in payloads:
+                    for chunk in reader.read(payload):
+                        yield chunk
+                    if reader.failure is not None:
+                        raise reader.failure
             if reader.finish is None:
                 raise EngineUnreachable(
                     f"{self._requests.url}/generate ended without a finish reason after {reader.count} tokens of "
                     f"attempt {request.attempt_id}; has the server died?"
                 )
 
-    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncIterator[bytes]:
+    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
         """The answer, or the events of a stream without the mark at its end."""
         if not stream:
             reply = await self._requests.call("POST", "/generate", body, timeout_s=None)
@@ -176,13 +179,17 @@ class SglangEngine:
         self._admission.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PAUSE_DEADLINE_S
+        failure: EngineError | None = None
         while self._admission.inside:
             if loop.time() > deadline:
                 raise EngineError(
                     f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
                     f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
-                )
-            await self.abort(None)
+                ) from failure
+            try:
+                await self.abort(None)
+            except EngineError as error:
+                failure = error  # requests of a worker that died end by themselves
             try:
                 async with asyncio.timeout(ABORT_RESEND_S):
                     await self._admission.until_idle()
@@ -218,7 +225,10 @@ class SglangEngine:
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Load and label of every worker; no token is generated for it."""
+        """Load and label of every worker; no token is generated for it.
+
+        A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
+        """
         label = str(self._version)
         results = await asyncio.gather(*map(_look_at, self.workers), return_exceptions=True)
         sick = [r for r in results if isinstance(r, BaseException)]
@@ -227,14 +237,14 @@ class SglangEngine:
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        problem = str(sick[0]) if sick else self._torn
+        problem = self._torn or ("" if not sick else str(sick[0]))
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=not problem,
+            ok=bool(well) and not self._torn,
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
             current=not self._torn and all(said in (None, label) for said, _ in well),

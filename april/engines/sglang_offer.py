@@ -152,7 +152,7 @@ async def _json(client: HttpClient, *routes: str) -> Any:
             client.require_ok(reply, route)
             try:
                 return msgspec.json.decode(reply.body)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"{client.url}{route} answered what is no JSON ({error}); is it an SGLang server?"
                 ) from None
@@ -294,7 +294,7 @@ async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any]) 
     client.require_ok(reply, "/generate")
     try:
         answer = msgspec.json.decode(reply.body, type=GenerateReply)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{client.url}/generate answered what april cannot read: {error}") from None
     if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
         raise WireError(

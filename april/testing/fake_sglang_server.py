@@ -1,7 +1,7 @@
 """A fake SGLang server on a real loopback socket: the protocol with its quirks, faults on purpose, no model, no clock.
 
-Generation goes one token per turn of the event loop, or by :meth:`FakeSglangServer.step` alone. What was asked and must
-not be asked is in ``violations``; every request is in ``runs``.
+Generation goes one token per so many turns of the event loop, or by :meth:`FakeSglangServer.step` alone. What was asked
+and must not be asked is in ``violations``; every request is in ``runs``.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ class FakeSglangServer:
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         mean_length: mean of the (geometric) response lengths.
+        turns: of the event loop per token.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
         incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True, intervals: bool = True,
-        logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24,
+        logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24, turns: int = 1,
     ) -> None:  # fmt: skip
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.max_running = vocab_size, eos, context, max_running
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
-        self.logprobs, self.stepped, self.mean_length = logprobs, stepped, mean_length
+        self.logprobs, self.stepped, self.mean_length, self.turns = logprobs, stepped, mean_length, turns
         self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
         self.faults: list[PlannedFault] = []
         self.runs: list[FakeRun] = []
@@ -86,7 +87,7 @@ class FakeSglangServer:
             app.add_routes([web.post("/update_weight_version", self._relabel)])
         if self.loads:
             app.add_routes([web.get("/v1/loads", self._v1_loads)])
-        self._runner = web.AppRunner(app, keepalive_timeout=5.0, access_log=None)
+        self._runner = web.AppRunner(app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         assert self._runner.server is not None
@@ -152,7 +153,8 @@ class FakeSglangServer:
                 await self._changed.wait()
             else:
                 self.step()
-                await asyncio.sleep(0)
+                for _ in range(self.turns):
+                    await asyncio.sleep(0)
 
     def _work(self) -> bool:
         busy = any(not r.frozen for r in self.running) or (self._queue and len(self.running) < self.max_running)
