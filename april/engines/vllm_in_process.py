@@ -249,8 +249,9 @@ class VllmInProcessEngine:
 
     async def _there(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """A call of the AsyncLLM on its own loop; errors come out as EngineError."""
+        loop = self._llm_loop()
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._llm_loop()))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
