@@ -14,7 +14,6 @@ from april.config_engines import (
     VllmEngineConfig,
 )
 from april.engines.decode_cost import roofline
-from april.engines.openai import connect_openai
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
 from april.engines.simulated import SimulatedEngine, by_sample_key
@@ -46,6 +45,9 @@ def create_engines(
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
     if isinstance(config, OpenAIEngineConfig):
+        # here, and not above: the configuration and simulations need no aiohttp
+        from april.engines.openai import connect_openai
+
         return list[Engine](await connect_openai(config))
     raise ConfigError(f"engine kind {config.kind} is not there yet")
 
