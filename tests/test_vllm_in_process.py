@@ -21,7 +21,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish, LogprobKind, Request
 from april.engines.vllm_in_process import VllmInProcessEngine
-from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.errors import ConfigError, EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]
 
@@ -256,13 +256,13 @@ def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
             old, new = await running, await waiting
             assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
             assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
-            assert w.llm.label == "april-0-1"
+            assert w.llm.label == "0.1"
 
     run(test)
 
 
 def test_an_update_that_fails_says_so() -> None:
-    """The version stays what it was; a cache that keeps old keys and values is no update."""
+    """A cache that keeps old keys and values is no update; nothing is generated before one succeeds."""
 
     async def test() -> None:
         async with world(own_loop=False) as w:
@@ -273,6 +273,17 @@ def test_an_update_that_fails_says_so() -> None:
             with pytest.raises(EngineError, match="could not reset its prefix cache"):
                 await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
             assert w.llm.label == "default"
+            await w.engine.resume()
+            answer = await w.ask()
+            assert isinstance(answer.error, EngineError)
+            assert "its weights are those of no version" in str(answer.error)
+            assert not (await w.engine.health()).ok
+            w.llm.cache_resets = True
+            await w.engine.pause()
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.resume()
+            assert (await w.ask("a2")).tokens == w.whole(PROMPT, weights="tiny1")
+            assert (await w.engine.health()).ok
 
     run(test)
 
@@ -288,8 +299,8 @@ def test_weights_that_somebody_else_updates_are_noticed() -> None:
             assert (await w.ask("a1")).error is None
             w.llm.label = "somebody's"
             answer = await w.ask("a2")
-            assert isinstance(answer.error, WireError)
-            assert "labelled somebody's" in str(answer.error)
+            assert isinstance(answer.error, EngineError)
+            assert "somebody else changes its weights" in str(answer.error)
 
     run(test)
 

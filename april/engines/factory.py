@@ -44,12 +44,18 @@ def create_engines(
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
-    if isinstance(config, OpenAIEngineConfig):
-        # here, and not above: the configuration and simulations need no aiohttp
-        from april.engines.openai import connect_openai
+    # here, and not above: the configuration and simulations need no aiohttp
+    if isinstance(config, VllmEngineConfig):
+        from april.engines.vllm import connect_vllm
 
-        return list[Engine](await connect_openai(config))
-    raise ConfigError(f"engine kind {config.kind} is not there yet")
+        return list[Engine](await connect_vllm(config))
+    if isinstance(config, SglangEngineConfig):
+        from april.engines.sglang import connect_sglang
+
+        return await connect_sglang(config)
+    from april.engines.openai import connect_openai
+
+    return list[Engine](await connect_openai(config))
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
