@@ -28,11 +28,12 @@ async def served(
     kind: str, urls: Sequence[str], *, model: str | None = None, other: str | None = None, second: str | None = None,
     name: str = "", options: dict[str, Any] | None = None, **subject: Any,
 ) -> AsyncIterator[Subject]:  # fmt: skip
-    """A subject for the servers at ``urls``, which are alike and count as one engine (several: behind an SGLang router).
+    """A subject for the server at ``urls``, or for several workers behind an SGLang router, which count as one engine.
 
     Args:
         kind: of the engine configuration: vllm, sglang, openai.
-        model: directory of the weights that the server has, also readable here: reference, tokenizer, and to be put back.
+        model: directory of the weights that the server has, also readable here: for reference and tokenizer, and to be
+            put back.
         other: directory of other weights of the same shape, to be loaded.
         second: URL of another server with the same weights, for the failover.
         options: further settings of the engine configuration.
@@ -101,7 +102,8 @@ def hugging_face(path: str) -> Reference:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+    model.eval()
 
     def logits(prompt: list[int], response: list[int]) -> Float32:
         with torch.no_grad():
