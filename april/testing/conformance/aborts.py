@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -41,16 +40,22 @@ async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
-        longest = {}
+        longest: dict[int, Reading] = {}
+        for reading in readings:
+            number = _number(reading)
+            if number not in longest or longest[number].count < reading.count:
+                longest[number] = reading
+        cut = {number: r for number, r in longest.items() if r.count}
+        uncut = dict(zip(cut, await bench.whole(bench.again(r.request, r.count) for r in cut.values()), strict=True))
         for r in readings:
-            assert r.request.sample_key is not None
-            longest[r.request.sample_key[0]] = r.request
-        fresh = [replace(r, attempt_id=bench.new_id()) for r in longest.values()]
-        uncut = dict(zip(longest, await bench.whole(fresh), strict=True))
-        for r in readings:
-            assert r.request.sample_key is not None
-            same(r.tokens, uncut[r.request.sample_key[0]].tokens, f"the partial of request {r.id}")
+            if r.count:
+                same(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
     return figures
+
+
+def _number(reading: Reading) -> int:
+    assert reading.request.sample_key is not None
+    return reading.request.sample_key[0]
 
 
 @check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
@@ -149,7 +154,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
                 raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
         bench.no_error(started)
         if bench.subject.greedy_repeats:
-            fresh = await bench.whole([replace(r.request, attempt_id=bench.new_id()) for r in others])
+            fresh = await bench.whole(bench.again(r.request) for r in others)
             for other, uncut in zip(others, fresh, strict=True):
                 equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
     return {"refused as ids": refused}

@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,6 +167,13 @@ class Bench:
             response_offset=len(held),
             stream=stream,
         )
+
+    def again(self, request: Request, count: int | None = None) -> Request:
+        """The same request under another id; only its first ``count`` tokens, if EOS could not end it before."""
+        sampling = request.sampling
+        if count is not None and sampling.min_tokens >= count:
+            sampling = replace(sampling, max_tokens=count, min_tokens=count)
+        return replace(request, attempt_id=self.new_id(), sampling=sampling)
 
     def start(self, request: Request, engine: Engine | None = None) -> Reading:
         """Begin to read a request."""

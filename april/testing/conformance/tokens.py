@@ -111,7 +111,7 @@ def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> N
 async def seeds(bench: Bench) -> Figures:
     honoured = bench.engine.capabilities.honours_seeds
     asked = [bench.request(i, 32, temperature=1.0) for i in range(2)]
-    again = [replace(r, attempt_id=bench.new_id()) for r in asked for _ in range(2)]
+    again = [bench.again(r) for r in asked for _ in range(2)]
     reseeded = [replace(asked[0].sampling, seed=100 + i) for i in range(4)]
     others = [
         replace(asked[0], attempt_id=bench.new_id(), sampling=s, sample_key=(7, i)) for i, s in enumerate(reseeded)
@@ -183,6 +183,6 @@ async def duplicate_id(bench: Bench) -> Figures:
     if first.finish is EngineFinish.ABORT:
         raise Broken("the first request ended with ABORT")
     if bench.subject.greedy_repeats:
-        (uncut,) = await bench.whole([replace(first.request, attempt_id=bench.new_id())])
+        (uncut,) = await bench.whole([bench.again(first.request, first.count)])
         same(first.tokens, uncut.tokens, "the first request")
     return {"refused with": raised}
