@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from april.engines.protocol import EngineFinish, Int32
+from april.engines.protocol import EngineFinish, Int32, Request
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, Broken, NotTested, Reading, equal, same
 from april.testing.conformance.check import check
@@ -35,7 +35,7 @@ def _ends(readings: Sequence[Reading]) -> Figures:
 async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
     """All have ended well, hold what was sent, and are the beginnings of the uncut responses."""
     bench.no_error(readings)
-    figures = _ends(readings) | compare(bench.subject.wire, [(r.id, r.tokens) for r in readings])
+    figures = _ends(readings) | compare(bench.subject.wire, _held(readings))
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
@@ -190,8 +190,8 @@ async def abort_burst(bench: Bench) -> Figures:
     return figures
 
 
-def _held(readings: Sequence[Reading]) -> list[tuple[str, Int32]]:
-    return [(r.id, r.tokens) for r in readings]
+def _held(readings: Sequence[Reading]) -> list[tuple[Request, Int32]]:
+    return [(r.request, r.tokens) for r in readings]
 
 
 @check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)

@@ -154,15 +154,17 @@ class Bench:
         no EOS before the end, by min_tokens. The tokens are wanted as they come unless ``stream`` is off.
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
+        # of greedy requests the seed is a name only, for witnesses on wires without one
+        seed = number + 1 + 1000 * len(response) if temperature else 10**6 + next(self._numbers)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
         params = SamplingParams(
-            max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, seed=number + 1, **sampling
+            max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, **sampling
         )
         return Request(
             self.new_id() if attempt_id is None else attempt_id,
             np.concatenate((ids, held)),
-            params.after(len(held), number + 1 + 1000 * len(held)),
+            params.after(len(held), seed),
             sample_key=(number, 0),
             response_offset=len(held),
             stream=stream,

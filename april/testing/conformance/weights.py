@@ -136,7 +136,7 @@ async def update_under_way(bench: Bench) -> Figures:
         lived += old < len(versions) and old > 0
         if bench.subject.greedy_repeats:
             _greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
-    figures = compare(bench.subject.wire, [(r.id, r.tokens) for r in readings])
+    figures = compare(bench.subject.wire, [(r.request, r.tokens) for r in readings])
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
     return {"ended": ended, "lived through it": lived} | figures
@@ -177,5 +177,5 @@ async def pause_and_resume(bench: Bench) -> Figures:
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
     return {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)} | compare(
-        bench.subject.wire, [(r.id, r.tokens) for r in [*running, *late]]
+        bench.subject.wire, [(r.request, r.tokens) for r in [*running, *late]]
     )
