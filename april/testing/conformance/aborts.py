@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from april.engines.protocol import EngineFinish, Int32, Request
+from april.engines.protocol import EngineFinish, Int32
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Broken, NotTested, Reading, equal, same
+from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
-from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 
 FEW = 8
@@ -35,7 +35,7 @@ def _ends(readings: Sequence[Reading]) -> Figures:
 async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
     """All have ended well, hold what was sent, and are the beginnings of the uncut responses."""
     bench.no_error(readings)
-    figures = _ends(readings) | compare(bench.subject.wire, _held(readings))
+    figures = _ends(readings) | bench.compared(readings)
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
@@ -183,15 +183,11 @@ async def abort_burst(bench: Bench) -> Figures:
         await bench.end(readings, everything)
         bench.no_error(readings)
         bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
-        for name, value in (_ends(readings) | compare(bench.subject.wire, _held(readings))).items():
+        for name, value in (_ends(readings) | bench.compared(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)
         figures["left on the engine"] = await bench.idle()
     await bench.well()
     return figures
-
-
-def _held(readings: Sequence[Reading]) -> list[tuple[Request, Int32]]:
-    return [(r.request, r.tokens) for r in readings]
 
 
 @check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)
@@ -211,7 +207,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
             await bench.end(list(readings.values()))
         await bench.ended(list(readings.values()))
         bench.no_error(readings.values())
-        compare(bench.subject.wire, _held(list(readings.values())))
+        bench.compared(readings.values())
         for i, reading in readings.items():
             have[i] = np.concatenate((have[i], reading.tokens))
             same(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")

@@ -21,7 +21,10 @@ from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Float32, Int32, Request
 from april.errors import EngineError, WireError
+from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.subject import Subject, Weights
+from april.testing.conformance.verdicts import Figures
 
 T = TypeVar("T")
 
@@ -31,18 +34,6 @@ SILENCE_S = 0.5
 """An engine that works and has shown no token for so long hands them over at the end only."""
 LOOK_S = 0.004
 """Between two looks at something that tells nobody when it changes."""
-
-
-class Broken(Exception):
-    """The promise is broken; the message says how."""
-
-
-class NotOffered(Exception):
-    """The engine declares that it does not promise this."""
-
-
-class NotTested(Exception):
-    """The equipment to test this is not there."""
 
 
 class Reading:
@@ -302,6 +293,11 @@ class Bench:
             await self.load_weights(self.subject.now)
 
     # ---------------------------------------------------------------- expectations
+
+    def compared(self, readings: Iterable[Reading]) -> Figures:
+        """What they hold against what the witness saw, if there is one."""
+        held = [(r.request, r.tokens, r.finish) for r in readings]
+        return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
 
     def no_error(self, readings: Iterable[Reading]) -> None:
         """None of them failed."""

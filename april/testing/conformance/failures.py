@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Broken, NotTested, Reading, equal, same
+from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 from april.testing.conformance.with_april import failover
 

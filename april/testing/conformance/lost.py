@@ -6,17 +6,20 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from april.engines.protocol import Int32, Request
-from april.testing.conformance.bench import Broken
+from april.engines.protocol import AbortMeans, EngineFinish, Int32, Request
+from april.testing.conformance.outcomes import Broken
 from april.testing.conformance.subject import Answer, Witness
 from april.testing.conformance.verdicts import Figures
 
+Held = tuple[Request, Int32, EngineFinish | None]
+"""A request, the tokens that are held of it, and how it ended."""
 
-def compare(wire: Witness | None, held: Iterable[tuple[Request, Int32]]) -> Figures:
-    """Figures ``lost`` and ``never read`` over (request, tokens held); none without a witness.
 
-    Lost: sent in an answer that the client read to its end, and not held. Never read: sent to a client that had hung
-    up, which is how some engines abort.
+def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Figures:
+    """Figures ``lost`` and ``never read``; none without a witness.
+
+    Lost: sent in an answer that the client had to read to its end, and not held. Never read: sent to a client that hung
+    up, which is how some engines abort (``means``).
 
     Raises:
         Broken: a token is lost, or what is held is not what was sent.
@@ -24,26 +27,29 @@ def compare(wire: Witness | None, held: Iterable[tuple[Request, Int32]]) -> Figu
     if wire is None:
         return {}
     all_held = list(held)
-    # answer -> tokens of it that are held
-    matched: dict[int, int] = {}
-    for request, tokens in all_held:
+    count: dict[int, int] = {}
+    for request, tokens, _ in all_held:
         if len(tokens):
-            answer = _answer_of(wire.answers(request), tokens, matched)
+            answer = _answer_of(wire.answers(request), tokens, count)
             if answer is None:
                 sent = max((len(a.tokens) for a in wire.answers(request)), default=0)
                 raise Broken(
                     f"request {request.attempt_id} holds {len(tokens)} tokens that are not the {sent} that were sent"
                 )
-            matched[id(answer)] = len(tokens)
-    answers = {id(a): a for request, _ in all_held for a in wire.answers(request)}
+            count[id(answer)] = len(tokens)
     seen = lost = never_read = 0
-    for key, answer in answers.items():
-        more = len(answer.tokens) - matched.get(key, 0)
-        seen += len(answer.tokens)
-        if answer.closed_early:
-            never_read += more
-        else:
-            lost += more
+    looked_at: set[int] = set()
+    for request, _, finish in all_held:
+        for answer in wire.answers(request):
+            if id(answer) in looked_at:
+                continue
+            looked_at.add(id(answer))
+            seen += len(answer.tokens)
+            more = len(answer.tokens) - count.get(id(answer), 0)
+            if answer.closed_early or (means is AbortMeans.CLOSE and finish is EngineFinish.ABORT):
+                never_read += more
+            else:
+                lost += more
     if lost:
         raise Broken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
     return {"lost": 0, "never read": never_read, "seen on the wire": seen}

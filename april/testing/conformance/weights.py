@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Float32, LogprobKind
-from april.testing.conformance.bench import Bench, Broken, NotOffered, NotTested, Reading
+from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import check
 from april.testing.conformance.logprobs import expected
-from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
 from april.testing.conformance.subject import Weights
 from april.testing.conformance.verdicts import Figures
 
@@ -136,7 +136,7 @@ async def update_under_way(bench: Bench) -> Figures:
         lived += old < len(versions) and old > 0
         if bench.subject.greedy_repeats:
             _greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
-    figures = compare(bench.subject.wire, [(r.request, r.tokens) for r in readings])
+    figures = bench.compared(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
     return {"ended": ended, "lived through it": lived} | figures
@@ -176,6 +176,5 @@ async def pause_and_resume(bench: Bench) -> Figures:
                 raise Broken(f"request {reading.id} is not the uncut response around a pause")
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
-    return {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)} | compare(
-        bench.subject.wire, [(r.request, r.tokens) for r in [*running, *late]]
-    )
+    figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
+    return figures | bench.compared([*running, *late])

@@ -15,10 +15,11 @@ from april.core.types import DropReason, FinishReason, Prompt
 from april.driver.llm import LLM
 from april.driver.stop_strings import GAP
 from april.engines.protocol import Int32
-from april.testing.conformance.bench import Bench, Broken, NotTested, same
+from april.testing.conformance.bench import Bench, same
 from april.testing.conformance.between import Between
 from april.testing.conformance.check import check
 from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 from april.testing.same_loop import rollouts
 
@@ -171,13 +172,13 @@ async def thousand_aborts(bench: Bench) -> Figures:
     bench.version = type(bench.version)(bench.version.incarnation, bench.version.n + between.versions_given)
     if from_disk and updates % 2 and subject.other is not None:
         bench.weights = subject.other
-    held = [(request, between.tokens(i)) for i, request in between.requests.items()]
+    held = [(request, between.tokens(i), between.ends[i]) for i, request in between.requests.items()]
     figures: Figures = {
         "aborted": between.aborted, "requests": len(held), "weight updates": updates,
         "tokens handed over": between.handed_over, "delivered": given,
     }  # fmt: skip
     if subject.wire is not None:
-        figures |= compare(subject.wire, held)
+        figures |= compare(subject.wire, held, between.capabilities.abort_means)
     if subject.made is not None and before is not None:
         await bench.idle()
         sent = figures.get("seen on the wire", figures["tokens handed over"])
