@@ -180,8 +180,11 @@ async def abort_burst(bench: Bench) -> Figures:
         await asyncio.sleep(0)
         if everything:
             await bench.caught(readings, every=False)
+        asked_for = sum(not r.task.done() for r in readings)
         await bench.end(readings, everything)
         bench.no_error(readings)
+        if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
+            raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
         bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
         for name, value in (_ends(readings) | bench.compared(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)

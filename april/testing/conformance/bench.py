@@ -113,6 +113,7 @@ class Bench:
         """Tells how far a long check is."""
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
+        self._seeds = itertools.count(10**6)
         self._readings: list[Reading] = []
 
     # ---------------------------------------------------------------- requests
@@ -146,7 +147,7 @@ class Bench:
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
         # of greedy requests the seed is a name only, for witnesses on wires without one
-        seed = number + 1 + 1000 * len(response) if temperature else 10**6 + next(self._numbers)
+        seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
         params = SamplingParams(
@@ -164,6 +165,8 @@ class Bench:
     def again(self, request: Request, count: int | None = None) -> Request:
         """The same request under another id; only its first ``count`` tokens, if EOS could not end it before."""
         sampling = request.sampling
+        if not sampling.temperature:
+            sampling = replace(sampling, seed=next(self._seeds))
         if count is not None and sampling.min_tokens >= count:
             sampling = replace(sampling, max_tokens=count, min_tokens=count)
         return replace(request, attempt_id=self.new_id(), sampling=sampling)

@@ -25,18 +25,20 @@ NEAR_TIE = 1e-3
 def _other(bench: Bench) -> Weights:
     """The other weights, if this can be tested at all."""
     if not bench.engine.capabilities.updates_from_disk:
-        sentence = next((n for n in bench.engine.capabilities.notes if "weight" in n.lower()), "")
+        sentence = next((n for n in bench.engine.capabilities.notes if "disk" in n.lower()), "")
         raise NotOffered(sentence or "the engine does not load weights from disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
     return bench.subject.other
 
 
-def _greedy_under(bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0) -> None:
-    """Tokens from ``start`` on are the greedy ones under ``weights``, all tokens before them given."""
-    if weights.reference is None or reading.count <= start:
+def _greedy_under(
+    bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0, end: int | None = None
+) -> None:
+    """Tokens ``start`` to ``end`` are the greedy ones under ``weights``, all tokens before them given."""
+    tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
+    if weights.reference is None or len(tokens) <= start:
         return
-    tokens, forbidden = reading.tokens, list(bench.engine.capabilities.eos_token_ids)
     logits: Float32 = weights.reference(reading.request.token_ids.tolist(), tokens.tolist()).copy()
     logits[: reading.request.sampling.min_tokens, forbidden] = -np.inf
     logits, mine = logits[start:], tokens[start:]
@@ -59,8 +61,7 @@ def _all_of(readings: Sequence[Reading], version: object, what: str) -> None:
 @check("Tokens of before an update carry the old version; those of after it carry the new one, come from the new "
        "weights, and from no cache of the old ones.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
-    other, before = _other(bench), bench.version
-    first_weights = bench.weights
+    other, before, first_weights = _other(bench), bench.version, bench.weights
     # the same prompts before and after: what is left of them in a cache must not be used
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -116,7 +117,7 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
 
 @check("A request that is running when weights are updated ends with its old tokens, or goes on with exact versions.")
 async def update_under_way(bench: Bench) -> Figures:
-    other, before = _other(bench), bench.version
+    other, before, first_weights = _other(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
     readings = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -135,6 +136,7 @@ async def update_under_way(bench: Bench) -> Figures:
         ended += reading.finish is EngineFinish.ABORT
         lived += old < len(versions) and old > 0
         if bench.subject.greedy_repeats:
+            _greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
             _greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
     figures = bench.compared(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
