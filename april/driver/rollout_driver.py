@@ -95,6 +95,7 @@ class RolloutDriver:
             self.core, functions, self.rollout, sampling, self.calls, self.post,
             vocab_size=min(e.capabilities.vocab_size for e in engines),
             allow_mismatch=allow_mismatch, detokenizer=detokenizer,
+            any_temperature=all(e.capabilities.logprob_kind.follows_temperature for e in engines),
         )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))

@@ -227,9 +227,10 @@ class HttpClient:
 
     def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
         if 300 <= response.status < 400:
+            target = response.headers.get("Location", "nowhere").partition("?")[0]
             raise EngineError(
-                f"{self.url}{route} answered with a redirect ({response.status}), which april does not follow; give "
-                "the server's own address"
+                f"{self.url}{route} answered with a redirect ({response.status}) to {target[:MAX_ERROR_CHARS]}, which "
+                "april does not follow; give the server's own address"
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:

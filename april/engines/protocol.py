@@ -54,6 +54,11 @@ class LogprobKind(StrEnum):
     UNKNOWN = "unknown"
     """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
 
+    @property
+    def follows_temperature(self) -> bool:
+        """Whether it is log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
+        return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
+
 
 class AbortMeans(StrEnum):
     """How an engine's requests are ended early."""
