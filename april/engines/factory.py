@@ -44,7 +44,7 @@ def create_engines(
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
-    # imported here: who embeds an engine needs no HTTP client
+    # here, and not above: the configuration and simulations need no aiohttp
     if isinstance(config, VllmEngineConfig):
         from april.engines.vllm import connect_vllm
 

@@ -97,6 +97,9 @@ class Capabilities:
     through a weight update."""
     streams: bool = True
     """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
+    remote: bool = False
+    """Behind a server, which others may load and which may be started anew: it is asked for its load and its weights
+    from time to time while it works."""
     honours_seeds: bool = True
     """The same request with the same seed gives the same tokens."""
     notes: tuple[str, ...] = ()

@@ -73,6 +73,7 @@ class SglangOffer:
             min(limits) if limits else None,
             updates_from_disk=self.updates_from_disk,
             version_spans=self.spans,
+            remote=True,
             # events that repeat everything cost more than what they save
             streams=self.incremental or config.max_token_loss is not None,
             honours_seeds=self.deterministic,

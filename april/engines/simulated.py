@@ -271,6 +271,8 @@ class SimulatedEngine:
         if request.attempt_id in self._streams:
             raise EngineError(f"{where}: the id is in flight already; every attempt needs a new one")
         held, total = request.response_offset, len(request.token_ids)
+        if total and not 0 <= request.token_ids.min() <= request.token_ids.max() < self._capabilities.vocab_size:
+            raise EngineError(f"{where}: a token id is outside the vocabulary of {self._capabilities.vocab_size}")
         if not 0 <= held <= total:
             raise EngineError(f"{where}: response_offset {held} is outside its {total} token ids")
         length = self._length_of(request)

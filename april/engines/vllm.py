@@ -7,8 +7,8 @@ is handed over under a label that the server does not confirm where it can.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -78,7 +78,7 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One call; raises RequestRefused for what the server must not be asked."""
         async with self._admission.request(request.attempt_id) as admitted:
             if not admitted:
@@ -90,29 +90,32 @@ class VllmEngine:
                 while again:
                     again = False
                     reader = ReplyReader(self.offer.route, request.attempt_id, self._version, spans=self.offer.spans)
-                    async for chunk in self._chunks(request, reader):
-                        again = reader.count == 0 and chunk.finish is EngineFinish.ABORT and self._swept_along(request)
-                        if not again:
-                            yield chunk
+                    async with aclosing(self._chunks(request, reader)) as chunks:
+                        async for chunk in chunks:
+                            aborted = chunk.finish is EngineFinish.ABORT
+                            again = aborted and reader.count == 0 and self._swept_along(request)
+                            if not again:
+                                yield chunk
             finally:
                 self._unwanted.discard(request.attempt_id)
 
-    async def _chunks(self, request: Request, reader: ReplyReader) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request: Request, reader: ReplyReader) -> AsyncGenerator[Chunk, None]:
         """The answer of the server, chunk by chunk."""
         route, stream = self.offer.route, self._stream or request.stream
         body = request_body(route, self.offer.model, request, stream=stream, priority=self.offer.priorities)
-        async for payload in self._payloads(route, body, stream=stream):
-            for chunk in reader.read(payload):
-                yield chunk
-            if reader.failure is not None:
-                raise reader.failure
+        async with aclosing(self._payloads(route, body, stream=stream)) as payloads:
+            async for payload in payloads:
+                for chunk in reader.read(payload):
+                    yield chunk
+                if reader.failure is not None:
+                    raise reader.failure
         if reader.finish is None:
             raise EngineUnreachable(
                 f"{self._client.url}{route} ended without a finish reason after {reader.count} tokens of attempt "
                 f"{request.attempt_id}; has the server died?"
             )
 
-    async def _payloads(self, route: str, body: bytes, *, stream: bool) -> AsyncIterator[bytes]:
+    async def _payloads(self, route: str, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
         """The answer, or the events of a stream without the mark at its end, which must be there."""
         if not stream:
             reply = await self._client.call("POST", route, body, timeout_s=None)

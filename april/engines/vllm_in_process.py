@@ -16,6 +16,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.admission import Admission
 from april.engines.loop_relay import LoopRelay
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
+from april.engines.weight_labels import foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 ABORT_AGAIN_S = 0.05
 """A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
+_BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
@@ -63,6 +65,8 @@ class VllmInProcessEngine:
         self._label: str | None = None
         self._admission = Admission()
         self._closed = False
+        self._between = False
+        """An update has begun and not succeeded: its weights are those of no version."""
 
     def __repr__(self) -> str:
         return f"<VllmInProcessEngine {self._name}, {self._version}, {self._admission!r}>"
@@ -87,6 +91,8 @@ class VllmInProcessEngine:
         self._check_room(request)
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
+            if self._between:
+                raise EngineError(f"engine {self._name}: {_BETWEEN}")
             if not admitted:
                 yield empty_chunk(version, EngineFinish.ABORT)
                 return
@@ -95,7 +101,7 @@ class VllmInProcessEngine:
             finish = None
             try:
                 async for output in relay:
-                    chunk = self._chunk(output, version)
+                    chunk = self._chunk(request, output, version)
                     finish = chunk.finish
                     yield chunk
             except EngineError:
@@ -131,7 +137,7 @@ class VllmInProcessEngine:
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, request.attempt_id, **options)
         return outputs
 
-    def _chunk(self, output: Any, version: PolicyVersion) -> Chunk:
+    def _chunk(self, request: Request, output: Any, version: PolicyVersion) -> Chunk:
         completion = output.outputs[0]
         tokens, entries = list(completion.token_ids), completion.logprobs
         if entries is None or len(entries) != len(tokens):
@@ -141,7 +147,7 @@ class VllmInProcessEngine:
             logprobs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
         except KeyError as error:
             raise WireError(f"engine {self._name}: token {error} came without its log-probability") from None
-        self._check_labels(getattr(completion, "weight_versions", None))
+        self._check_labels(request, getattr(completion, "weight_versions", None))
         return chunk_of(tokens, logprobs, version, self._finish(completion.finish_reason))
 
     def _finish(self, reason: str | None) -> EngineFinish | None:
@@ -149,14 +155,13 @@ class VllmInProcessEngine:
             raise EngineError(f"engine {self._name} ended the response for the reason {reason!r}")
         return None if reason is None else _FINISHES[reason]
 
-    def _check_labels(self, spans: Sequence[Any] | None) -> None:
+    def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
         """What vLLM says of the weights must agree: one version only, and the one that april gave."""
-        labels = {span.version for span in spans or ()}
-        if len(labels) > 1 or (self._label is not None and labels - {self._label}):
-            raise WireError(
-                f"engine {self._name}: its weights are labelled {', '.join(sorted(labels))} where one response under "
-                f"{self._label or 'one label'} was expected; update them with the scheduler's weight_update() only"
-            )
+        labels = [span.version for span in spans or ()]
+        expected = self._label or (labels[0] if labels else "")
+        for label in labels:
+            if label != expected:
+                raise foreign_weights(request.attempt_id, expected, label)
 
     def _check_room(self, request: Request) -> None:
         used, wanted, room = len(request.token_ids), request.sampling.max_tokens, self._capabilities.max_context
@@ -196,10 +201,12 @@ class VllmInProcessEngine:
         Cached keys and values of the old weights are thrown away, and the weights labelled in vLLM.
 
         Raises:
-            EngineError: requests are running, or vLLM could not do it.
+            EngineError: requests are running, or vLLM could not do it; it then gets no requests before an update
+                succeeds.
         """
         if self._admission.inside:
             raise EngineError(f"engine {self._name}: weights were updated while requests run; pause it first")
+        self._between = True
         if path is not None:
             await self._there(lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
         if not await self._there(self._llm.reset_prefix_cache):
@@ -207,11 +214,10 @@ class VllmInProcessEngine:
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
                 "weights; are there requests of others at it?"
             )
-        label = f"april-{version.incarnation}-{version.n}"
         if hasattr(self._llm, "update_weight_version"):
-            await self._there(lambda: self._llm.update_weight_version(label))
-            self._label = label
-        self._version = version
+            await self._there(lambda: self._llm.update_weight_version(str(version)))
+            self._label = str(version)
+        self._version, self._between = version, False
 
     async def health(self) -> Health:
         """Whether vLLM's engine lives."""
@@ -219,6 +225,8 @@ class VllmInProcessEngine:
             await self._there(self._llm.check_health)
         except Exception as error:
             return Health(False, f"{type(error).__name__}: {error}")
+        if self._between:
+            return Health(False, _BETWEEN)
         return Health(True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
@@ -249,8 +257,9 @@ class VllmInProcessEngine:
 
     async def _there(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """A call of the AsyncLLM on its own loop; errors come out as EngineError."""
+        loop = self._llm_loop()
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._llm_loop()))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -88,6 +88,7 @@ class VllmOffer:
             updates_from_disk=self.updates_from_disk,
             abort_means=self.abort_means,
             version_spans=self.spans,
+            remote=True,
             streams=config.max_token_loss is not None or self.abort_means is AbortMeans.CLOSE,
             notes=self.missing,
         )

@@ -296,6 +296,8 @@ class FakeEngine:
             and any(attempt_id.startswith(i) or i.startswith(attempt_id) for i in self.attempts)
         ):
             raise self._violation(request, "the id is empty, or one id is a prefix of another")
+        if total and not 0 <= request.token_ids.min() <= request.token_ids.max() < self._capabilities.vocab_size:
+            raise self._violation(request, f"a token id is outside the vocabulary of {self._capabilities.vocab_size}")
         if not 0 <= held < total:
             raise self._violation(request, f"response_offset {held} leaves no prompt in its {total} token ids")
         if held and int(request.token_ids[-1]) in self._responder.stops(request):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -129,6 +129,8 @@ class FakeOpenAIServer:
         self.started_s = 1000.0
         """What the metrics page says of the start of the process."""
         self._gate: int | None = None
+        self._picks: Callable[[list[int]], bool] = lambda prompt: True
+        self._held = 0
         self._changed = asyncio.Event()
 
     @property
@@ -136,9 +138,9 @@ class FakeOpenAIServer:
         """Made for requests whose client closed the stream, and never sent."""
         return sum(len(r.made) - r.sent for r in self.records if r.end == "closed")
 
-    def hold(self, after: int) -> None:
-        """Let each stream go on up to ``after`` tokens."""
-        self._gate = after
+    def hold(self, after: int, which: Callable[[list[int]], bool] = lambda prompt: True) -> None:
+        """Let each stream, of the prompts that ``which`` picks, go on up to ``after`` tokens."""
+        self._gate, self._picks = after, which
         self._tell()
 
     def release(self) -> None:
@@ -149,6 +151,11 @@ class FakeOpenAIServer:
     async def until_sent(self, tokens: int, requests: int) -> None:
         """Until that many open requests have had so many tokens."""
         while sum(r.sent >= tokens and not r.end for r in self.records) < requests:
+            await self._wait()
+
+    async def until_held(self, requests: int) -> None:
+        """Until so many requests stand at the gate."""
+        while self._held < requests:
             await self._wait()
 
     async def until_closed(self) -> None:
@@ -224,7 +231,9 @@ class FakeOpenAIServer:
         try:
             await response.prepare(request)
             record.end = await self._stream(_Connection(request, response, self._hits, number), record, number)
-        except (asyncio.CancelledError, ConnectionError):
+        except ConnectionError:
+            record.end = "closed"
+        except asyncio.CancelledError:
             record.end = "closed"
             raise
         finally:
@@ -237,8 +246,7 @@ class FakeOpenAIServer:
         finish, count = self._generate(record)
         made, record.made = record.made, []
         while record.sent < count:
-            while self._gate is not None and record.sent >= self._gate:
-                await self._wait()
+            await self._pass_gate(record)
             if self._hits(OpenAIFaultKind.RESET, number, record.sent):
                 out.reset()
                 return "reset"
@@ -271,6 +279,20 @@ class FakeOpenAIServer:
         if not self._hits(OpenAIFaultKind.NO_DONE, number):
             await out.raw(b"data: [DONE]\n\n")
         return finish
+
+    async def _pass_gate(self, record: CompletionRecord) -> None:
+        def closed() -> bool:
+            return self._gate is not None and record.sent >= self._gate and self._picks(record.body["prompt"])
+
+        if not closed():
+            return
+        self._held += 1
+        self._tell()
+        try:
+            while closed():
+                await self._wait()
+        finally:
+            self._held -= 1
 
     def _token_event(self, record: CompletionRecord, token: int, reason: str | None, number: int) -> dict[str, Any]:
         body = record.body

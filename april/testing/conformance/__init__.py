@@ -1,0 +1,29 @@
+"""The conformance suite: one set of promises that every engine must keep, april's own and yours.
+
+    report = await conformance.run(conformance.Subject(open=my_engine))
+    assert not report.failed, report.failed
+
+``docs/engines.md`` has the promises and how april's engines keep them. Needs no test runner; the table of a report
+needs the ``cli`` extra.
+"""
+
+from april.testing.conformance.check import Check
+from april.testing.conformance.matrix import semantics_matrix
+from april.testing.conformance.run import CHECKS, check_named, run
+from april.testing.conformance.subject import Reference, Subject, Weights, Witness
+from april.testing.conformance.verdicts import Outcome, Report, Verdict
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Outcome",
+    "Reference",
+    "Report",
+    "Subject",
+    "Verdict",
+    "Weights",
+    "Witness",
+    "check_named",
+    "run",
+    "semantics_matrix",
+]

@@ -1,0 +1,230 @@
+"""Aborts: wherever they hit a request, it ends once, with all its tokens and no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from april.engines.protocol import EngineFinish, Int32
+from april.errors import EngineError
+from april.testing.conformance.bench import Bench, Reading, equal, same
+from april.testing.conformance.check import check
+from april.testing.conformance.outcomes import Broken, NotTested
+from april.testing.conformance.verdicts import Figures
+
+FEW = 8
+BURST = 300
+ROUNDS = 12
+LONG_PROMPT = 2000
+
+
+def _ends(readings: Sequence[Reading]) -> Figures:
+    """How requests ended, as figures."""
+    counts = Counter(str(r.finish) for r in readings)
+    cut = [r for r in readings if r.finish is EngineFinish.ABORT]
+    return {
+        "aborted": counts.pop("abort", 0),
+        "without a token": sum(r.count == 0 for r in cut),
+        "ended before": sum(counts.values()),
+    }
+
+
+async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
+    """All have ended well, hold what was sent, and are the beginnings of the uncut responses."""
+    bench.no_error(readings)
+    figures = _ends(readings) | bench.compared(readings)
+    if bench.subject.greedy_repeats:
+        for reading in readings:
+            if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
+                raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
+        longest: dict[int, Reading] = {}
+        for reading in readings:
+            number = _number(reading)
+            if number not in longest or longest[number].count < reading.count:
+                longest[number] = reading
+        cut = {number: r for number, r in longest.items() if r.count}
+        uncut = dict(zip(cut, await bench.whole(bench.again(r.request, r.count) for r in cut.values()), strict=True))
+        for r in readings:
+            if r.count:
+                same(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
+    return figures
+
+
+def _number(reading: Reading) -> int:
+    assert reading.request.sample_key is not None
+    return reading.request.sample_key[0]
+
+
+@check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
+async def abort_running(bench: Bench) -> Figures:
+    # in rounds: an engine that hands nothing over before the end does not show when it runs
+    readings: list[Reading] = []
+    for _ in range(ROUNDS):
+        some = [bench.start(bench.request(i)) for i in range(FEW)]
+        await bench.caught(some)
+        await bench.end(some)
+        readings += some
+        if sum(r.finish is EngineFinish.ABORT and r.count > 0 for r in readings) >= FEW:
+            break
+    figures = await _accounted(bench, readings)
+    if not any(r.finish is EngineFinish.ABORT and r.count for r in readings):
+        if all(r.finish is not EngineFinish.ABORT for r in readings):
+            raise NotTested(
+                f"no request could be caught: all {len(readings)} were complete; raise Subject.long_tokens"
+            )
+        raise Broken(f"no partial had a token: {figures}")
+    return figures
+
+
+@check("A request aborted before the engine has begun it ends with ABORT and no token, and the others go on.")
+async def abort_queued(bench: Bench) -> Figures:
+    slots = bench.engine.capabilities.max_in_flight
+    ahead = min(slots or BURST, BURST)
+    first = [bench.start(bench.request(i)) for i in range(ahead)]
+    waiting = [bench.start(bench.request(ahead + i)) for i in range(FEW)]
+    await asyncio.sleep(0)
+    await bench.end(waiting)
+    figures = await _accounted(bench, waiting)
+    others = sum(r.finish is EngineFinish.ABORT for r in first)
+    if others:
+        raise Broken(f"{others} of {ahead} requests ended with ABORT, and nobody had asked for it")
+    await bench.end(first)
+    bench.no_error(first)
+    return figures | {"ahead of them": ahead}
+
+
+@check("A request aborted in its prefill, at whatever moment, ends with ABORT and the tokens it has.")
+async def abort_prefilling(bench: Bench) -> Figures:
+    room = bench.engine.capabilities.max_context
+    length = max(4, min(LONG_PROMPT, room // 2, room - bench.subject.long_tokens - 1))
+    readings = []
+    for moment in range(ROUNDS):
+        prompt = np.resize(np.roll(bench.prompt(), moment), length)
+        budget = min(bench.subject.long_tokens, room - length)
+        reading = bench.start(bench.request(moment, budget, prompt=prompt))
+        for _ in range(4 * moment):
+            await asyncio.sleep(0)
+        await bench.end([reading])
+        readings.append(reading)
+    return await _accounted(bench, readings) | {"prompt tokens": length}
+
+
+@check("An abort at the very end changes nothing that is complete; one of an unknown id changes nothing at all.")
+async def abort_just_finished(bench: Bench) -> Figures:
+    unknown, bystander = bench.new_id(), bench.start(bench.request(0, 24))
+    await bench.within(bench.engine.abort([unknown]), "abort of an unknown id")
+    readings = []
+    for budget in (1, 2, 3, 5, 8, 13, 21, 24):
+        reading = bench.start(bench.request(budget, budget))
+        while not reading.count and not reading.task.done():
+            await asyncio.wait([reading.task], timeout=0.01)
+        await bench.end([reading])
+        await bench.within(bench.engine.abort([reading.id]), "abort of an ended request")
+        readings.append(reading)
+    await bench.ended([bystander])
+    figures = await _accounted(bench, [*readings, bystander])
+    if bystander.finish is EngineFinish.ABORT:
+        raise Broken("a request ended with ABORT, and only others had been aborted")
+    (later,) = await bench.whole([bench.request(0, 8, attempt_id=unknown)])
+    if later.finish is EngineFinish.ABORT:
+        raise Broken("an id was aborted before it was used, and the request that came later ended with ABORT")
+    return figures
+
+
+@check("An abort names whole ids: a request whose id only begins like an aborted one goes on.")
+async def prefix_free_ids(bench: Bench) -> Figures:
+    refused = 0
+    for stem in (bench.new_id()[:-1] + "-", "c"):
+        ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
+        readings = [bench.start(bench.request(i, attempt_id=id)) for i, id in enumerate(ids)]
+        await bench.caught(readings)
+        started = [r for r in readings if not isinstance(r.error, EngineError)]
+        refused += len(readings) - len(started)
+        target = next((r for r in started if r.id == ids[0]), None)
+        if target is None:
+            continue
+        await bench.end([target])
+        others = [r for r in started if r is not target]
+        await bench.ended(others)
+        for other in others:
+            if other.finish is EngineFinish.ABORT:
+                raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
+        bench.no_error(started)
+        if bench.subject.greedy_repeats:
+            fresh = await bench.whole(bench.again(r.request) for r in others)
+            for other, uncut in zip(others, fresh, strict=True):
+                equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
+    return {"refused as ids": refused}
+
+
+@check("A request aborted before it has a token ends normally, with an empty chunk.")
+async def abort_without_tokens(bench: Bench) -> Figures:
+    readings = []
+    for i in range(FEW):
+        reading = bench.start(bench.request(i))
+        for _ in range(i % 3):
+            await asyncio.sleep(0)
+        await bench.end([reading])
+        readings.append(reading)
+    return await _accounted(bench, readings)
+
+
+@check("300 requests aborted in one burst all end, nothing of them stays on the engine, and it serves on.", many=True)
+async def abort_burst(bench: Bench) -> Figures:
+    figures: Figures = {}
+    for everything in (False, True):
+        readings = [bench.start(bench.request(i)) for i in range(BURST)]
+        await asyncio.sleep(0)
+        if everything:
+            await bench.caught(readings, every=False)
+        asked_for = sum(not r.task.done() for r in readings)
+        await bench.end(readings, everything)
+        bench.no_error(readings)
+        if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
+            raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
+        bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
+        for name, value in (_ends(readings) | bench.compared(readings)).items():
+            figures[name] = int(figures.get(name, 0)) + int(value)
+        figures["left on the engine"] = await bench.idle()
+    await bench.well()
+    return figures
+
+
+@check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)
+async def cut_and_resume(bench: Bench) -> Figures:
+    bench.needs_greedy()
+    count = bench.subject.in_flight
+    uncut = await bench.whole([bench.request(i) for i in range(count)])
+    bench.say(f"{count} uncut responses are there")
+    have: list[Int32] = [np.empty(0, np.int32)] * count
+    open_ones, cuts, attempts = list(range(count)), 0, 0
+    # after the first rounds the requests are left alone
+    for round in range(4 * FEW):
+        readings = {i: bench.start(bench.request(i, response=have[i])) for i in open_ones}
+        attempts += len(readings)
+        if round < FEW:
+            await bench.caught(list(readings.values()), every=round % 2 == 0)
+            await bench.end(list(readings.values()))
+        await bench.ended(list(readings.values()))
+        bench.no_error(readings.values())
+        bench.compared(readings.values())
+        for i, reading in readings.items():
+            have[i] = np.concatenate((have[i], reading.tokens))
+            same(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")
+            cuts += reading.finish is EngineFinish.ABORT
+        open_ones = [i for i, r in readings.items() if _unfinished(r)]
+        bench.say(f"{count - len(open_ones)} of {count} responses are complete after {cuts} cuts")
+        if not open_ones:
+            break
+    for i in range(count):
+        equal(have[i], uncut[i].tokens, f"response {i}")
+    if not cuts:
+        raise NotTested("no request could be caught while it ran; raise Subject.long_tokens")
+    return {"responses": count, "cuts": cuts, "tokens": sum(map(len, have))}
+
+
+def _unfinished(reading: Reading) -> bool:
+    return reading.finish is EngineFinish.ABORT and reading.count < reading.request.sampling.max_tokens

@@ -1,0 +1,336 @@
+"""Where a check puts an engine on: requests, their readings, and waits that end.
+
+Invariant: every reading is held to the engine contract (one end, arrays of one length, possible numbers, the budget),
+whatever the check looks at besides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from april.core.sampling import SamplingParams
+from april.core.versions import PolicyVersion
+from april.driver.wire_checks import check_chunk
+from april.engines.protocol import Chunk, Engine, EngineFinish, Float32, Int32, Request
+from april.errors import EngineError, WireError
+from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
+from april.testing.conformance.subject import Subject, Weights
+from april.testing.conformance.verdicts import Figures
+
+T = TypeVar("T")
+
+ASK_AGAIN_S = 0.25
+"""Between two requests for the same abort, as april does it."""
+SILENCE_S = 0.5
+"""An engine that works and has shown no token for so long hands them over at the end only."""
+LOOK_S = 0.004
+"""Between two looks at something that tells nobody when it changes."""
+
+
+class Reading:
+    """One request, read to its end in a task of its own."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.request = request
+        self.chunks: list[Chunk] = []
+        self.error: BaseException | None = None
+        self.task = asyncio.get_running_loop().create_task(self._read(engine), name=f"reading {request.attempt_id}")
+
+    async def _read(self, engine: Engine) -> None:
+        try:
+            async with aclosing(engine.generate(self.request)) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    self.chunks.append(chunk)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def id(self) -> str:
+        """Of the attempt."""
+        return self.request.attempt_id
+
+    @property
+    def tokens(self) -> Int32:
+        """int32 [T]."""
+        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
+
+    @property
+    def logprobs(self) -> Float32:
+        """float32 [T]."""
+        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """One per token."""
+        return [c.version for c in self.chunks for _ in range(len(c.tokens))]
+
+    @property
+    def finish(self) -> EngineFinish | None:
+        """Why it ended; None while it runs and after an error."""
+        return self.chunks[-1].finish if self.chunks else None
+
+    @property
+    def count(self) -> int:
+        """Tokens so far."""
+        return sum(len(c.tokens) for c in self.chunks)
+
+    def check(self, vocab_size: int, newest: PolicyVersion) -> None:
+        """Raise Broken unless the chunks keep the contract."""
+        oldest, room, finish = None, self.request.sampling.max_tokens, None
+        for chunk in self.chunks:
+            if finish is not None:
+                raise Broken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
+            try:
+                check_chunk(chunk, vocab_size, room, oldest, newest)
+            except WireError as error:
+                raise Broken(f"request {self.id}: {error}") from None
+            oldest, room, finish = chunk.version, room - len(chunk.tokens), chunk.finish
+        if finish is not None and finish not in set(EngineFinish):
+            raise Broken(f"request {self.id}: {finish!r} is no finish reason")
+        if self.task.done() and self.error is None and finish is None:
+            raise Broken(f"request {self.id}: the stream ended after {self.count} tokens without a finish reason")
+
+
+class Bench:
+    """An open engine with what the checks need around it."""
+
+    def __init__(self, subject: Subject, engine: Engine) -> None:
+        self.subject = subject
+        self.engine = engine
+        self.version = subject.first_version
+        self.weights: Weights = subject.now
+        self.killed = False
+        self.say: Callable[[str], None] = lambda text: None
+        """Tells how far a long check is."""
+        self._run = os.urandom(8).hex()
+        self._numbers = itertools.count(1)
+        self._seeds = itertools.count(10**6)
+        self._readings: list[Reading] = []
+
+    # ---------------------------------------------------------------- requests
+
+    def new_id(self) -> str:
+        """32 characters, as april's own: no id is the beginning of another."""
+        return f"{self._run}{next(self._numbers):016x}"
+
+    def prompt(self, number: int = 0) -> Int32:
+        """One of the subject's prompts, int32 [P]."""
+        prompts = self.subject.prompts
+        return np.array(prompts[number % len(prompts)], np.int32)
+
+    def request(
+        self,
+        number: int = 0,
+        max_tokens: int | None = None,
+        *,
+        prompt: Sequence[int] | Int32 | None = None,
+        response: Sequence[int] | Int32 = (),
+        forced: bool = True,
+        temperature: float = 0.0,
+        attempt_id: str | None = None,
+        stream: bool = True,
+        **sampling: Any,
+    ) -> Request:
+        """A greedy request that runs to ``max_tokens`` of the whole response (default: the subject's long one).
+
+        ``number`` names the sample: its prompt, and its key. ``response``: what the sample has already. ``forced``:
+        no EOS before the end, by min_tokens. The tokens are wanted as they come unless ``stream`` is off.
+        """
+        whole = self.subject.long_tokens if max_tokens is None else max_tokens
+        # of greedy requests the seed is a name only, for witnesses on wires without one
+        seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
+        ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
+        held = np.asarray(response, np.int32)
+        params = SamplingParams(
+            max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, **sampling
+        )
+        return Request(
+            self.new_id() if attempt_id is None else attempt_id,
+            np.concatenate((ids, held)),
+            params.after(len(held), seed),
+            sample_key=(number, 0),
+            response_offset=len(held),
+            stream=stream,
+        )
+
+    def again(self, request: Request, count: int | None = None) -> Request:
+        """The same request under another id; only its first ``count`` tokens, if EOS could not end it before."""
+        sampling = request.sampling
+        if not sampling.temperature:
+            sampling = replace(sampling, seed=next(self._seeds))
+        if count is not None and sampling.min_tokens >= count:
+            sampling = replace(sampling, max_tokens=count, min_tokens=count)
+        return replace(request, attempt_id=self.new_id(), sampling=sampling)
+
+    def start(self, request: Request, engine: Engine | None = None) -> Reading:
+        """Begin to read a request."""
+        reading = Reading(engine or self.engine, request)
+        self._readings.append(reading)
+        return reading
+
+    async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
+        """Requests that must complete, read to their ends."""
+        readings = [self.start(r, engine) for r in requests]
+        await self.ended(readings)
+        self.no_error(readings)
+        return readings
+
+    # ---------------------------------------------------------------- waits
+
+    async def within(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """The result of a call, if it comes; raises Broken if it does not, or fails."""
+        try:
+            async with asyncio.timeout(self.subject.patience_s):
+                return await coroutine
+        except TimeoutError:
+            raise Broken(f"{what} did not return in {self.subject.patience_s:g} s") from None
+        except EngineError as error:
+            raise Broken(f"{what} failed: {error}") from error
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Until it holds; raises Broken after the subject's patience."""
+        deadline = asyncio.get_running_loop().time() + self.subject.patience_s
+        while not condition():
+            if asyncio.get_running_loop().time() > deadline:
+                raise Broken(f"after {self.subject.patience_s:g} s {what}")
+            await asyncio.sleep(LOOK_S)
+
+    async def ended(self, readings: Sequence[Reading]) -> None:
+        """Until all streams have ended; raises Broken if one hangs or breaks the contract."""
+        if readings:
+            await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
+        late = [r for r in readings if not r.task.done()]
+        if late:
+            raise Broken(
+                f"{len(late)} of {len(readings)} requests had not ended after {self.subject.patience_s:g} s, the first "
+                f"of them {late[0].id} with {late[0].count} tokens"
+            )
+        for reading in readings:
+            reading.check(self.engine.capabilities.vocab_size, self.version)
+
+    async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
+        """Abort requests, asking again as april does, until all have ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.subject.patience_s
+        while left := [r for r in readings if not r.task.done()]:
+            if loop.time() > deadline:
+                break
+            ids = None if everything else [r.id for r in left]
+            await self.within(self.engine.abort(ids), "abort")
+            await asyncio.wait([r.task for r in left], timeout=ASK_AGAIN_S)
+        await self.ended(readings)
+
+    async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
+        """Until each of them (``every`` off: any) has tokens; an engine that shows none before the end gets time."""
+        loop = asyncio.get_running_loop()
+        began, enough = loop.time(), all if every else any
+        while not enough(r.count or r.task.done() for r in readings):
+            waited = loop.time() - began
+            if waited > SILENCE_S and not any(r.count for r in readings) and await self.load() != 0:
+                return
+            if waited > self.subject.patience_s / 4:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def load(self) -> int | None:
+        """Requests that the engine works on or holds, by its own word; None if it does not tell."""
+        health = await self.within(self.engine.health(), "health")
+        if health.load is not None:
+            return health.load.running + health.load.waiting
+        counters = [health.counters.get(name) for name in ("running", "active", "waiting")]
+        known = [int(c) for c in counters if c is not None]
+        return sum(known) if known else None
+
+    async def idle(self) -> str:
+        """Until nothing runs on the engine, by its own word; says what was seen."""
+        load = await self.load()
+        if load is None:
+            return "the engine does not tell its load"
+        deadline = asyncio.get_running_loop().time() + self.subject.patience_s
+        while load:
+            if asyncio.get_running_loop().time() > deadline:
+                raise Broken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
+            await asyncio.sleep(ASK_AGAIN_S)
+            load = await self.load() or 0
+        return "0"
+
+    async def well(self) -> None:
+        """The engine is healthy and serves a request."""
+        health = await self.within(self.engine.health(), "health")
+        if not health.ok:
+            raise Broken(f"the engine is not well afterwards: {health.detail}")
+        await self.whole([self.request(0, 4)])
+
+    # ---------------------------------------------------------------- weights
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Give the engine, which must have nothing in flight, other weights under the next version."""
+        await self.within(self.engine.pause(), "pause")
+        await self.next_version(weights)
+        await self.within(self.engine.resume(), "resume")
+
+    async def next_version(self, weights: Weights) -> None:
+        """``update_weights`` of a paused engine."""
+        version = PolicyVersion(self.version.incarnation, self.version.n + 1)
+        await self.within(self.engine.update_weights(version, weights.path), "update_weights")
+        self.version, self.weights = version, weights
+
+    async def tidy(self) -> None:
+        """Nothing of the last check is left behind: no reading, and the first weights."""
+        tasks = [r.task for r in self._readings if not r.task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.subject.patience_s)
+        self._readings.clear()
+        if self.weights is not self.subject.now and not self.killed:
+            await self.load_weights(self.subject.now)
+
+    # ---------------------------------------------------------------- expectations
+
+    def compared(self, readings: Iterable[Reading]) -> Figures:
+        """What they hold against what the witness saw, if there is one."""
+        held = [(r.request, r.tokens, r.finish) for r in readings]
+        return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
+
+    def no_error(self, readings: Iterable[Reading]) -> None:
+        """None of them failed."""
+        for reading in readings:
+            if reading.error is not None:
+                raise Broken(
+                    f"request {reading.id} failed after {reading.count} tokens: {type(reading.error).__name__}: "
+                    f"{reading.error}"
+                )
+
+    def needs_greedy(self) -> None:
+        """For checks that compare greedy responses."""
+        if not self.subject.greedy_repeats:
+            raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
+
+
+def same(got: Int32, wanted: Int32, what: str) -> None:
+    """``got`` is the beginning of ``wanted``, or Broken says where they part."""
+    count = min(len(got), len(wanted))
+    differs = np.flatnonzero(got[:count] != wanted[:count])
+    if differs.size or len(got) > len(wanted):
+        where = int(differs[0]) if differs.size else count
+        raise Broken(
+            f"{what}: token {where} of {len(got)} is {got[where]}, not "
+            + (f"{wanted[where]} as in the uncut response" if where < count else f"the end after {count} tokens")
+        )
+
+
+def equal(got: Int32, wanted: Int32, what: str) -> None:
+    """Both are the same tokens."""
+    same(got, wanted, what)
+    if len(got) != len(wanted):
+        raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")

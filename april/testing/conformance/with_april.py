@@ -1,0 +1,248 @@
+"""Promises that april keeps on top of an engine, through the real scheduler: stop strings, EOS at a cut, the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+
+from april.config import Config
+from april.core.batch import Batch
+from april.core.types import DropReason, FinishReason, Prompt
+from april.driver.llm import LLM
+from april.driver.stop_strings import GAP
+from april.engines.protocol import Int32
+from april.testing.conformance.bench import Bench, same
+from april.testing.conformance.between import Between
+from april.testing.conformance.check import check
+from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
+from april.testing.conformance.verdicts import Figures
+from april.testing.same_loop import rollouts
+
+LENGTH = 48
+GROUPS, SAMPLES, OVER = 2, 8, 16
+KILL_GROUPS = 8
+
+
+def _greedy(length: int, **sampling: Any) -> Config:
+    return Config(
+        rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=length, allow_mismatch=True,
+        sampling={"temperature": 0.0, **sampling},
+    )  # fmt: skip
+
+
+def _between(bench: Bench, **options: Any) -> Between:
+    """april begins with version 0.0, whatever the engine has seen before."""
+    return Between(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
+
+
+async def _response(bench: Bench, config: Config, between: Between, prompt: Int32) -> tuple[Int32, FinishReason]:
+    """One greedy response through the scheduler."""
+    async with rollouts(
+        config, engines=[between], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
+    ) as run:  # fmt: skip
+        batch = await bench.within(run.next_batch(), "a step of one response")
+        ledger = run.ledger()["tokens"]
+        if not ledger.balanced or ledger.observed != between.handed_over:
+            raise Broken(f"the engine handed {between.handed_over} tokens over and april's ledger says {ledger}")
+        return batch.samples[0].tokens, batch.samples[0].finish
+
+
+@check("A stop string ends the response at the token that completes it, wherever an abort has cut the string.")
+async def stop_strings(bench: Bench) -> Figures:
+    tokenizer = bench.subject.tokenizer
+    if tokenizer is None:
+        raise NotTested("no tokenizer was given")
+    bench.needs_greedy()
+    for number in range(8):
+        prompt = bench.prompt(number)
+        uncut, _ = await _response(bench, _greedy(LENGTH), _between(bench), prompt)
+        ids = uncut.tolist()
+        texts = [tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(len(ids) + 1)]
+        found = _string_in(texts)
+        if found is not None:
+            break
+    else:
+        raise NotTested("no greedy response had readable text for a stop string; give other prompts")
+    stop, end, begin = found
+    cuts = sorted({*range(max(1, begin - 2), end), 1, 2})
+    for cut in cuts:
+        between = _between(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
+        tokens, finish = await _response(bench, _greedy(LENGTH, stop=["never said", stop]), between, prompt)
+        if len(tokens) != end or finish is not FinishReason.STOP:
+            raise Broken(f"cut after {cut} tokens, it ended with {finish} after {len(tokens)} tokens, not {end}")
+        same(tokens, uncut, f"the response cut after {cut} tokens")
+        if any(r.sampling.stop for r in between.requests.values()):
+            raise Broken("the engine was given a stop string")
+    return {"cuts": len(cuts), "honoured": len(cuts), "tokens in the string": end - begin}
+
+
+def _string_in(texts: list[str]) -> tuple[str, int, int] | None:
+    """A string over several tokens that appears once: (string, tokens to its end, tokens before its start)."""
+    for begin in range(6, len(texts) - 4):
+        for end in range(begin + 4, begin + 1, -1):
+            stop = texts[end][len(texts[begin]) :]
+            fits = len(stop) > 1 and GAP not in texts[end] and stop == stop.strip()
+            if fits and next(n for n, text in enumerate(texts) if stop in text) == end:
+                return stop, end, begin
+    return None
+
+
+@check("A partial that an abort left with EOS or a stop token at its end is finished; cut before it, the token comes.")
+async def eos_at_a_cut(bench: Bench) -> Figures:
+    bench.needs_greedy()
+    for number in range(8):
+        prompt = bench.prompt(number)
+        uncut, _ = await _response(bench, _greedy(LENGTH), _between(bench), prompt)
+        ids = uncut.tolist()
+        end = next((i + 1 for i in range(4, len(ids) - 1) if ids[i] not in ids[:i]), None)
+        if end is not None:
+            break
+    else:
+        raise NotTested("no greedy response had a token that was new behind the fourth; give other prompts")
+    for cut in (end - 2, end - 1, end):
+        between = _between(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
+        config = _greedy(LENGTH, stop_token_ids=[ids[end - 1]])
+        tokens, finish = await _response(bench, config, between, prompt)
+        attempts = len(between.requests)
+        if finish is not FinishReason.STOP or tokens.tolist() != ids[:end]:
+            raise Broken(f"cut after {cut} of {end} tokens, it ended with {finish} after {len(tokens)} tokens")
+        if attempts != (1 if cut == end else 2):
+            raise Broken(f"cut after {cut} of {end} tokens, the response took {attempts} requests")
+    return {"cuts": 3, "stop token": ids[end - 1]}
+
+
+def _endless(bench: Bench) -> Iterator[list[int]]:
+    """Prompts without end, no two of a thousand equal."""
+    size = bench.engine.capabilities.vocab_size
+    eos = set(bench.engine.capabilities.eos_token_ids)
+    known = sorted({t for p in bench.subject.prompts for t in p if 0 <= t < size} - eos)
+    for number in count():
+        digits = [known[(number // len(known) ** k) % len(known)] for k in range(4)]
+        yield [*bench.prompt(number).tolist(), *digits]
+
+
+def _budget(bench: Bench, group: int, index: int) -> int:
+    """Groups of very different lengths, so that steps end while most requests run."""
+    of_group, of_sample = (group * 40503 % 65536) / 65536, ((group * SAMPLES + index) * 30011 % 65536) / 65536
+    return max(4, int(bench.subject.long_tokens * (0.06 + 0.94 * of_group) * (0.8 + 0.2 * of_sample)))
+
+
+@check("Over a thousand aborted requests, with weight updates between them, no token that was sent is lost.", many=True)
+async def thousand_aborts(bench: Bench) -> Figures:
+    """Held: the engine's client, april's ledger and the delivered responses must all have the same tokens."""
+    subject = bench.subject
+    between = _between(bench)
+    config = Config(
+        rollout_batch_size=GROUPS, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=OVER, max_staleness=OVER,
+        max_response_len=subject.long_tokens, abort_resend_s=0.25, abort_deadline_s=max(1.0, subject.patience_s),
+    )  # fmt: skip
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(max_tokens=_budget(bench, llm.sample_id.group, llm.sample_id.index))
+
+    paths = [bench.subject.now.path, None if subject.other is None else subject.other.path]
+    from_disk = bench.engine.capabilities.updates_from_disk and None not in paths
+    before = None if subject.made is None else await subject.made()
+    given = updates = 0
+    async with rollouts(
+        config, engines=[between], prompts=_endless(bench), rollout=rollout, check=False
+    ) as run:  # fmt: skip
+        while between.aborted < subject.aborts:
+            batch = await bench.within(run.next_batch(), "a step")
+            given += _exact(batch, [between])
+            updates += 1
+            await bench.within(run.weight_update(paths[updates % 2] if from_disk else None), "a weight update")
+            bench.say(f"{between.aborted} of {subject.aborts} requests aborted, {updates} weight updates")
+            if updates > 8 and between.aborted < 4 * updates:
+                raise NotTested(f"only {between.aborted} requests could be caught; raise Subject.long_tokens")
+        run.validate()
+        ledger = run.ledger()["tokens"]
+        handed_over = between.handed_over
+        if not ledger.balanced or ledger.observed != handed_over:
+            raise Broken(f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}")
+        corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
+        if corrupt:
+            raise Broken(f"april dropped tokens: {corrupt}")
+    # the engine goes on under the version that it has
+    bench.version = type(bench.version)(bench.version.incarnation, bench.version.n + between.versions_given)
+    if from_disk and updates % 2 and subject.other is not None:
+        bench.weights = subject.other
+    held = [(request, between.tokens(i), between.ends[i]) for i, request in between.requests.items()]
+    figures: Figures = {
+        "aborted": between.aborted, "requests": len(held), "weight updates": updates,
+        "tokens handed over": between.handed_over, "delivered": given,
+    }  # fmt: skip
+    if subject.wire is not None:
+        figures |= compare(subject.wire, held, between.capabilities.abort_means)
+    if subject.made is not None and before is not None:
+        await bench.idle()
+        sent = figures.get("seen on the wire", figures["tokens handed over"])
+        figures["made and never sent"] = int(await subject.made() - before) - int(sent)
+    return figures
+
+
+def _exact(batch: Batch, engines: Sequence[Between]) -> int:
+    """Each delivered response is what its attempts got, one after the other; the number of its tokens."""
+    attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
+    for engine in engines:
+        for attempt_id, request in engine.requests.items():
+            part = (request.response_offset, engine.tokens(attempt_id))
+            attempts.setdefault(request.sample_key, []).append(part)
+    total = 0
+    for sample in batch.samples:
+        # an attempt without a token begins where the next one does
+        parts = sorted(attempts[sample.id], key=lambda part: (part[0], len(part[1])))
+        got = np.concatenate([tokens for _, tokens in parts])
+        if not np.array_equal(got, sample.tokens):
+            raise Broken(
+                f"sample {sample.id}: {len(sample.tokens)} tokens were delivered, and its {len(parts)} requests got "
+                f"{len(got)}, or others"
+            )
+        total += len(sample.tokens)
+    return total
+
+
+async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figures:
+    """A step over two engines of which the first dies in the middle: all responses finish on the other one."""
+    subject = bench.subject
+    assert subject.second is not None
+    engines = [_between(bench), Between(await subject.second())]
+    first, second = engines
+    config = Config(
+        rollout_batch_size=KILL_GROUPS, n_samples_per_prompt=SAMPLES, max_response_len=subject.long_tokens,
+        abort_resend_s=0.25, abort_deadline_s=max(1.0, subject.patience_s),
+    )  # fmt: skip
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(max_tokens=max(subject.long_tokens // 2, _budget(bench, *llm.sample_id)))
+
+    prompts = list(islice(_endless(bench), KILL_GROUPS))
+    async with rollouts(config, engines=engines, prompts=prompts, rollout=rollout, check=False) as run:
+        step = asyncio.get_running_loop().create_task(run.next_batch())
+        try:
+            await bench.until(lambda: step.done() or len(first.requests) >= KILL_GROUPS, "no request had begun")
+            await death()
+            at_death = {i: len(first.tokens(i)) for i, end in first.ends.items() if end is None}
+            batch = await bench.within(_result(step), "the step in which a server died")
+            ledger = run.ledger()["tokens"]
+        finally:
+            step.cancel()
+    await second.engine.close()
+    both = first.handed_over + second.handed_over
+    if not ledger.balanced or ledger.observed != both:
+        raise Broken(f"the engines handed {both} tokens over and april's ledger says {ledger.as_dict()}")
+    if dropped := {str(k): v for k, v in ledger.dropped.items() if v}:
+        raise Broken(f"april dropped tokens: {dropped}")
+    if len(batch.samples) != KILL_GROUPS * SAMPLES:
+        raise Broken(f"{len(batch.samples)} of {KILL_GROUPS * SAMPLES} responses were finished")
+    _exact(batch, engines)
+    return {"responses": len(batch.samples), "cut off": len(at_death), "their tokens, kept": sum(at_death.values())}
+
+
+async def _result(step: asyncio.Task[Batch]) -> Batch:
+    return await step

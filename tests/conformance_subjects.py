@@ -1,0 +1,113 @@
+"""Engines that need no server, as subjects of the conformance suite: small, so that all checks take seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_models import tiny_model
+from tiny_tokenizers import tokenizer
+
+from april.engines.decode_cost import DecodeCost
+from april.engines.protocol import Engine, Float32, Int32, Request
+from april.engines.simulated import SimulatedEngine
+from april.engines.transformers import TransformersEngine
+from april.testing import FakeEngine
+from april.testing.conformance import Reference, Subject, Weights
+from april.testing.fake_tokens import conversation
+
+LONG, SHORT = 120, 9
+ENDS = 3
+"""A prompt that begins with it gets a short response."""
+PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
+ENDING = ((ENDS, 6, 7), (ENDS, 9))
+
+
+def says(request: Request) -> Int32:
+    """What a fake model answers: the same tokens to the same conversation of the same sample, none of them a stop."""
+    before = conversation(request)
+    seed = [*before.tolist(), *(request.sample_key or (0, 0))]
+    count = SHORT if before[0] == ENDS else 4 * LONG
+    return np.random.default_rng(seed).integers(1, 1000, count).astype(np.int32)
+
+
+def opens(make: Callable[[], Engine]) -> Callable[[], Awaitable[Engine]]:
+    """``make`` as Subject.open wants it."""
+
+    async def opened() -> Engine:
+        return make()
+
+    return opened
+
+
+def fake(**options: Any) -> FakeEngine:
+    """One millisecond a token, in chunks of four."""
+    defaults: dict[str, Any] = {"responses": says, "seconds_per_token": 0.001, "chunk_tokens": 4, "max_context": 1000}
+    return FakeEngine(**(defaults | options))
+
+
+def fake_subject(make: Callable[[], Engine] = fake, **changes: Any) -> Subject:
+    """For a virtual loop."""
+    values: dict[str, Any] = {
+        "open": opens(make), "prompts": PROMPTS, "ending_prompts": ENDING, "long_tokens": LONG,
+        "other": Weights("elsewhere"), "now": Weights("here"), "tokenizer": Letters(), "patience_s": 20.0,
+    }  # fmt: skip
+    return Subject(**(values | changes))
+
+
+class Letters:
+    """A tokenizer whose token is a letter."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+
+def simulated() -> SimulatedEngine:
+    """A simulated engine that streams."""
+
+    def length_of(request: Request) -> int:
+        return SHORT if conversation(request)[0] == ENDS else 4 * LONG
+
+    return SimulatedEngine(
+        "simulated", DecodeCost(1e-3, 0.0, 0.0), length_of, max_running=64, vocab_size=1000, max_context=1000,
+        stream_interval_s=0.004,
+    )  # fmt: skip
+
+
+def reference(model: Any) -> Reference:
+    """Logits of one full forward pass, no cache."""
+    import torch
+
+    def logits(prompt: list[int], response: list[int]) -> Float32:
+        ids = torch.tensor([prompt + response])
+        with torch.no_grad():
+            rows: Float32 = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().numpy()
+        return rows
+
+    return logits
+
+
+def embedded_subject(directory: Path, **changes: Any) -> Subject:
+    """The embedded engine with a tiny model; its weights 0 and 1 are saved in ``directory``."""
+    kind = "text"
+    vocab_size = tokenizer(kind).get_vocab_size()
+    weights = []
+    for seed in (0, 1):
+        model = tiny_model(seed=seed, vocab_size=vocab_size).eval()
+        path = directory / str(seed)
+        if not path.exists():
+            model.save_pretrained(path)
+        weights.append(Weights(str(path), reference(model)))
+
+    def make() -> TransformersEngine:
+        return TransformersEngine(
+            tiny_model(seed=0, vocab_size=vocab_size), slots=64, max_len=400, stream_interval=4, check=False
+        )
+
+    values: dict[str, Any] = {
+        "open": opens(make), "prompts": PROMPTS, "long_tokens": LONG, "now": weights[0], "other": weights[1],
+        "tokenizer": tokenizer(kind), "patience_s": 30.0, "aborts": 200, "in_flight": 80,
+    }  # fmt: skip
+    return Subject(**(values | changes))
