@@ -16,6 +16,7 @@ from april.config_engines import (
 from april.engines.decode_cost import roofline
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
+from april.engines.sglang import connect_sglang
 from april.engines.simulated import SimulatedEngine, by_sample_key
 from april.engines.transformers import TransformersEngine
 from april.errors import ConfigError
@@ -44,6 +45,8 @@ def create_engines(
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    if isinstance(config, SglangEngineConfig):
+        return await connect_sglang(config)
     raise ConfigError(f"engine kind {config.kind} is not there yet")
 
 

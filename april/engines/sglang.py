@@ -1,0 +1,305 @@
+"""SGLang servers as engines: one HTTP call per attempt, ended by rid, weights loaded from disk or by the trainer.
+
+Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
+is handed over under a label that the server does not confirm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from urllib.parse import urlsplit
+
+from april.config_engines import SglangEngineConfig
+from april.core.sampling import attempt_seed
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.admission import Admission
+from april.engines.http_client import HttpClient
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, EngineLoad, Health, Request
+from april.engines.server_pool import api_key, connect_all
+from april.engines.sglang_offer import SglangOffer, probe_sglang
+from april.engines.sglang_router import common_offer, require_same_workers
+from april.engines.sglang_wire import ReplyReader, request_body
+from april.engines.sglang_worker import HalfUpdated, SglangWorker
+from april.engines.wire_arrays import empty_chunk
+from april.errors import EngineError, EngineUnreachable, RequestRefused
+
+ABORTS_AT_ONCE = 32
+"""Abort calls on their way to one server; hundreds at the same time have killed servers."""
+ABORT_RESEND_S = 1.0
+"""While a pause waits for attempts to end; the server may not have known them yet."""
+PAUSE_DEADLINE_S = 60.0
+HEALTH_S = 5.0
+"""Longest wait for the answers that a health probe needs."""
+STREAM_INTERVAL = 8
+"""Tokens per event where nothing else is asked for; what a request put back for want of memory may lose at an abort
+is fewer than this."""
+STOP_STRING_INTERVAL = 8
+"""Tokens per event for a request that april may end by what it reads."""
+
+
+class SglangEngine:
+    """One SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
+
+    Args:
+        requests: where requests go: the server itself, or the router.
+        workers: the servers; control calls go to each of them.
+        offer: what they all can do.
+        capabilities: the same in the words of the layers above.
+        max_token_loss: most tokens of a response that may be lost when a server dies.
+    """
+
+    def __init__(
+        self, requests: HttpClient, workers: Sequence[SglangWorker], offer: SglangOffer, capabilities: Capabilities,
+        max_token_loss: int | None = None,
+    ) -> None:  # fmt: skip
+        self._requests = requests
+        self.workers = tuple(workers)
+        self.offer = offer
+        self._capabilities = capabilities
+        self._max_token_loss = max_token_loss
+        self._admission = Admission()
+        self._version = FIRST_VERSION
+        self._torn = ""
+
+    def __repr__(self) -> str:
+        return f"<SglangEngine {self.name} version {self._version} {self._admission!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._requests.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """One call of ``/generate``; raises RequestRefused for what the server must not be asked."""
+        async with self._admission.request(request.attempt_id) as admitted:
+            if not admitted:
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+            self._check(request)
+            interval = self._interval(request)
+            body = request_body(
+                request,
+                stream=interval > 0,
+                stream_interval=interval if self.offer.stream_interval and interval else None,
+                seed=self._seed(request),
+            )
+            reader = ReplyReader(
+                request.attempt_id,
+                self._version,
+                incremental=interval > 0 and self.offer.incremental,
+                labels=self.offer.weight_version is not None,
+            )
+            async for payload in self._payloads(body, stream=interval > 0):
+                for chunk in reader.read(payload):
+                    yield chunk
+                if reader.failure is not None:
+                    raise reader.failure
+            if reader.finish is None:
+                raise EngineUnreachable(
+                    f"{self._requests.url}/generate ended without a finish reason after {reader.count} tokens of "
+                    f"attempt {request.attempt_id}; has the server died?"
+                )
+
+    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncIterator[bytes]:
+        """The answer, or the events of a stream without the mark at its end."""
+        if not stream:
+            reply = await self._requests.call("POST", "/generate", body, timeout_s=None)
+            self._requests.require_ok(reply, "/generate")
+            yield reply.body
+            return
+        async with self._requests.events("/generate", body) as events:
+            async for payloads in events:
+                for payload in payloads:
+                    if payload != b"[DONE]":
+                        yield payload
+
+    def _interval(self, request: Request) -> int:
+        """Tokens per event; 0: one answer at the end."""
+        interval = STREAM_INTERVAL if self._max_token_loss is None else max(1, self._max_token_loss)
+        return min(interval, STOP_STRING_INTERVAL) if request.stream else interval
+
+    def _seed(self, request: Request) -> int | None:
+        """With deterministic inference a request without a seed would get the same one as all others."""
+        if not self._capabilities.honours_seeds:
+            return None
+        if request.sampling.seed is not None:
+            return request.sampling.seed
+        group, index = request.sample_key or (0, 0)
+        return attempt_seed(0, group, index, len(request.token_ids))
+
+    def _check(self, request: Request) -> None:
+        """The server dies of an id that its vocabulary lacks, and refuses or shortens what is too long."""
+        if self._torn:
+            raise EngineError(self._torn)
+        ids, limit = request.token_ids, self._capabilities
+        if not len(ids):
+            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
+        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
+                f"{self.name}; is the tokenizer that of the model?"
+            )
+        if len(ids) + request.sampling.max_tokens > limit.max_context:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
+                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
+            )
+
+    # ---------------------------------------------------------------- aborts
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """By rid, at every worker: behind a router nobody says which of them has a request, and an unknown rid is
+        ignored. Never everything at once: other clients may use the server."""
+        self._admission.abort(attempt_ids)
+        inside = self._admission.inside
+        rids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        if rids:
+            await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
+
+    async def pause(self) -> None:
+        """Close admission and end what is inside.
+
+        The server itself is not paused: nothing of ours is inside any more, and to every probe a paused server is dead.
+        """
+        self._admission.close()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PAUSE_DEADLINE_S
+        while self._admission.inside:
+            if loop.time() > deadline:
+                raise EngineError(
+                    f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
+                    f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
+                )
+            await self.abort(None)
+            try:
+                async with asyncio.timeout(ABORT_RESEND_S):
+                    await self._admission.until_idle()
+            except TimeoutError:
+                continue
+
+    async def resume(self) -> None:
+        self._admission.open()
+
+    # ---------------------------------------------------------------- weights
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """On every worker; it counts when all of them have it.
+
+        Raises:
+            EngineError: a worker could not load it; the message says which, and what the server says.
+        """
+        label = str(version)
+        results = await asyncio.gather(
+            *(worker.update(label, path) for worker in self.workers), return_exceptions=True
+        )
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if errors:
+            changed = len(errors) < len(results) or any(isinstance(e, HalfUpdated) for e in errors)
+            if changed:
+                self._torn = (
+                    f"engine {self.name} is between two versions, since an update to {label} has not reached all of "
+                    "its weights; update them again"
+                )
+            raise errors[0]
+        self._version, self._torn = version, ""
+
+    # ---------------------------------------------------------------- the rest
+
+    async def health(self) -> Health:
+        """Load and label of every worker; no token is generated for it."""
+        label = str(self._version)
+        results = await asyncio.gather(*map(_look_at, self.workers), return_exceptions=True)
+        sick = [r for r in results if isinstance(r, BaseException)]
+        for error in sick:
+            if not isinstance(error, EngineError):
+                raise error
+        well = [r for r in results if not isinstance(r, BaseException)]
+        loads = [load for _, load in well if load is not None]
+        problem = str(sick[0]) if sick else self._torn
+        total = EngineLoad(
+            sum(load.running for load in loads),
+            sum(load.waiting for load in loads),
+            max((load.kv_usage for load in loads), default=0.0),
+        )
+        return Health(
+            ok=not problem,
+            detail=problem,
+            counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
+            current=not self._torn and all(said in (None, label) for said, _ in well),
+            load=total if loads else None,
+        )
+
+    async def close(self) -> None:
+        """Calls in flight break."""
+        await self._requests.close()
+        for worker in self.workers:
+            await worker.client.close()
+
+    async def adopt(self) -> None:
+        """Tell every worker what april calls the weights that it has."""
+        await _all(worker.set_label(str(self._version)) for worker in self.workers)
+
+
+async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
+    """One engine per server; with a router, one for all of them.
+
+    Raises:
+        ConfigError: a server is no SGLang server, lacks what april needs, or differs from the others.
+        EngineError: a server could not be asked.
+    """
+
+    async def connect(client: HttpClient) -> SglangEngine:
+        offer = await probe_sglang(client, config)
+        if offer.paused:
+            raise EngineError(
+                f"{client.url} is paused; continue it (POST /continue_generation with the body {{}}) and start again"
+            )
+        return SglangEngine(
+            client, [SglangWorker(client, offer)], offer, offer.capabilities(config), config.max_token_loss
+        )
+
+    engines = await connect_all(config, connect)
+    try:
+        if config.router is not None:
+            engines = [await _behind_router(config, config.router, engines)]
+        for engine in engines:
+            await engine.adopt()
+    except BaseException:
+        for engine in engines:
+            await engine.close()
+        raise
+    return list(engines)
+
+
+async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence[SglangEngine]) -> SglangEngine:
+    """One engine out of those of the workers; closes nothing but the router's client."""
+    router = HttpClient(
+        url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
+    )
+    try:
+        await require_same_workers(router, config)
+        workers = [worker for engine in engines for worker in engine.workers]
+        offer, capabilities = common_offer([worker.offer for worker in workers], config)
+    except BaseException:
+        await router.close()
+        raise
+    return SglangEngine(router, workers, offer, capabilities, config.max_token_loss)
+
+
+async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]:
+    async with asyncio.timeout(HEALTH_S):
+        label, load = await asyncio.gather(worker.label(), worker.load())
+    return label, load
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Await all of them, then raise the first error."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

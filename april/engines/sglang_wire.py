@@ -1,0 +1,270 @@
+"""What SGLang servers say, as typed values: answers of ``/generate`` become chunks, or a sentence on what is wrong.
+
+Invariant: ``ReplyReader.count`` tokens were handed over, each once. An answer is read from that offset on: what the
+server repeats (cumulative streams, the echo of the last token at an abort) is dropped; what it takes back is an error.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from april.core.versions import PolicyVersion
+from april.engines.http_client import error_text
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.wire_arrays import chunk_of, empty_chunk
+from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+
+
+class Finish(msgspec.Struct):
+    """``finish_reason``; ``status_code`` is set where the server gave the request up (a time limit, for instance)."""
+
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Span(msgspec.Struct):
+    """Tokens [start, end) of the reply were generated under ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct):
+    """``meta_info``; replies to requests that were aborted in the queue lack many keys."""
+
+    id: str
+    finish_reason: Finish | None = None
+    completion_tokens: int | None = None
+    weight_version: str | None = None
+    weight_versions: list[Span] | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+
+
+class Reply(msgspec.Struct):
+    """One answer, or one event of a stream; errors come as events, too."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: Any = None
+    message: Any = None
+
+
+_DECODER = msgspec.json.Decoder(Reply)
+_FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
+
+
+def request_body(request: Request, *, stream: bool, stream_interval: int | None, seed: int | None) -> bytes:
+    """JSON for ``/generate``.
+
+    All that changes the distribution is explicit, or the server would take its own or the model's defaults.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        # ignore_eos would switch the stop ids off as well
+        "ignore_eos": False,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if seed is not None:
+        params["sampling_seed"] = seed
+    if stream_interval is not None:
+        params["stream_interval"] = stream_interval
+    body = {
+        "rid": request.attempt_id,
+        "input_ids": request.token_ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": stream,
+    }
+    return msgspec.json.encode(body)
+
+
+def version_of(label: str) -> PolicyVersion | None:
+    """The version that april gave this label; None: it is no label of april's."""
+    incarnation, dot, n = label.partition(".")
+    if dot and incarnation.isdecimal() and n.isdecimal():
+        version = PolicyVersion(int(incarnation), int(n))
+        return version if str(version) == label else None
+    return None
+
+
+class ReplyReader:
+    """Reads the answers to one request, in order.
+
+    Args:
+        attempt_id: which the answers must name.
+        version: of the weights when the request was sent.
+        incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
+        labels: the server knows april's versions; otherwise all tokens are taken for ``version``.
+    """
+
+    def __init__(self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: bool) -> None:
+        self._attempt_id = attempt_id
+        self._version = version
+        self._label = str(version)
+        self._incremental = incremental
+        self._labels = labels
+        self._last = -1
+        # tokens that came under another label than the request was sent with: the last event says whose they are
+        self._held_ids: list[int] = []
+        self._held_logprobs: list[float] = []
+        self.count = 0
+        """Tokens handed over, those held back not among them."""
+        self.finish: EngineFinish | None = None
+        """Why the request has ended."""
+        self.failure: EngineError | None = None
+        """To be raised once the chunks that came with it are handed over."""
+
+    def read(self, payload: bytes) -> list[Chunk]:
+        """The chunks of one answer or event; the last one has ``finish`` if the request has ended.
+
+        Raises:
+            WireError: the answer cannot be true.
+            RequestRefused, EngineBusy, EngineError: the server says that it failed.
+        """
+        try:
+            reply = _DECODER.decode(payload)
+        except msgspec.DecodeError as error:
+            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
+        meta = reply.meta_info
+        if meta is None:
+            raise _said(reply, payload)
+        if meta.id != self._attempt_id:
+            raise WireError(f"attempt {self._attempt_id} got the answer of {meta.id[:64]!r}")
+        if self.finish is not None or self.failure is not None:
+            raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
+        ids, logprobs = self._fresh(reply, meta)
+        if ids:
+            self._last = ids[-1]
+        if meta.finish_reason is not None:
+            return self._end(meta, meta.finish_reason, ids, logprobs)
+        if self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
+            self._held_ids += ids
+            self._held_logprobs += logprobs
+            return []
+        if not ids:
+            return []
+        self.count += len(ids)
+        return [chunk_of(ids, logprobs, self._version)]
+
+    def _fresh(self, reply: Reply, meta: Meta) -> tuple[list[int], list[float]]:
+        """Token ids and log-probabilities behind those that were read before."""
+        ids, scored = reply.output_ids, meta.output_token_logprobs
+        had = self.count + len(self._held_ids)
+        aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+        total = meta.completion_tokens
+        if total is None:
+            # old servers do not count for requests aborted in the queue, where nothing new comes
+            total = (had if aborted else had + len(ids)) if self._incremental else len(ids)
+        new = total - had
+        if new < 0:
+            raise self._wrong(f"had {had} tokens and now has {total}")
+        if not self._incremental:
+            # an event of the stream repeats everything
+            ids, scored = (ids[had:], scored[had:]) if had else (ids, scored)
+        if aborted and len(ids) == new + 1:
+            # the abort's own event repeats the last token, or has one that nobody counted
+            if self._incremental and ids[-1] != (ids[-2] if new else self._last):
+                raise self._wrong(f"says {total} tokens and came with another one")
+            ids = ids[:new]
+        if aborted and len(scored) > new:
+            # and all log-probabilities once more, even where the stream is incremental
+            scored = scored[:new]
+        if len(ids) != new or len(scored) != new:
+            raise self._wrong(
+                f"says {total} tokens, {had} of them known, and came with {len(ids)} ids and {len(scored)} "
+                "log-probabilities of new ones"
+            )
+        if not new:
+            return [], []
+        logprobs, named, _ = zip(*scored, strict=True)
+        if list(named) != ids:
+            raise self._wrong("has log-probabilities of other tokens than its ids")
+        return ids, list(logprobs)
+
+    def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
+        """The last tokens, split by the weights that made them."""
+        ids, logprobs = self._held_ids + ids, self._held_logprobs + logprobs
+        chunks = self._by_version(meta, ids, logprobs)
+        self.count += len(ids)
+        if self.failure is not None:
+            return chunks
+        status = finish.status_code
+        if finish.type == "abort" and status is not None and 400 <= status < 600:
+            self.failure = _failure(status, f"the server gave the request up ({status}): {_short(finish.message)}")
+            return chunks
+        reason = _FINISHES.get(finish.type)
+        if reason is None:
+            self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {finish.type[:32]!r}")
+            return chunks
+        self.finish = reason
+        if not chunks:
+            return [empty_chunk(self._version, reason)]
+        last = chunks[-1]
+        return [*chunks[:-1], Chunk(last.tokens, last.logprobs, last.version, reason)]
+
+    def _by_version(self, meta: Meta, ids: list[int], logprobs: list[float]) -> list[Chunk]:
+        total = self.count + len(ids)
+        if not ids and not self.count:
+            return []
+        if not self._labels:
+            return [chunk_of(ids, logprobs, self._version)] if ids else []
+        spans = meta.weight_versions or []
+        if not spans:
+            if meta.weight_version not in (None, self._label) or self._held_ids:
+                self.failure = self._foreign(meta.weight_version or "none")
+                return []
+            return [chunk_of(ids, logprobs, self._version)] if ids else []
+        if spans[0].start != 0 or spans[-1].end != total or any(a.end != b.start for a, b in pairwise(spans)):
+            raise self._wrong(f"has version spans that do not cover its {total} tokens one after the other")
+        chunks: list[Chunk] = []
+        for span in spans:
+            start, end = max(span.start - self.count, 0), span.end - self.count
+            version = self._version if span.version == self._label else version_of(span.version)
+            if version is None or (span.start < self.count and version != self._version and span.end > span.start):
+                self.failure = self._foreign(span.version)
+                return chunks
+            if end > start:
+                chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
+        return chunks
+
+    def _foreign(self, label: str) -> EngineError:
+        return EngineError(
+            f"attempt {self._attempt_id} was sent to weights {self._label} and has tokens of weights {label[:64]!r}: "
+            "the server was started anew, or somebody else changes its weights; change them through april only"
+        )
+
+    def _wrong(self, what: str) -> WireError:
+        return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
+
+
+def _said(reply: Reply, payload: bytes) -> EngineError:
+    """The error of an event that is no answer."""
+    if reply.error is None and reply.message is None:
+        return WireError(f"the server's answer has neither meta_info nor an error ({len(payload)} bytes)")
+    code = reply.error.get("code") if isinstance(reply.error, dict) else None
+    return _failure(code if isinstance(code, int) else 500, f"the server refused the request: {error_text(payload)}")
+
+
+def _failure(status: int, text: str) -> EngineError:
+    if status in (429, 503):
+        return EngineBusy(text)
+    return RequestRefused(text) if 400 <= status < 500 else EngineError(text)
+
+
+def _short(message: str | None) -> str:
+    return " ".join((message or "nothing").split())[:300]
