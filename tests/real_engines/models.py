@@ -1,0 +1,78 @@
+"""Two tiny models of one shape, made on the spot: random weights from two seeds, a tokenizer trained on a few lines.
+
+They are Qwen3 in float32 with 512 tokens, about 0.4 M parameters, wide enough initial weights that greedy decoding does
+not fall into one token, and a head size that both servers take on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from april.testing.conformance import Reference
+
+VOCAB_SIZE = 512
+CONTEXT = 4096
+SEEDS = {"first": 0, "second": 1}
+
+
+def make_models(where: Path) -> dict[str, Path]:
+    """The directories of the models by name, written into ``where``."""
+    made = {}
+    for name, seed in SEEDS.items():
+        made[name] = where / name
+        _model(seed).save_pretrained(made[name])
+        _tokenizer().save_pretrained(made[name])
+    return made
+
+
+def _model(seed: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(  # type: ignore[call-arg]  # its declaration hides what every configuration takes
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, initializer_range=0.2,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Byte level, as Qwen's own."""
+    bpe = Tokenizer(tokenizer_models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        (f"a tiny model counts to {n}, then to {n * 7}, and the answer is {n * 8}" for n in range(2000)),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        ),
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")  # noqa: S106
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model directory."""
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+@functools.cache
+def reference(model: Path) -> Reference:
+    """Logits of the Hugging Face model in that directory, by full forward passes in float32."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def logits(prompt: list[int], response: list[int]) -> Any:
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            found = network(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return found.float().numpy().astype(np.float32)
+
+    return logits
