@@ -202,7 +202,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
         readings = {i: bench.start(bench.request(i, response=have[i])) for i in open_ones}
         attempts += len(readings)
         if round < FEW:
-            await bench.caught(list(readings.values()))
+            await bench.caught(list(readings.values()), every=round % 2 == 0)
             await bench.end(list(readings.values()))
         await bench.ended(list(readings.values()))
         bench.no_error(readings.values())

@@ -226,7 +226,7 @@ class Bench:
         await self.ended(readings)
 
     async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
-        """Until each of them (``every`` off: any) has tokens; an engine that shows none before the end gets a moment."""
+        """Until each of them (``every`` off: any) has tokens; an engine that shows none before the end gets time."""
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
         while not enough(r.count or r.task.done() for r in readings):

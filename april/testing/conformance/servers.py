@@ -1,0 +1,127 @@
+"""A server at a URL as a subject: a recording proxy in front of it, a Hugging Face model beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import aiohttp
+from pydantic import TypeAdapter
+
+from april.config_engines import EngineConfig, ServerEngineConfig, SglangEngineConfig
+from april.engines.factory import open_servers
+from april.engines.protocol import Engine, Float32
+from april.errors import ConfigError
+from april.testing.conformance.subject import Reference, Subject, Weights
+from april.testing.recording_proxy import RecordingProxy
+
+_MADE = re.compile(rb"^(?:vllm|sglang):generation_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+"""What servers call the number of tokens that they have generated."""
+
+
+@asynccontextmanager
+async def served(
+    kind: str, urls: Sequence[str], *, model: str | None = None, other: str | None = None, second: str | None = None,
+    name: str = "", options: dict[str, Any] | None = None, **subject: Any,
+) -> AsyncIterator[Subject]:  # fmt: skip
+    """A subject for the server at ``urls``, or for several workers behind an SGLang router, which count as one engine.
+
+    Args:
+        kind: of the engine configuration: vllm, sglang, openai.
+        model: directory of the weights that the server has, also readable here: for reference and tokenizer, and to be
+            put back.
+        other: directory of other weights of the same shape, to be loaded.
+        second: URL of another server with the same weights, for the failover.
+        options: further settings of the engine configuration.
+        subject: further fields of :class:`Subject`.
+    """
+    config = _config(kind, urls, options or {})
+    front = config.router if isinstance(config, SglangEngineConfig) and config.router else urls[0]
+    async with RecordingProxy(front) as proxy:
+        if isinstance(config, SglangEngineConfig) and config.router:
+            watched: ServerEngineConfig = config.model_copy(update={"router": proxy.url})
+        else:
+            watched = config.model_copy(update={"urls": (proxy.url,)})
+        values: dict[str, Any] = {
+            "open": lambda: _open(watched), "name": name or kind, "wire": proxy, "made": await _counter(urls)
+        }  # fmt: skip
+        if second is not None:
+            values["second"] = lambda: _open(_config(kind, [second], options or {}))
+        if model is not None:
+            values |= {"now": Weights(model, hugging_face(model)), "tokenizer": hugging_face_tokenizer(model)}
+        if other is not None:
+            values["other"] = Weights(other, hugging_face(other))
+        yield replace(Subject(**values), **subject)
+
+
+def _config(kind: str, urls: Sequence[str], options: dict[str, Any]) -> ServerEngineConfig:
+    config = TypeAdapter(EngineConfig).validate_python({"kind": kind, "urls": list(urls), **options})
+    if not isinstance(config, ServerEngineConfig):
+        raise ConfigError(f"engine kind {kind} is no server; make a Subject of your own for it")
+    return config
+
+
+async def _open(config: Any) -> Engine:
+    engines = await open_servers(config)
+    return engines[0]
+
+
+async def _counter(urls: Sequence[str]) -> Callable[[], Awaitable[float]] | None:
+    """The servers' own count of generated tokens, if all of them have one."""
+
+    async def total() -> float:
+        counts = [await _made_by(url) for url in urls]
+        return sum(count or 0.0 for count in counts)
+
+    return None if None in [await _made_by(url) for url in urls] else total
+
+
+async def _made_by(url: str) -> float | None:
+    timeout = aiohttp.ClientTimeout(total=30)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+            session.get(f"{url}/metrics", allow_redirects=False) as response,
+        ):
+            found = _MADE.findall(await response.read()) if response.status == 200 else []
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+    return sum(map(float, found)) if found else None
+
+
+@cache
+def hugging_face(path: str) -> Reference:
+    """Logits of the causal language model in a directory, in fp32 on the CPU, one full forward pass per response.
+
+    Needs the ``transformers`` extra.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+    model.eval()
+
+    def logits(prompt: list[int], response: list[int]) -> Float32:
+        with torch.no_grad():
+            rows: Float32 = (
+                model(input_ids=torch.tensor([prompt + response]), use_cache=False)
+                .logits[0, len(prompt) - 1 : -1].float().numpy()
+            )  # fmt: skip
+        return rows
+
+    return logits
+
+
+@cache
+def hugging_face_tokenizer(path: str) -> Any:
+    """The tokenizer in a directory, or None if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,262 @@
+"""A proxy between april and one server, which writes down the tokens in every answer that it passed on.
+
+Bytes go through as they come, in both directions. What they say is read by a parser of the proxy's own, after the fact:
+it shares no code with the engines' clients, so that what it saw is a witness against them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from april.engines.server_url import checked_url
+
+_HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+     "upgrade", "host", "content-length")
+)  # fmt: skip
+_ROUTES = ("/generate", "/inference/v1/generate", "/v1/completions")
+MAX_BODY_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request for tokens, and what was passed on of its answer."""
+
+    route: str
+    ids: frozenset[str]
+    """Names that the request has: ``rid``, ``request_id``, ``X-Request-Id``."""
+    status: int = 0
+    streamed: bool = False
+    sent: list[bytes] = field(default_factory=list)
+    """Written to the client while it listened."""
+    unsent: list[bytes] = field(default_factory=list)
+    """What came from the server when the client had hung up."""
+    done: bool = False
+    closed_early: bool = False
+    """The client hung up before the answer was complete."""
+    broken: bool = False
+    """The server did."""
+    _tokens: list[int] | None = None
+    _repeated: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the complete events (or of the complete answer) that were passed on."""
+        if self._tokens is not None:
+            return self._tokens
+        tokens, repeated = tokens_in(b"".join(self.sent), self.streamed) if self.status == 200 else ([], 0)
+        if self.done:
+            self._tokens, self._repeated, self.sent = tokens, repeated, []
+        return tokens
+
+    @property
+    def repeated(self) -> int:
+        """Tokens that the server sent beyond its own count, such as SGLang's echo of the last one at an abort."""
+        _ = self.tokens
+        return self._repeated
+
+
+class RecordingProxy:
+    """Use it as ``async with RecordingProxy("http://host:port") as proxy``, and give the engine ``proxy.url``.
+
+    It is a :class:`april.testing.conformance.Witness`.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = checked_url(server)
+        self.exchanges: list[Exchange] = []
+        """Requests for tokens, in the order of their arrival."""
+        self._by_id: dict[str, list[Exchange]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    def __repr__(self) -> str:
+        running = sum(not e.done for e in self.exchanges)
+        return f"<RecordingProxy {self._url} -> {self._server}: {len(self.exchanges)} requests, {running} running>"
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self._url
+
+    def tokens(self, attempt_id: str) -> list[int]:
+        """Tokens that were passed on for one attempt, in order; empty for an unknown one."""
+        return [token for exchange in self._of(attempt_id) for token in exchange.tokens]
+
+    def closed_early(self, attempt_id: str) -> bool:
+        """Whether the client hung up on the attempt's last answer."""
+        found = self._of(attempt_id)
+        return bool(found) and found[-1].closed_early
+
+    def _of(self, attempt_id: str) -> list[Exchange]:
+        return self._by_id.get(attempt_id, [])
+
+    # ---------------------------------------------------------------- life
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Listen on a free port of this machine."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type", "Accept"),
+            trust_env=False,
+        )
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        # a client that hangs up must be seen by the server at once
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self._url = f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Close all connections; what was written down stays."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    # ---------------------------------------------------------------- one exchange
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        exchange = self._exchange(request, body)
+        try:
+            return await self._answer(request, body, exchange)
+        except asyncio.CancelledError:
+            exchange.closed_early = True
+            raise
+        finally:
+            exchange.done = True
+
+    def _exchange(self, request: web.Request, body: bytes) -> Exchange:
+        """What the request is; those that ask for tokens are kept."""
+        value = None
+        if request.method == "POST" and request.path in _ROUTES:
+            with suppress(msgspec.DecodeError):
+                value = msgspec.json.decode(body)
+        if not isinstance(value, dict):
+            return Exchange(request.path, frozenset())
+        names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
+        exchange = Exchange(request.path, frozenset(n for n in names if isinstance(n, str)))
+        self.exchanges.append(exchange)
+        for name in exchange.ids:
+            self._by_id.setdefault(name, []).append(exchange)
+        return exchange
+
+    async def _answer(self, request: web.Request, body: bytes, exchange: Exchange) -> web.StreamResponse:
+        assert self._session is not None
+        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP]
+        try:
+            upstream = await self._session.request(
+                request.method, self._server + request.raw_path, data=body or None, headers=headers,
+                allow_redirects=False,
+            )  # fmt: skip
+        except aiohttp.ClientError:
+            return self._hang_up(request, exchange, web.Response(status=502))
+        async with upstream:
+            exchange.status = upstream.status
+            exchange.streamed = upstream.content_type == "text/event-stream"
+            kept = [(k, v) for k, v in upstream.headers.items() if k.lower() not in _HOP_BY_HOP]
+            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+            response.headers.extend(kept)
+            if upstream.content_length is not None:
+                response.content_length = upstream.content_length
+            await response.prepare(request)
+            try:
+                async for piece in upstream.content.iter_any():
+                    exchange.sent.append(piece)
+                    try:
+                        await response.write(piece)
+                    except ConnectionResetError:
+                        exchange.unsent.append(exchange.sent.pop())
+                        exchange.closed_early = True
+                        return response
+            except (aiohttp.ClientError, OSError):
+                return self._hang_up(request, exchange, response)
+            with suppress(ConnectionResetError):
+                await response.write_eof()
+            return response
+
+    def _hang_up(self, request: web.Request, exchange: Exchange, response: web.StreamResponse) -> web.StreamResponse:
+        """The server is gone: so is this end."""
+        exchange.broken = True
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+
+
+def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
+    """Token ids that an answer of any of the three wires has, and how many were sent beyond the server's own count.
+
+    Of a stream only complete events count; an answer that is no stream counts whole, or not at all.
+    """
+    tokens: list[int] = []
+    repeated = 0
+    if not streamed:
+        with suppress(msgspec.DecodeError):
+            _take(msgspec.json.decode(body), tokens)
+        return _counted(msgspec.json.decode(body), tokens) if tokens else (tokens, 0)
+    for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
+        data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+        if not data or data == b"[DONE]":
+            continue
+        with suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(data)
+            _take(value, tokens)
+            tokens, more = _counted(value, tokens)
+            repeated += more
+    return tokens, repeated
+
+
+def _take(value: Any, tokens: list[int]) -> None:
+    """Add what one answer or event has to the tokens before it."""
+    if not isinstance(value, dict):
+        return
+    if isinstance(ids := value.get("output_ids"), list):
+        total = (value.get("meta_info") or {}).get("completion_tokens")
+        # SGLang repeats everything in each event, unless it was told not to
+        if total is not None and len(ids) >= total and ids[: len(tokens)] == tokens:
+            tokens[:] = ids
+        else:
+            tokens += ids
+        return
+    for choice in value.get("choices") or ():
+        ids = choice.get("token_ids")
+        if ids is None:
+            said = (choice.get("logprobs") or {}).get("tokens") or ()
+            ids = [int(t.partition("token_id:")[2]) for t in said if t.startswith("token_id:")]
+        tokens += ids
+
+
+def _counted(value: Any, tokens: list[int]) -> tuple[list[int], int]:
+    """The tokens up to the server's own count, where SGLang gives one, and how many were beyond it."""
+    meta = value.get("meta_info") if isinstance(value, dict) else None
+    total = meta.get("completion_tokens") if isinstance(meta, dict) else None
+    if not isinstance(total, int) or total >= len(tokens):
+        return tokens, 0
+    return tokens[:total], len(tokens) - total
