@@ -14,6 +14,7 @@ from april.config_engines import (
     VllmEngineConfig,
 )
 from april.engines.decode_cost import roofline
+from april.engines.openai import connect_openai
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
 from april.engines.sglang import connect_sglang
@@ -47,6 +48,8 @@ async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEng
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
     if isinstance(config, SglangEngineConfig):
         return await connect_sglang(config)
+    if isinstance(config, OpenAIEngineConfig):
+        return list[Engine](await connect_openai(config))
     raise ConfigError(f"engine kind {config.kind} is not there yet")
 
 

@@ -1,0 +1,257 @@
+"""Engine client for servers with the OpenAI completions route that takes and gives token ids.
+
+Such a server knows no abort and no weight versions. So a request is ended by closing its stream, which keeps everything
+that came, and no request lives through a weight update: its version is that of its submission.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from april.config_engines import OpenAIEngineConfig
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.admission import Admission
+from april.engines.http_client import HttpClient
+from april.engines.openai_metrics import read_metrics
+from april.engines.openai_probe import OpenAIOffer, probe_openai
+from april.engines.openai_wire import ROUTE, CompletionStream, completion_body
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.server_pool import connect_all
+from april.engines.wire_arrays import empty_chunk
+from april.errors import EngineError, RequestRefused, WireError
+
+
+async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
+    """One engine per configured server, each asked what it can do.
+
+    Raises:
+        ConfigError: a server cannot do what april needs, or something is missing that it does not tell itself.
+        EngineError: a server could not be asked.
+    """
+
+    async def connect(client: HttpClient) -> OpenAIEngine:
+        offer = await probe_openai(client, config)
+        metrics = await read_metrics(client)
+        return OpenAIEngine(client, offer, max_in_flight=config.max_in_flight, started_s=metrics.started_s)
+
+    return await connect_all(config, connect)
+
+
+class OpenAIEngine:
+    """One server. Made by :func:`connect_openai`.
+
+    Args:
+        offer: what the probe has found.
+        max_in_flight: most requests at the same time; None: unknown.
+        started_s: when the server's process began, as it says itself; None: it does not say.
+    """
+
+    def __init__(
+        self, client: HttpClient, offer: OpenAIOffer, *, max_in_flight: int | None = None,
+        started_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self.offer = offer
+        self._capabilities = Capabilities(
+            offer.logprob_kind,
+            offer.vocab_size,
+            offer.max_context,
+            offer.eos_token_ids,
+            max_in_flight,
+            abort_means=AbortMeans.CLOSE,
+            version_spans=False,
+            honours_seeds=offer.honours_seeds,
+            notes=offer.notes,
+        )
+        self._ends = frozenset(offer.eos_token_ids)
+        self._version = FIRST_VERSION
+        self._admission = Admission()
+        self._open: dict[str, _Inbox] = {}
+        self._started_s = started_s
+
+    def __repr__(self) -> str:
+        return f"<OpenAIEngine {self.name}, {len(self._open)} streams, {self._admission!r}>"
+
+    @property
+    def name(self) -> str:
+        """Host and port of the server."""
+        return self._client.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As probed."""
+        return self._capabilities
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """One streamed completion; see the protocol.
+
+        Raises:
+            RequestRefused: prompt and budget do not fit into the server's context, which it would cut without a word.
+            EngineError: the server failed, the stream broke, or it has numbers that cannot be true.
+        """
+        self._check_room(request)
+        async with self._admission.request(request.attempt_id) as admitted:
+            version = self._version
+            if not admitted:
+                yield empty_chunk(version, EngineFinish.ABORT)
+                return
+            stream = CompletionStream(self.offer.token_shape, request.token_ids)
+            body = completion_body(self.offer.model, self.offer.token_shape, request)
+            inbox = self._open[request.attempt_id] = _Inbox(self._client, body)
+            try:
+                ended = False
+                while not ended:
+                    payloads, ended = await inbox.next()
+                    error = _read_all(stream, payloads)
+                    if chunk := stream.take(version):
+                        yield chunk
+                    if error is not None:
+                        raise error
+                yield empty_chunk(version, self._end(request, stream, inbox))
+            finally:
+                self._open.pop(request.attempt_id, None)
+                await inbox.close()
+
+    def _end(self, request: Request, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
+        """Why the stream ended; raises if that was too early, or cannot be."""
+        if inbox.closing:
+            # what came first counts: the server's own end, if it was read
+            return stream.finish or EngineFinish.ABORT
+        if inbox.error is not None:
+            raise inbox.error
+        if stream.finish is None or not stream.done:
+            missing = "finish reason" if stream.finish is None else "[DONE]"
+            raise EngineError(f"the stream of {self.name} ended without {missing} after {stream.count} tokens")
+        sampling = request.sampling
+        if stream.finish is EngineFinish.LENGTH and stream.count < sampling.max_tokens:
+            raise EngineError(
+                f"{self.name} ended after {stream.count} of {sampling.max_tokens} tokens for want of room; its context "
+                f"is smaller than {self.offer.max_context}: set engine.max_len to what it was started with"
+            )
+        ends = self._ends
+        if stream.finish is EngineFinish.STOP and ends and stream.last_token not in ends | {*sampling.stop_token_ids}:
+            raise WireError(
+                f"{self.name} says that a response has stopped, but its last token ({stream.last_token}) is neither in "
+                "engine.eos_token_ids nor a stop token; add it there if it ends responses"
+            )
+        return stream.finish
+
+    def _check_room(self, request: Request) -> None:
+        used, wanted = len(request.token_ids), request.sampling.max_tokens
+        if used + wanted > self.offer.max_context:
+            raise RequestRefused(
+                f"{used} token ids and max_tokens={wanted} do not fit into the context of {self.offer.max_context} "
+                f"tokens of {self.name}"
+            )
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Close the streams; what they have brought so far is still read."""
+        self._admission.abort(attempt_ids)
+        for attempt_id in list(self._open) if attempt_ids is None else attempt_ids:
+            inbox = self._open.get(attempt_id)
+            if inbox is not None:
+                inbox.stop()
+
+    async def pause(self) -> None:
+        """Let nobody in, close all streams, and wait until they have ended."""
+        self._admission.close()
+        for inbox in self._open.values():
+            inbox.stop()
+        await self._admission.until_idle()
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._admission.open()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """From now on the weights are ``version``; the trainer has put them there.
+
+        Raises:
+            EngineError: ``path`` is given, or requests are running.
+        """
+        if path is not None:
+            raise EngineError(
+                f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; hand them "
+                "over with weight_update(transfer=...)"
+            )
+        if self._admission.inside:
+            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
+        self._started_s = (await read_metrics(self._client)).started_s
+        self._version = version
+
+    async def health(self) -> Health:
+        """``/health``, or the list of models where there is no such route; the load where ``/metrics`` tells it."""
+        try:
+            reply = await self._client.call("GET", "/health", retry=True)
+            if reply.status == 404:
+                reply = await self._client.call("GET", "/v1/models", retry=True)
+        except EngineError as error:
+            return Health(False, str(error))
+        if not reply.ok:
+            return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
+        metrics = await read_metrics(self._client)
+        restarted = None not in (self._started_s, metrics.started_s) and metrics.started_s != self._started_s
+        detail = "the server's process is another one than before" if restarted else ""
+        return Health(True, detail, {"open_streams": float(len(self._open))}, not restarted, metrics.load)
+
+    async def close(self) -> None:
+        """Close all streams and connections."""
+        for inbox in self._open.values():
+            inbox.stop()
+        await self._client.close()
+
+
+class _Inbox:
+    """Reads one stream beside its consumer, so that the consumer can be told to stop while the server is silent."""
+
+    def __init__(self, client: HttpClient, body: bytes) -> None:
+        self.closing = False
+        """No more is wanted."""
+        self.error: Exception | None = None
+        """What the stream broke with."""
+        self._payloads: list[bytes] = []
+        self._news = asyncio.Event()
+        self._reader = asyncio.create_task(self._read(client, body))
+
+    async def next(self) -> tuple[list[bytes], bool]:
+        """The events that came since the last call, and whether they are the last."""
+        await self._news.wait()
+        self._news.clear()
+        if self.closing and not self._reader.done():
+            # bytes that are here but were not looked at: the reader's turn comes before ours
+            await asyncio.sleep(0)
+            await self.close()
+        payloads, self._payloads = self._payloads, []
+        return payloads, self._reader.done() or self.closing
+
+    def stop(self) -> None:
+        """End the stream; what has come is still handed out."""
+        self.closing = True
+        self._news.set()
+
+    async def close(self) -> None:
+        """Close the connection, if it is open."""
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+
+    async def _read(self, client: HttpClient, body: bytes) -> None:
+        try:
+            async with client.events(ROUTE, body) as pieces:
+                async for payloads in pieces:
+                    self._payloads += payloads
+                    self._news.set()
+        except Exception as error:  # the consumer raises it
+            self.error = error
+        finally:
+            self._news.set()
+
+
+def _read_all(stream: CompletionStream, payloads: list[bytes]) -> EngineError | None:
+    """Read until one is wrong; returns what is wrong with it."""
+    try:
+        for payload in payloads:
+            stream.read(payload)
+    except EngineError as error:
+        return error
+    return None
