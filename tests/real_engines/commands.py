@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.real_engines.environments import SGLANG, SHIM, VLLM, environment
+from tests.real_engines.environments import HERE, SGLANG, VLLM, environment
 from tests.real_engines.servers import Server
 
 QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -15,7 +15,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "
 def vllm_server(
     name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256
 ) -> Server:
-    """vLLM; with ``open_routes`` in developer mode and with the token-in token-out routes, else as a plain user has it."""
+    """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes; else as a plain user has it."""
     where = environment(VLLM)
     command = [
         str(where / "bin" / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
@@ -40,9 +40,9 @@ def sglang_server(name: str, model: Path, port: int, log: Path, *, context: int,
         str(where / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
         "--attention-backend", "torch_native", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
         "--context-length", str(context), "--max-total-tokens", "65536", "--max-running-requests", str(in_flight),
-        "--mem-fraction-static", "0.5", "--enable-metrics", "--random-seed", "1",
+        "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
     ]  # fmt: skip
-    settings = QUIET | {"PYTHONPATH": str(SHIM), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return Server(name, command, port, log, "/ready", settings)
 
 

@@ -6,17 +6,12 @@ not fall into one token, and a head size that both servers take on a CPU.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from april.testing.conformance import Reference
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 512
 CONTEXT = 4096
@@ -57,22 +52,3 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         ),
     )  # fmt: skip
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")  # noqa: S106
-
-
-def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a model directory."""
-    return PreTrainedTokenizerFast.from_pretrained(model)
-
-
-@functools.cache
-def reference(model: Path) -> Reference:
-    """Logits of the Hugging Face model in that directory, by full forward passes in float32."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def logits(prompt: list[int], response: list[int]) -> Any:
-        ids = torch.tensor([[*prompt, *response]])
-        with torch.no_grad():
-            found = network(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        return found.float().numpy().astype(np.float32)
-
-    return logits

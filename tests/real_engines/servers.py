@@ -11,9 +11,8 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,16 +40,22 @@ class Server:
     """Path that answers 200 when the server takes requests."""
     environment: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
+    _started: float = 0.0
 
     @property
     def url(self) -> str:
         """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def age_s(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
+
     def start(self) -> None:
         """Start the process; its output goes to the log."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        self._started = time.monotonic()
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | self.environment,
@@ -83,6 +88,11 @@ class Server:
             self._process.wait(STOP_S)
         self.kill()
 
+    def join(self, longest_s: float) -> None:
+        """Wait for its end; raises subprocess.TimeoutExpired."""
+        if self._process is not None:
+            self._process.wait(longest_s)
+
     def last_lines(self) -> str:
         """The end of its log."""
         with suppress(OSError):
@@ -91,33 +101,33 @@ class Server:
 
 
 @contextmanager
-def running(servers: Sequence[Server]) -> Iterator[None]:
-    """Start all servers at once, wait until each is ready, stop them at the end.
-
-    Raises:
-        ServerFailed: one ended, or was not ready in time.
-    """
+def running(servers: Iterable[Server]) -> Iterator[None]:
+    """Start servers, all at once, and stop them at the end."""
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.stop)
             server.start()
-        _wait(servers)
         yield
 
 
-def _wait(servers: Sequence[Server]) -> None:
+def until_ready(servers: Sequence[Server]) -> None:
+    """Wait for servers that were started.
+
+    Raises:
+        ServerFailed: one has ended, or was not ready in time.
+    """
     began = told = time.monotonic()
     left = list(servers)
     while left:
         now = time.monotonic()
         for server in [s for s in left if s.is_ready()]:
-            print(f"{server.name}: ready after {now - began:.0f} s at {server.url}", flush=True)
+            print(f"  {server.name}: ready after {server.age_s:.0f} s at {server.url}", flush=True)
             left.remove(server)
         if left and now - began > START_S:
             raise ServerFailed(f"{left[0].name} was not ready after {START_S:g} s:\n{left[0].last_lines()}")
         if left and now - told > TOLD_EVERY_S:
             told = now
-            print(f"waiting for {', '.join(s.name for s in left)}, {now - began:.0f} s so far", flush=True)
+            print(f"  waiting for {', '.join(s.name for s in left)}, {now - began:.0f} s so far", flush=True)
         time.sleep(0.5)
 
 
@@ -128,20 +138,3 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-
-
-def counter(url: str, name: str, **labels: str) -> float:
-    """Sum of a Prometheus counter over its series that have ``labels``; 0 if there are none.
-
-    Raises:
-        OSError: the server does not answer.
-    """
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as reply:  # noqa: S310 - our own server
-        text = reply.read().decode()
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    total = 0.0
-    for line in text.splitlines():
-        series, _, value = line.rpartition(" ")
-        if series.partition("{")[0] == name and all(label in series for label in wanted):
-            total += float(value)
-    return total

@@ -21,7 +21,6 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             for operator in OPERATORS:
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             _declared.append(library)
-        return None
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
