@@ -1,7 +1,7 @@
 """``make test-engines``: install, start, put every engine to the test, print the semantics matrix, stop everything.
 
-Writes into ``runs/engines``: a JSON report per engine, ``matrix.md``, ``minutes.json`` and the logs of the servers. Ends
-with status 1 if a promise is broken or a server does not start.
+Writes into ``runs/engines``: a JSON report per engine, ``matrix.md``, ``minutes.json`` and the logs of the servers.
+Ends with status 1 if a promise is broken or a server does not start.
 """
 
 from __future__ import annotations
