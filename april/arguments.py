@@ -12,6 +12,7 @@ from typing import Any
 
 from april.config import Config, read_yaml
 from april.config_fields import Setting, choices, flag_options, settings_of, shown, typed_as
+from april.config_values import without_contents
 from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
@@ -137,7 +138,7 @@ def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[s
     copy = dict(values)
     for section in {path.partition(".")[0] for path in settings if "." in path} & set(copy):
         if not isinstance(copy[section], Mapping):
-            raise ConfigError(f"{file}: {section} must be a mapping of settings, got {shown(copy[section])}")
+            raise ConfigError(f"{file}: {section} must be a mapping of settings, got {without_contents(copy[section])}")
         copy[section] = dict(copy[section])
     return copy
 

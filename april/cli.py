@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from april.core.types import OnStale
-from april.errors import AprilError, RolloutError
+from april.errors import AprilError, ConfigError, RolloutError
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,
@@ -60,6 +60,35 @@ def demo(
     console.print(f"wrote {out / 'summary.json'} and {out / 'demo.png'}", highlight=False, soft_wrap=True)
     if not summary["all_checks_hold"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="Addresses of servers, such as http://127.0.0.1:8000.", metavar="URL")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with april's configuration, instead of addresses.", metavar="FILE")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the servers' key.", metavar="NAME")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Longest that it takes, in seconds.")] = 15.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What can these servers do, what should change, and will april be exact with them?
+
+    Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
+    """
+    from april.doctor.examine import Patience
+    from april.doctor.run import examine, present
+
+    each = min(4.0, timeout / 3)
+    try:
+        report = examine(urls or [], config, api_key_env, Patience(timeout, each, each))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(present(report, as_json))
 
 
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"

@@ -7,7 +7,6 @@ users of slime already type.
 from __future__ import annotations
 
 import difflib
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from april.config_values import (
     PositiveFloat,
     PositiveInt,
     one_or_more,
+    without_contents,
 )
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
@@ -31,6 +31,8 @@ from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
 from april.driver.stop_strings import wrong_stop_strings
 from april.errors import ConfigError
 from april.refused import REFUSED
+
+_ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
 def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,7 +76,8 @@ class Config(Model):
     refill: Refill = Refill.NONE
     """When new work starts inside a step: once (none), per finished group, or per finished sample."""
     max_in_flight: PositiveInt | None = None
-    """Samples generated at the same time; None: max(N, N') * n, and no more than the engines' slots."""
+    """Samples generated at the same time, on all engines together; None: max(N, N') * n, and no more than the engines'
+    slots."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
     """Most weight updates between a delivered token and its delivery."""
@@ -270,49 +273,87 @@ def read_yaml(path: str | Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {_why_no_yaml(error)}") from None
+
+
+def _why_no_yaml(error: Exception) -> str:
+    """What is wrong and where; not the line itself, as it may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return " ".join(f"{getattr(error, 'problem', None)} in line {mark.line + 1}".split())
 
 
 def _sentences(error: ValidationError) -> str:
-    """One sentence per mistake: where, what is wrong, what is possible."""
+    """One sentence per mistake: where, what is wrong, what is possible. Values of secrets are never shown."""
     lines = []
     for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"])
-        where = re.sub(r"^engine\.(transformers|simulated)\b", "engine", where)
-        given = item.get("input")
+        loc, kind = item["loc"], None
+        if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
+            kind, loc = str(loc[1]), ("engine", *loc[2:])
+        where = ".".join(str(part) for part in loc)
+        got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
         match item["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: {_why_unknown(where)}")
+                lines.append(_why_unknown(where, kind))
+            case "missing" | "too_short" if kind is not None:
+                meaning = str(_ENGINES[kind].model_fields[str(loc[-1])].description).partition(";")[0]
+                lines.append(f"{where} is required for engine.kind {kind}: {meaning[0].lower()}{meaning[1:]}")
             case "missing":
                 lines.append(f"{where}: is required")
             case "union_tag_invalid":
                 ctx = item["ctx"]
-                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}")
+                near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
+                meant = f"; do you mean {near[0]}?" if near else ""
+                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
             case "model_attributes_type" | "model_type" | "dict_type":
-                lines.append(f"{where}: expected a mapping of settings, got {given!r}")
+                hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
+                lines.append(f"{where}: expected a mapping of settings{got}{hint}")
             case "union_tag_not_found":
                 lines.append(f"{where}.kind: is required")
             case "value_error":
                 error_text = str(item["ctx"]["error"])
-                lines.append(f"{where}: {error_text}" if where else error_text)
+                lines.append(f"{where}: {error_text}" if where and not error_text.startswith("engine.") else error_text)
             case _:
-                lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}")
+                lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}{got}")
     return "; ".join(lines)
+
+
+def _is_kind(value: Any) -> bool:
+    return isinstance(value, str) and value in _ENGINES
 
 
 _OTHER_NAMES = dict.fromkeys(("max_tokens", "max_new_tokens"), "max_response_len") | {"stop_strings": "sampling.stop"}
 """What other interfaces call a setting."""
+_ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
+    "max_model_len": "max_len",
+    "context_length": "max_len",
+    "served_model_name": "model",
+    "router_url": "router",
+}
+"""What servers and their clients call a setting of an engine."""
 
 
-def _why_unknown(where: str) -> str:
-    """Why there is no such setting, and which one may be meant."""
+def _why_unknown(where: str, kind: str | None) -> str:
+    """Why there is no such setting, and which one may be meant; ``kind`` of the engine, for settings of engines."""
     name = where.rpartition(".")[2]
-    in_engine = where.startswith("engine.")
-    if name in REFUSED and name not in _OTHER_NAMES and not in_engine:
-        return REFUSED[name]
-    engines = {field: info for kind in ENGINE_CONFIGS for field, info in kind.model_fields.items()}
+    if kind is not None:
+        return f"{where}{_why_unknown_in_engine(name, kind)}"
+    if name in REFUSED and name not in _OTHER_NAMES:
+        return f"{where}: {REFUSED[name]}"
+    engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
-    near = [path for path in known if path.rpartition(".")[2] == name and not in_engine]
+    near = [path for path in known if path.rpartition(".")[2] == name]
     near = near or ([_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where, known, 1, 0.75))
-    return f"unknown setting; {f'do you mean {near[0]}?' if near else 'see april.Config for the names'}"
+    return f"{where}: unknown setting; {f'do you mean {near[0]}?' if near else 'see april.Config for the names'}"
+
+
+def _why_unknown_in_engine(name: str, kind: str) -> str:
+    others = [other for other, engine in _ENGINES.items() if name in engine.model_fields]
+    if others:
+        return f" belongs to engine.kind {' or '.join(others)}, not to {kind}"
+    known = [field for field in _ENGINES[kind].model_fields if field != "kind"]
+    near = [_ENGINE_NAMES[name]] if _ENGINE_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    advice = f"do you mean engine.{near[0]}?" if near else f"engine.kind {kind} has {', '.join(known)}"
+    return f": unknown setting; {advice}"

@@ -58,13 +58,15 @@ class ServerEngineConfig(Model):
     """What all engines behind HTTP servers have in common."""
 
     urls: Urls
-    """Addresses of the servers, each http://host:port; one engine per server."""
+    """The addresses of the servers, such as http://127.0.0.1:8000; one engine per server."""
     api_key: SecretStr | None = None
-    """Sent to the servers; better left out here and named by api_key_env."""
+    """Sent to the servers as a bearer token; in files better named by api_key_env, and no flag, as those are seen by
+    everybody on the machine."""
     api_key_env: str | None = None
-    """Environment variable that holds the key."""
+    """Environment variable that holds the key, where the servers want one."""
     max_in_flight: PositiveInt | None = None
-    """Most requests at one server; None: april finds out from what the server says of its memory."""
+    """Most requests at one server at the same time, within the max_in_flight of all servers together; None: april
+    finds out from what the server says of its memory."""
     max_token_loss: NonNegativeInt | None = None
     """Most tokens of one response that may be lost when its server dies: tokens are then streamed at least that often.
     None: what costs least on this kind of server."""

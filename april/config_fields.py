@@ -180,7 +180,11 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
         try:
             return adapter.validate_python(text)
         except ValidationError as error:
-            wrong = dict.fromkeys(item["msg"][0].lower() + item["msg"][1:] for item in error.errors(include_url=False))
+            wrong: dict[str, None] = {}
+            for item in error.errors(include_url=False):
+                if item["type"] == "value_error":  # our own sentence, which shows what may be shown
+                    raise argparse.ArgumentTypeError(str(item["ctx"]["error"])) from None
+                wrong[item["msg"][0].lower() + item["msg"][1:]] = None
             raise argparse.ArgumentTypeError(f"{' or '.join(wrong)}, got {text!r}") from None
 
     return read

@@ -14,7 +14,13 @@ def _no_bool(value: Any) -> Any:
 
 
 def one_or_more(value: Any) -> Any:
+    """A single word stands for a list of one."""
     return (value,) if isinstance(value, str) else value
+
+
+def without_contents(value: Any) -> str:
+    """A wrong value, for a message; of a collection only what it is, for there may be a key in it."""
+    return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
 # pydantic takes true for 1

@@ -27,6 +27,7 @@ from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function, inside_user_code, refuse_inside_user_code
+from april.engine_fit import misfits
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -385,40 +386,14 @@ def check_functions(
 
 
 def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
-    """Refuse what cannot work with these engines, before anything starts.
-
-    Either kind of log-probabilities is accepted: unless ``allow_mismatch`` is set, sampling is neutral (top_p 1,
-    min_tokens 0, T > 0), and the distribution sampled from is log_softmax(logits / T) itself.
-    """
+    """Refuse what cannot work with these engines, before anything starts."""
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:
         if not hasattr(engine, "capabilities"):
             raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
-    kinds = {e.capabilities.logprob_kind.value: e.name for e in engines}
-    if len(kinds) > 1 and not config.allow_mismatch:
-        given = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
-        raise ConfigError(
-            f"engines: their log-probabilities are of different kinds, {given}; use engines of one kind, or set "
-            "allow_mismatch: true if your trainer tells them apart"
-        )
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")
-    for engine in engines:
-        c = engine.capabilities
-        if config.max_response_len >= c.max_context:
-            raise ConfigError(
-                f"max_response_len={config.max_response_len} leaves no room for a prompt in the context of "
-                f"{c.max_context} tokens of engine {engine.name}; lower it or give the engine more"
-            )
-        bad = [i for i in config.sampling.stop_token_ids if i >= c.vocab_size]
-        if bad:
-            raise ConfigError(
-                f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {engine.name}"
-            )
-        if config.leaves_partials and not c.returns_partials:
-            raise ConfigError(
-                f"engine {engine.name} hands over nothing when a request is aborted, so partial rollouts would lose "
-                "their tokens; set over_sampling_batch_size to rollout_batch_size, and refill: none"
-            )
+    for sentence in misfits(config, {e.name: e.capabilities for e in engines}):
+        raise ConfigError(sentence)

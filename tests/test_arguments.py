@@ -102,7 +102,7 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
         "(default: true)",
         "--on-stale {finish,restart,mask,drop} What happens to a sample that would exceed it. (default: finish)",
-        "--engine-kind {transformers,simulated}",
+        "--engine-kind {transformers,simulated,vllm,sglang,openai}",
         "transformers: Sequences decoded at the same time. (default: 64); simulated:",
     ):
         assert part in text

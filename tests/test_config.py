@@ -179,7 +179,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"engine": {"kind": "transformers", "slots": 0}}, ["engine.slots", "greater than or equal to 1"]),
     ({"engine": {"kind": "simulated", "gpu": "b200"}}, ["engine.gpu", "'h100' or 'mi300x'"]),
     # engine kinds
-    ({"engine": {"kind": "vllm"}}, ["engine.kind", "'vllm'", "'transformers', 'simulated'"]),
+    ({"engine": {"kind": "llamacpp"}}, ["engine.kind", "'llamacpp'", "'transformers', 'simulated', 'vllm', 'sglang'"]),
     ({"engine": {"slots": 3}}, ["engine.kind: is required"]),
     # contradictions
     (

@@ -149,19 +149,42 @@ class FailsOnce(RecordingEngine):
         await super().update_weights(version, path)
 
 
-def test_an_engine_that_cannot_pause_leaves_no_other_paused() -> None:
+def test_engines_of_which_none_can_pause_keep_their_version() -> None:
     """weight_update fails before anything was written; all engines are open again."""
 
     async def program() -> None:
         lengths = table({})
+        engines = [FailsOnce(lengths, name, broken="pause") for name in ("a", "b")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        await rollouts.driver.next_batch()
+        with pytest.raises(EngineError, match="a cannot pause"):
+            await rollouts.driver.update_weights()
+        batch = await rollouts.driver.next_batch()
+        assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
+        assert batch.version == PolicyVersion(0, 0)
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("path", ["weights", None])
+def test_an_engine_that_cannot_pause_is_left_out_and_comes_back(path: str | None) -> None:
+    """The others get the new weights; it gets them once it is well, or, without a path, with the next update."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
         engines = [FailsOnce(lengths, "bad", broken="pause"), RecordingEngine(lengths, "good")]
         rollouts = Rollouts(lengths, n=4, engines=engines)
         await rollouts.driver.next_batch()
-        with pytest.raises(EngineError, match="bad cannot pause"):
+        assert await rollouts.driver.update_weights(path) == PolicyVersion(0, 1)
+        batch = await rollouts.driver.next_batch()
+        assert {s.engine for x in batch.samples for s in x.segments} == {"good"}
+        assert batch.version == PolicyVersion(0, 1)
+        if path is None:
             await rollouts.driver.update_weights()
         batch = await rollouts.driver.next_batch()
         assert {s.engine for x in batch.samples for s in x.segments} == {"bad", "good"}
-        assert batch.version == PolicyVersion(0, 0)
+        assert {s.version for x in batch.samples for s in x.segments} == {batch.version}
         await rollouts.close()
 
     virtual(program)
@@ -194,17 +217,27 @@ class Hangs(RecordingEngine):
 
 
 @pytest.mark.parametrize(("what", "seconds"), [("pause", 30), ("update_weights", 600), ("resume", 30)])
-def test_an_engine_that_hangs_fails_the_weight_update_in_time(what: str, seconds: int) -> None:
-    """Nobody waits for ever: the engine is named, and when it is well again the update can be repeated."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_nobody_waits_for_ever_for_an_engine_that_hangs(
+    what: str, seconds: int, alone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named and left out, and comes back with the next update; without another engine the update fails."""
 
     async def program() -> None:
         lengths = table({})
         bad = Hangs(lengths, "bad")
-        rollouts = Rollouts(lengths, n=4, engines=[bad, RecordingEngine(lengths, "good")])
+        others = [] if alone else [RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=[bad, *others])
         await rollouts.driver.next_batch()
         bad.hangs, before = what, now()
-        with pytest.raises(EngineError, match=f"engine bad has not answered {what} in {seconds} s"):
+        sentence = f"engine bad has not answered {what} in {seconds} s"
+        if alone:
+            with pytest.raises(EngineError, match=sentence):
+                await rollouts.driver.update_weights()
+        else:
             await rollouts.driver.update_weights()
+            assert sentence in caplog.text
+            assert rollouts.core.engines.states["bad"].quarantined
         assert now() - before == pytest.approx(seconds, abs=0.01)
         bad.hangs = ""
         await rollouts.driver.update_weights()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = ("core", "engines", "driver")
-"""From the ground up; scheduler, simulation, simulate, demo and cli are above them all."""
+"""From the ground up; scheduler, simulation, simulate, demo, doctor and cli are above them all."""
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
 IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -46,7 +46,7 @@ def test_the_core_is_pure() -> None:
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_floors_import_only_what_is_below(floor: int) -> None:
     """core < engines < driver; none of them knows the scheduler, the demo or the command line."""
-    top = ("scheduler", "simulation", "simulate", "demo", "cli", "adapters")
+    top = ("scheduler", "simulation", "simulate", "demo", "doctor", "engine_fit", "cli", "adapters")
     above = {f"april.{name}" for name in (*FLOORS[floor + 1 :], *top)}
     for path in (PACKAGE / FLOORS[floor]).glob("*.py"):
         for name in imports(path):
@@ -55,7 +55,7 @@ def test_floors_import_only_what_is_below(floor: int) -> None:
 
 def test_no_engine_is_decided_on_by_name_above_the_engines() -> None:
     """Decide by capabilities: engine kinds are named in engines/ and in the configuration's types only."""
-    kinds = ('"transformers"', '"simulated"')
+    kinds = ('"transformers"', '"simulated"', '"vllm"', '"sglang"', '"openai"')
     for path in FILES:
         if path.is_relative_to(PACKAGE / "engines") or path.name == "config.py":
             continue

@@ -40,7 +40,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 9}, r"max_new_tokens: unknown setting; do you mean max_response_len\?"),
     ({"stop_strings": ["a"]}, r"stop_strings: unknown setting; do you mean sampling.stop\?"),
     ({"n": 4}, "n: every sample of a group is a request of its own; set n_samples_per_prompt"),
-    ({"engine": {"kind": "vlm"}}, "engine.kind: april has no engine 'vlm'; it has 'transformers', 'simulated'"),
+    (
+        {"engine": {"kind": "vlm"}},
+        r"engine.kind: april has no engine 'vlm'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai'; "
+        r"do you mean vllm\?",
+    ),
     ({"engine": "vlm"}, "engine: expected a mapping of settings, got 'vlm'"),
     ({"sampling": 0.7}, "sampling: expected a mapping of settings, got 0.7"),
     ({"over_sampling_batch_size": 0}, "over_sampling_batch_size: input should be greater than or equal to 1, got 0"),

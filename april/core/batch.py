@@ -63,7 +63,8 @@ class Batch:
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
     """Of which distribution ``logprobs`` are: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
-    sampled from; the same with top_p 1, min_tokens 0 and T > 0), or ``mixed`` (by engine; see the segments)"""
+    sampled from; the same with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown`` (both
+    allowed at T = 1 only, where they are the same too), or ``mixed`` (by engine; see the segments)"""
 
     def __len__(self) -> int:
         return len(self.samples)

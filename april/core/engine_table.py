@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from april.core.admission_cap import AdmissionCap
 from april.core.settings import EngineLimits
 from april.core.versions import PolicyVersion
 
 FAILURES_BEFORE_QUARANTINE = 3
 """Answers in a row that cannot be true; one is an accident, three are an engine."""
+AFFINITY_SLACK = 8
+"""Requests by which the engine that has a sample's prefix cached may be fuller than the least loaded one: to prefill a
+prefix again costs about as much as a few requests more slow an engine down."""
+FIRST_REST_S = 0.5
+LONGEST_REST_S = 60.0
+RESTS_BEFORE_QUARANTINE = 8
+"""Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well."""
 
 
 @dataclass(slots=True)
@@ -17,37 +25,49 @@ class EngineState:
     """One engine as the core sees it."""
 
     limits: EngineLimits
-    version: PolicyVersion
+    version: PolicyVersion | None
+    """Weights that it confirmed; None: they are not known, since its server was started anew."""
+    cap: AdmissionCap
     in_flight: int = 0
     failures: int = 0
     quarantined: bool = False
+    resting: bool = False
+    """It asked to be left alone for a while."""
+    rests: int = 0
+    """In a row."""
 
     @property
     def has_room(self) -> bool:
         """Whether it takes one more request."""
-        cap = self.limits.max_in_flight
-        return not self.quarantined and (cap is None or self.in_flight < cap)
+        return not self.quarantined and not self.resting and self.cap.admits(self.in_flight)
 
 
 class EngineTable:
     """All engines, in the order of the configuration."""
 
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
-        self.states = {e.name: EngineState(e, version) for e in engines}
+        self.states = {e.name: EngineState(e, version, AdmissionCap(e.max_in_flight)) for e in engines}
         self.max_context = min(e.max_context for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
         kinds = {e.logprob_kind for e in engines}
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def pick(self, version: PolicyVersion, avoid: str = "") -> EngineState | None:
-        """The least loaded engine that confirmed ``version`` and has room; ``avoid`` only if no other has."""
+    def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
+        """The least loaded engine that confirmed ``version`` and has room.
+
+        ``avoid`` only if no other has; ``prefer`` if it is not much fuller than that one.
+        """
         best: EngineState | None = None
         for name, state in self.states.items():
             if state.version != version or not state.has_room or (name == avoid and best is not None):
                 continue
             if best is None or best.limits.name == avoid or state.in_flight < best.in_flight:
                 best = state
-        return best
+        if best is None or not prefer or prefer == avoid:
+            return best
+        liked = self.states[prefer]
+        near = liked.in_flight <= best.in_flight + AFFINITY_SLACK
+        return liked if near and liked.version == version and liked.has_room else best
 
     def usable(self, version: PolicyVersion) -> bool:
         """Whether some engine is well and has confirmed ``version``."""
@@ -65,3 +85,26 @@ class EngineTable:
             return False
         state.quarantined = True
         return True
+
+    def well(self, name: str) -> None:
+        """A probe, or a new load of weights, found it well: it begins anew."""
+        state = self.states[name]
+        state.quarantined, state.failures, state.rests = False, 0, 0
+
+    def ended(self, name: str) -> None:
+        """It ended a request in order."""
+        state = self.states[name]
+        state.failures = state.rests = 0
+        state.cap.request_ended(state.in_flight)
+
+    def busy(self, name: str, asked_s: float) -> float | None:
+        """It refused a request for now. Seconds to leave it alone; None: it is at rest already, or too often busy."""
+        state = self.states[name]
+        if state.resting or state.quarantined:
+            return None
+        state.cap.refused(state.in_flight)
+        state.rests += 1
+        if state.rests > RESTS_BEFORE_QUARANTINE:
+            return None
+        state.resting = True
+        return min(max(asked_s, FIRST_REST_S * 2.0 ** (state.rests - 1)), LONGEST_REST_S)

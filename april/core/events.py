@@ -58,12 +58,18 @@ class AttemptEnded:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """An attempt broke off. Tokens on its tape are kept, unless ``corrupt``; ``rejected`` tokens never got there."""
+    """An attempt broke off. Tokens on its tape are kept, unless ``corrupt``; ``rejected`` tokens never got there.
+
+    ``refused``: the engine says that the request is wrong, so no other attempt would do better. ``busy_s``: the engine
+    takes no requests for now and asks to wait that long (0: it does not say how long).
+    """
 
     attempt_id: str
     error: str
     corrupt: bool = False
     rejected: int = 0
+    refused: bool = False
+    busy_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +133,35 @@ class WeightsUpdated:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """A probe found a quarantined engine well again."""
+    """A quarantined engine is well again; ``version``: it was given these weights (None: it has those it had)."""
 
     engine: str
+    version: PolicyVersion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStale:
+    """An engine does not have the weights that it was given: its server was started anew."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """An engine failed outside of any attempt."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
+
+    engine: str
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +193,9 @@ Event = (
     | Resumed
     | WeightsUpdated
     | EngineReady
+    | EngineStale
+    | EngineFailed
+    | EngineLoad
     | BatchCommitted
     | SourceExtended
 )

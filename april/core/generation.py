@@ -162,7 +162,7 @@ class Generation:
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
-        books.engines.states[attempt.engine].failures = 0
+        books.engines.ended(attempt.engine)
         self._keep(attempt)
         if attempt.dropped_for is not None:
             return
@@ -210,10 +210,21 @@ class Generation:
             books.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
         else:
             self._keep(attempt)
-        # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times
-        if books.engines.failed(attempt.engine, at_once=not event.corrupt):
+        # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
+        # takes no requests for now, or says what is wrong with this one, is well
+        healthy = event.refused or event.busy_s is not None
+        if not healthy and books.engines.failed(attempt.engine, at_once=not event.corrupt):
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
+            return
+        if event.refused:
+            self._queue(attempt.sample, f"refused: {event.error}")
+            self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
+            return
+        if event.busy_s is not None:
+            books.counters["busy_refusals"] += 1
+            attempt.sample.avoid = attempt.engine
+            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
             return
@@ -234,9 +245,10 @@ class Generation:
 
     def _keep(self, attempt: Attempt) -> None:
         """The attempt's tokens move to the sample, or into the books of the reason they are dropped for."""
-        count = attempt.tape.count
+        count, sample = attempt.tape.count, attempt.sample
         self._books.tokens.observe(count)
         if attempt.dropped_for is not None:
             self._books.tokens.drop(count, attempt.dropped_for)
-        else:
-            attempt.sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
+            return
+        sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
+        sample.cached_on, sample.cached_under = attempt.engine, self._books.clock.current

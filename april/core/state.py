@@ -62,8 +62,10 @@ class RolloutCore:
         self._check = check
         self._pause_asked = False
         self._long_in_a_row = 0
+        self._last_timer = 0
         self._outage_timer = 0
         self._outage = False
+        self._rests: dict[int, str] = {}
         setbacks = Setbacks(books)
         generation = Generation(books, setbacks)
         scoring = Scoring(books, setbacks, generation)
@@ -75,7 +77,7 @@ class RolloutCore:
             ev.StopFound: generation.stop_found,
             ev.AttemptStalled: generation.attempt_stalled,
             ev.AttemptEnded: generation.attempt_ended,
-            ev.AttemptFailed: generation.attempt_failed,
+            ev.AttemptFailed: self._attempt_failed,
             ev.SampleReturned: scoring.sample_returned,
             ev.SampleFailed: scoring.sample_failed,
             ev.Scored: scoring.scored,
@@ -85,6 +87,9 @@ class RolloutCore:
             ev.Resumed: self._resumed,
             ev.WeightsUpdated: self._weights_updated,
             ev.EngineReady: self._engine_ready,
+            ev.EngineStale: self._engine_stale,
+            ev.EngineFailed: self._engine_failed,
+            ev.EngineLoad: self._engine_load,
             ev.BatchCommitted: self._batch_committed,
             ev.SourceExtended: self._source_extended,
         }
@@ -259,8 +264,9 @@ class RolloutCore:
                 books.to(sample, SampleState.STARTED, "rollout function started")
                 books.out.append(do.StartSample(sample))
             else:
-                if sample.avoid:
-                    engine = self.engines.pick(self.clock.current, sample.avoid) or engine
+                cached = sample.cached_on if sample.cached_under == self.clock.current else ""
+                if sample.avoid or cached:
+                    engine = self.engines.pick(self.clock.current, sample.avoid, cached) or engine
                 self._generation.submit(sample, engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
@@ -332,7 +338,11 @@ class RolloutCore:
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         if event.timer < 0:
-            self._outage_over(event.timer)
+            resting = self._rests.pop(event.timer, None)
+            if resting is None:
+                self._outage_over(event.timer)
+            else:
+                self.engines.states[resting].resting = False
             return
         # while nothing new starts, engines may end all they have
         quiet = self.paused or self.step is None or self.step.stopping
@@ -345,15 +355,45 @@ class RolloutCore:
             self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"))
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
-        state = self.engines.states[event.engine]
-        state.quarantined, state.failures = False, 0
+        self.engines.well(event.engine)
+        if event.version is not None:
+            self.engines.states[event.engine].version = event.version
         self._outage = self._outage and not self.engines.usable(self.clock.current)
+
+    def _engine_stale(self, event: ev.EngineStale) -> None:
+        """It gets nothing before it has confirmed weights."""
+        self.counters["stale_engines"] += 1
+        self.engines.states[event.engine].version = None
+
+    def _engine_failed(self, event: ev.EngineFailed) -> None:
+        if self.engines.failed(event.engine, at_once=True):
+            self.books.out.append(do.ProbeEngine(event.engine))
+
+    def _engine_load(self, event: ev.EngineLoad) -> None:
+        state = self.engines.states[event.engine]
+        if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
+            self.counters["lowered_caps"] += 1
+
+    def _attempt_failed(self, event: ev.AttemptFailed) -> None:
+        """As in generation; an engine that is busy is left alone for a while."""
+        attempt = self.attempts.get(event.attempt_id)
+        self._generation.attempt_failed(event)
+        if attempt is None or event.busy_s is None:
+            return
+        seconds = self.engines.busy(attempt.engine, event.busy_s)
+        if seconds is not None:
+            self._last_timer -= 1
+            self._rests[self._last_timer] = attempt.engine
+            self.books.out.append(do.StartTimer(self._last_timer, seconds))
+        elif not self.engines.states[attempt.engine].resting:
+            self._engine_failed(ev.EngineFailed(attempt.engine))
 
     def _watch_outage(self) -> None:
         """No engine is well and has the current weights: wait for one, but not for ever."""
         if not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
-            self._outage_timer -= 1  # the abort controller counts upwards
+            self._last_timer -= 1  # the abort controller counts upwards
+            self._outage_timer = self._last_timer
             self.books.out.append(do.StartTimer(self._outage_timer, self.settings.outage_deadline_s))
 
     def _outage_over(self, timer: int) -> None:

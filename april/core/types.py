@@ -180,8 +180,8 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_failures", "attempt_id", "attempts", "avoid", "call", "calls", "failures", "finish", "group", "id",
-        "outlived", "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
+        "attempt_failures", "attempt_id", "attempts", "avoid", "cached_on", "cached_under", "call", "calls", "failures",
+        "finish", "group", "id", "outlived", "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -202,6 +202,9 @@ class Sample:
         """Attempts in a row that broke off at the same token."""
         self.avoid = ""
         """Engine on which the latest attempt broke off: another one goes first."""
+        self.cached_on = ""
+        """Engine that has its keys and values, as long as the weights are ``cached_under``."""
+        self.cached_under: PolicyVersion | None = None
         self.failures = 0
         """Failures of its rollout and reward functions."""
         self.restarts = 0

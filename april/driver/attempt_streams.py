@@ -25,14 +25,9 @@ from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.errors import EngineError, RolloutError, WireError
+from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WireError
 
 log = logging.getLogger("april")
-
-PROBE_INTERVAL_S = 1.0
-"""Between two health probes of a quarantined engine."""
-PROBE_TIMEOUT_S = 10.0
-"""A probe without an answer for this long counts as unwell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +107,11 @@ class AttemptStreams:
             # what a stop string has ended was found good before
             corrupt = not attempt.tape.stopped
             event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=corrupt, rejected=rejected.tokens)
+        except EngineBusy as busy:
+            event = ev.AttemptFailed(attempt.id, str(busy), busy_s=busy.retry_after_s or 0.0)
+        except RequestRefused as refused:
+            log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
+            event = ev.AttemptFailed(attempt.id, str(refused), refused=True)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
@@ -236,27 +236,6 @@ class AttemptStreams:
                 self._busy.change(-1, asyncio.get_running_loop().time())
                 self._silence.stop(stream)
                 stream.task.cancel()
-
-    def probe(self, command: do.ProbeEngine) -> None:
-        """Probe a quarantined engine until it is well."""
-        self._spawn(self._probe_until_well(command.engine))
-
-    async def _probe_until_well(self, name: str) -> None:
-        log.warning("engine %s is quarantined until a probe finds it well", name)
-        while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
-            try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    health = await self._engines[name].health()
-            except Exception as error:
-                log.warning("probe of engine %s failed: %s", name, describe(error))
-                continue
-            except asyncio.CancelledError as error:
-                log.warning("probe of engine %s failed: %s", name, own_cancellation(error))
-                continue
-            if health.ok:
-                self._post(ev.EngineReady(name))
-                return
 
 
 class _Rejected(Exception):

@@ -197,8 +197,17 @@ def checked_call(
     return token_ids[:longest]
 
 
-def check_mismatch(sampling: SamplingParams, configured: SamplingParams) -> None:
-    """Raise ValueError for a call whose log-probabilities a trainer cannot recompute, where the configuration can."""
+def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_temperature: bool = True) -> None:
+    """Raise ValueError for a call whose log-probabilities a trainer cannot recompute, where the configuration can.
+
+    Without ``any_temperature`` the engines' log-probabilities are right at temperature 1 only.
+    """
+    if not any_temperature and sampling.temperature != 1:
+        raise ValueError(
+            f"llm.generate: temperature={sampling.temperature} needs log-probabilities that follow the temperature, "
+            "which those of these engines do not; leave it at 1, or set allow_mismatch: true if your trainer accounts "
+            "for it"
+        )
     for name, neutral in (("top_p", 1.0), ("min_tokens", 0), ("temperature", None)):
         value = getattr(sampling, name)
         if value != getattr(configured, name) and (value == 0 if neutral is None else value != neutral):

@@ -28,14 +28,16 @@ from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
+from april.driver.engine_watch import EngineWatch
 from april.driver.prompt_source import PromptSource
 from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
 from april.driver.user_code import describe
+from april.driver.weight_updates import WeightUpdates
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
-from april.errors import AprilError, CheckpointError, DataExhausted, EngineError, RolloutError, SchedulerClosed
+from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
@@ -80,7 +82,6 @@ class RolloutDriver:
         self._events: deque[ev.Event] = deque()
         self._draining = False
         self._broken: AprilError | None = None
-        self._half_updated: str | None = None
         self._loading = False
         self._taken: list[int] = []
         self._waiting = _Waiting()
@@ -94,16 +95,19 @@ class RolloutDriver:
             self.core, functions, self.rollout, sampling, self.calls, self.post,
             vocab_size=min(e.capabilities.vocab_size for e in engines),
             allow_mismatch=allow_mismatch, detokenizer=detokenizer,
+            any_temperature=all(e.capabilities.logprob_kind.follows_temperature for e in engines),
         )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
         self.streams = AttemptStreams(
             self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
         )
+        self.weights = WeightUpdates(self.engines, self.core, self.post, lambda: self._broken is not None)
+        self.watch = EngineWatch(self.engines, self.core, self.post, self.spawn, self._heal)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._samples.start,
-            do.Submit: self.streams.submit,
+            do.Submit: self._submit,
             do.Abort: self.streams.abort,
             do.CallCompleted: self._samples.call_completed,
             do.ScoreSample: self._samples.score_sample,
@@ -113,7 +117,7 @@ class RolloutDriver:
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
-            do.ProbeEngine: self.streams.probe,
+            do.ProbeEngine: self.watch.probe,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
             do.Paused: self._paused,
@@ -132,7 +136,7 @@ class RolloutDriver:
         """The next batch; it stays the next one until :meth:`take_batch`, as it may get lost on its way."""
         self._raise_if_broken()
         if self._waiting.batch is None:
-            self.raise_if_half_updated()
+            self.weights.raise_if_half_updated()
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
@@ -168,7 +172,7 @@ class RolloutDriver:
                 await future
                 yield
             finally:
-                if self._half_updated is None:
+                if self.weights.half_updated is None:
                     self.post(ev.Resumed())
 
     async def update_weights(
@@ -176,53 +180,19 @@ class RolloutDriver:
     ) -> PolicyVersion:
         """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
 
-        Raises whatever ``transfer`` or an engine raises; the version stays then. If some engines have the new weights
-        and others have not, training stays paused until an update has reached them all. A quarantined engine that does
-        not pause is left out, and gets no requests until a later update has reached it.
+        Raises whatever ``transfer`` or an engine raises; the version stays then. See :class:`WeightUpdates`.
         """
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)
-            await self._change_version(version, path, transfer)
+            await self.weights.change(version, path, transfer, then=self._commit)
         return version
 
-    async def _change_version(
-        self,
-        version: PolicyVersion,
-        path: str | None = None,
-        transfer: Callable[[], Awaitable[None]] | None = None,
-        first: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``first`` is called when all engines have the version, before the core is told."""
-        dead: frozenset[str] = frozenset()
-        try:
-            paused = await self._on_all_engines("pause", lambda engine: engine.pause())
-            dead = self._dead(paused)
-            _raise_first({name: error for name, error in paused.items() if name not in dead})
-            if transfer is not None:
-                await transfer()
-            await self._give_version(version, path, first, dead)
-        finally:
-            # an engine that stays paused would hold up everything for ever
-            resuming = self._on_all_engines("resume", lambda engine: engine.resume(), without=dead)
-            results, cancelled = await _to_its_end(resuming)
-            if self._broken is None:  # closed engines need not resume
-                _raise_first(results)
-            if cancelled is not None:
-                raise cancelled
-
-    def _dead(self, paused: dict[str, BaseException | None]) -> frozenset[str]:
-        """Engines that are quarantined and did not pause, if there are others: they keep their version.
-
-        Nothing is sent to them before a later update has reached them, so nobody needs to wait for them.
-        """
-        states = self.core.engines.states
-        dead = {name: error for name, error in paused.items() if error is not None and states[name].quarantined}
-        if len(dead) == len(paused):
-            return frozenset()
-        for name, error in dead.items():
-            log.warning("engine %s is left out of the weight update: %s", name, error)
-        return frozenset(dead)
+    def _commit(self) -> None:
+        """All taken batches are trained on."""
+        taken, self._taken = self._taken, []
+        for batch_id in taken:
+            self.post(ev.BatchCommitted(batch_id))
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -253,75 +223,12 @@ class RolloutDriver:
             self._source.load_state_dict(prompts)
             self._loading = True
             try:
-                await self._change_version(version, first=lambda: snapshot.restore(self.core, core))
+                await self.weights.change(version, then=lambda: snapshot.restore(self.core, core))
             finally:
                 self._loading = False
                 if self.core.clock.current != version:  # the engines do not have it: it may be loaded again
                     self._source.load_state_dict(before)
         return self.core.clock.current
-
-    async def _give_version(
-        self, version: PolicyVersion, path: str | None, first: Callable[[], None], dead: frozenset[str]
-    ) -> None:
-        """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
-        patience_s = self.core.settings.outage_deadline_s
-        loading = self._on_all_engines("update_weights", lambda e: e.update_weights(version, path), patience_s, dead)
-        results, cancelled = await _to_its_end(loading)
-        self._note_half_update(results)
-        _raise_first(results)
-        first()
-        taken, self._taken = self._taken, []
-        for batch_id in taken:
-            self.post(ev.BatchCommitted(batch_id))
-        self.post(ev.WeightsUpdated(version, tuple(results) if dead else None))
-        if cancelled is not None:
-            raise cancelled
-
-    def _note_half_update(self, results: dict[str, BaseException | None]) -> None:
-        """Engines with different weights must not generate for one version."""
-        failed = {name: error for name, error in results.items() if error is not None}
-        if not failed:
-            self._half_updated = None
-        elif len(failed) < len(results):
-            done = [name for name in results if name not in failed]
-            why = "; ".join(f"{name}: {describe(error)}" for name, error in failed.items())
-            self._half_updated = (
-                f"the last weight update reached engines {done} and not {list(failed)} ({why}); "
-                "call weight_update again before the next batch"
-            )
-
-    def raise_if_half_updated(self) -> None:
-        """EngineError while the engines hold different weights."""
-        if self._half_updated is not None:
-            raise EngineError(self._half_updated)
-
-    async def _on_all_engines(
-        self,
-        what: str,
-        method: Callable[[Engine], Coroutine[Any, Any, None]],
-        patience_s: float | None = None,
-        without: frozenset[str] = frozenset(),
-    ) -> dict[str, BaseException | None]:
-        """Call all engines at once and wait for every one of them; the errors by engine.
-
-        One without an answer after ``patience_s`` (None: abort_deadline_s) has failed: nobody waits for ever for an
-        engine that hangs.
-        """
-        seconds = self.core.settings.abort_deadline_s if patience_s is None else patience_s
-
-        async def call(engine: Engine) -> None:
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    await method(engine)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise EngineError(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
-
-        engines = {name: engine for name, engine in self.engines.items() if name not in without}
-        results = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
-        return dict(zip(engines, results, strict=True))
 
     async def close(self) -> None:
         """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
@@ -345,7 +252,7 @@ class RolloutDriver:
         self._threads.close()
         self._samples.clear()
         self.streams.clear()
-        for name, error in (await self._on_all_engines("close", lambda engine: engine.close())).items():
+        for name, error in (await self.weights.on_all_engines("close", lambda engine: engine.close())).items():
             if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
 
@@ -394,6 +301,15 @@ class RolloutDriver:
 
     def _draw(self, command: do.DrawPrompts) -> None:
         self.post(ev.PromptsDrawn(*self._source.draw(command.count)))
+
+    def _submit(self, command: do.Submit) -> None:
+        self.watch.wake()
+        self.streams.submit(command)
+
+    async def _heal(self, engine: Engine) -> PolicyVersion | None:
+        """Give the present weights to an engine that came back with others, if april knows where they are."""
+        async with self._exclusive:
+            return None if self._broken is not None else await self.weights.repeat(engine)
 
     def _report_drop(self, command: do.ReportDrop) -> None:
         # rejections and staleness are policies at work, failures are for people to see
@@ -452,24 +368,6 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
-
-
-async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Its result, and the cancellation that came meanwhile and is to be raised when the result is taken care of."""
-    task = asyncio.get_running_loop().create_task(coroutine)
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    return task.result(), cancelled
-
-
-def _raise_first(results: dict[str, BaseException | None]) -> None:
-    for error in results.values():
-        if error is not None:
-            raise error
 
 
 def limits_of(engine: Engine) -> EngineLimits:

@@ -79,6 +79,7 @@ class SampleFunctions:
         *,
         vocab_size: int,
         allow_mismatch: bool,
+        any_temperature: bool,
         detokenizer: Detokenizer | None,
     ) -> None:
         self._core = core
@@ -89,6 +90,7 @@ class SampleFunctions:
         self._post = post
         self._vocab_size = vocab_size
         self._allow_mismatch = allow_mismatch
+        self._any_temperature = any_temperature
         self._detokenizer = detokenizer
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
@@ -119,7 +121,7 @@ class SampleFunctions:
             if runner.call is not None:
                 raise RolloutError(_ABANDONED)
             if not self._allow_mismatch:
-                check_mismatch(sampling, self._sampling)
+                check_mismatch(sampling, self._sampling, self._any_temperature)
             longest = len(sample.group.prompt.token_ids) + self._core.books.attempts.room(sample)
             can_stop = self._detokenizer is not None
             token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)

@@ -14,10 +14,8 @@ from april.config_engines import (
     VllmEngineConfig,
 )
 from april.engines.decode_cost import roofline
-from april.engines.openai import connect_openai
 from april.engines.protocol import Engine
 from april.engines.response_lengths import LognormalLengths
-from april.engines.sglang import connect_sglang
 from april.engines.simulated import SimulatedEngine, by_sample_key
 from april.engines.transformers import TransformersEngine
 from april.errors import ConfigError
@@ -46,11 +44,18 @@ def create_engines(
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    # here, and not above: the configuration and simulations need no aiohttp
+    if isinstance(config, VllmEngineConfig):
+        from april.engines.vllm import connect_vllm
+
+        return list[Engine](await connect_vllm(config))
     if isinstance(config, SglangEngineConfig):
+        from april.engines.sglang import connect_sglang
+
         return await connect_sglang(config)
-    if isinstance(config, OpenAIEngineConfig):
-        return list[Engine](await connect_openai(config))
-    raise ConfigError(f"engine kind {config.kind} is not there yet")
+    from april.engines.openai import connect_openai
+
+    return list[Engine](await connect_openai(config))
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:

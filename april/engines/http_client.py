@@ -67,6 +67,7 @@ class HttpClient:
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+        self._limits: set[asyncio.Timeout] = set()
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
@@ -88,15 +89,14 @@ class HttpClient:
         raw = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         while True:
             try:
-                async with asyncio.timeout(timeout_s):
-                    async with self._http.request(
-                        method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
-                        allow_redirects=False,
-                    ) as response:  # fmt: skip
-                        self._refuse_redirect(response, route)
-                        limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
-                        content = await self._read(response, limit, route)
-                        return Reply(response.status, content, response.headers.get("Retry-After"))
+                async with self._until_closed(timeout_s), self._http.request(
+                    method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
+                    allow_redirects=False,
+                ) as response:  # fmt: skip
+                    self._refuse_redirect(response, route)
+                    limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
+                    content = await self._read(response, limit, route)
+                    return Reply(response.status, content, response.headers.get("Retry-After"))
             except TimeoutError:
                 raise EngineUnreachable(
                     f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or hung?"
@@ -122,7 +122,7 @@ class HttpClient:
             return None
         try:
             return msgspec.json.decode(reply.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     @asynccontextmanager
@@ -135,9 +135,9 @@ class HttpClient:
             WireError: the stream is no event stream, or ends inside an event.
         """
         try:
-            async with self._http.post(
+            async with self._until_closed(), self._http.post(
                 self.url + route, data=body, headers=_JSON, allow_redirects=False
-            ) as response:
+            ) as response:  # fmt: skip
                 self._refuse_redirect(response, route)
                 if response.status != 200:
                     content = await self._read(response, MAX_ERROR_BYTES, route)
@@ -167,9 +167,29 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
         self._closed = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(now)
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    @asynccontextmanager
+    async def _until_closed(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Inside for ``timeout_s``, not beyond :meth:`close`: aiohttp lets readers of a closed session wait."""
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if self._closed and limit.expired():
+                raise EngineUnreachable(f"engine {self.name} was closed while a call was on its way") from None
+            raise
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -207,9 +227,10 @@ class HttpClient:
 
     def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
         if 300 <= response.status < 400:
+            target = response.headers.get("Location", "nowhere").partition("?")[0]
             raise EngineError(
-                f"{self.url}{route} answered with a redirect ({response.status}), which april does not follow; give "
-                "the server's own address"
+                f"{self.url}{route} answered with a redirect ({response.status}) to {target[:MAX_ERROR_CHARS]}, which "
+                "april does not follow; give the server's own address"
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
@@ -221,7 +242,7 @@ def error_text(body: bytes) -> str:
     """What an error answer says, out of the shapes that servers use; at most a few hundred characters."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         value = body.decode("utf-8", "replace")
     for _ in range(3):
         if not isinstance(value, dict):

@@ -61,6 +61,7 @@ class OpenAIEngine:
             max_in_flight,
             abort_means=AbortMeans.CLOSE,
             version_spans=False,
+            remote=True,
             honours_seeds=offer.honours_seeds,
             notes=offer.notes,
         )

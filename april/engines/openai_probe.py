@@ -223,7 +223,8 @@ def _notes(
         "and not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none.",
         f"{url} does not say which weights made which token: the version is that of the request's submission, and no "
         "request lives through a weight update.",
-        f"{url} does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...).",
+        f"{url} does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), "
+        "and have it forget the cached keys and values of the old weights there.",
     ]
     if kind is LogprobKind.RAW:
         notes.append(

@@ -54,6 +54,11 @@ class LogprobKind(StrEnum):
     UNKNOWN = "unknown"
     """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
 
+    @property
+    def follows_temperature(self) -> bool:
+        """Whether it is log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
+        return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
+
 
 class AbortMeans(StrEnum):
     """How an engine's requests are ended early."""
@@ -92,6 +97,9 @@ class Capabilities:
     through a weight update."""
     streams: bool = True
     """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
+    remote: bool = False
+    """Behind a server, which others may load and which may be started anew: it is asked for its load and its weights
+    from time to time while it works."""
     honours_seeds: bool = True
     """The same request with the same seed gives the same tokens."""
     notes: tuple[str, ...] = ()

@@ -19,6 +19,8 @@ def checked_url(url: str) -> str:
     except ValueError:  # the port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        shown = url if "@" not in url else url.rsplit("@", 1)[1]
+        # a user, a password or a query may be a secret
+        shown, query, _ = url.rpartition("@")[2].partition("?")
+        shown += f"{query}..." if query else ""
         raise ConfigError(f"an engine's URL must look like http://host:port, got {shown!r}")
     return f"{parts.scheme}://{parts.netloc}"

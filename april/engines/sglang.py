@@ -7,7 +7,8 @@ is handed over under a label that the server does not confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
 from april.config_engines import SglangEngineConfig
@@ -31,9 +32,10 @@ ABORT_RESEND_S = 1.0
 PAUSE_DEADLINE_S = 60.0
 HEALTH_S = 5.0
 """Longest wait for the answers that a health probe needs."""
-STREAM_INTERVAL = 8
-"""Tokens per event where nothing else is asked for; what a request put back for want of memory may lose at an abort
-is fewer than this."""
+STREAM_INTERVAL = 16
+"""Tokens per event where nothing else is asked for. A request that the server has put back for want of memory loses
+fewer than this at an abort, all others lose nothing. Client CPU per 1,000 tokens, measured: 37 ms at 1, 6.8 ms at 8,
+3.5 ms at 16, 2.0 ms at 50, 0.9 ms without streaming (there up to 49 tokens are lost)."""
 STOP_STRING_INTERVAL = 8
 """Tokens per event for a request that april may end by what it reads."""
 
@@ -95,18 +97,20 @@ class SglangEngine:
                 incremental=interval > 0 and self.offer.incremental,
                 labels=self.offer.weight_version is not None,
             )
-            async for payload in self._payloads(body, stream=interval > 0):
-                for chunk in reader.read(payload):
-                    yield chunk
-                if reader.failure is not None:
-                    raise reader.failure
+            # closed at once when an answer is refused, or the server would go on
+            async with aclosing(self._payloads(body, stream=interval > 0)) as payloads:
+                async for payload in payloads:
+                    for chunk in reader.read(payload):
+                        yield chunk
+                    if reader.failure is not None:
+                        raise reader.failure
             if reader.finish is None:
                 raise EngineUnreachable(
                     f"{self._requests.url}/generate ended without a finish reason after {reader.count} tokens of "
                     f"attempt {request.attempt_id}; has the server died?"
                 )
 
-    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncIterator[bytes]:
+    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
         """The answer, or the events of a stream without the mark at its end."""
         if not stream:
             reply = await self._requests.call("POST", "/generate", body, timeout_s=None)
@@ -121,7 +125,12 @@ class SglangEngine:
 
     def _interval(self, request: Request) -> int:
         """Tokens per event; 0: one answer at the end."""
-        interval = STREAM_INTERVAL if self._max_token_loss is None else max(1, self._max_token_loss)
+        if self._max_token_loss is not None:
+            interval = max(1, self._max_token_loss)
+        elif self._capabilities.streams:
+            interval = STREAM_INTERVAL
+        else:
+            interval = STOP_STRING_INTERVAL if request.stream else 0
         return min(interval, STOP_STRING_INTERVAL) if request.stream else interval
 
     def _seed(self, request: Request) -> int | None:
@@ -170,13 +179,17 @@ class SglangEngine:
         self._admission.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PAUSE_DEADLINE_S
+        failure: EngineError | None = None
         while self._admission.inside:
             if loop.time() > deadline:
                 raise EngineError(
                     f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
                     f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
-                )
-            await self.abort(None)
+                ) from failure
+            try:
+                await self.abort(None)
+            except EngineError as error:
+                failure = error  # requests of a worker that died end by themselves
             try:
                 async with asyncio.timeout(ABORT_RESEND_S):
                     await self._admission.until_idle()
@@ -212,7 +225,10 @@ class SglangEngine:
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Load and label of every worker; no token is generated for it."""
+        """Load and label of every worker; no token is generated for it.
+
+        A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
+        """
         label = str(self._version)
         results = await asyncio.gather(*map(_look_at, self.workers), return_exceptions=True)
         sick = [r for r in results if isinstance(r, BaseException)]
@@ -221,14 +237,14 @@ class SglangEngine:
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        problem = str(sick[0]) if sick else self._torn
+        problem = self._torn or ("" if not sick else str(sick[0]))
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=not problem,
+            ok=bool(well) and not self._torn,
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
             current=not self._torn and all(said in (None, label) for said, _ in well),

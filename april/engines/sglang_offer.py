@@ -73,6 +73,9 @@ class SglangOffer:
             min(limits) if limits else None,
             updates_from_disk=self.updates_from_disk,
             version_spans=self.spans,
+            remote=True,
+            # events that repeat everything cost more than what they save
+            streams=self.incremental or config.max_token_loss is not None,
             honours_seeds=self.deterministic,
             notes=self.missing,
         )
@@ -149,7 +152,7 @@ async def _json(client: HttpClient, *routes: str) -> Any:
             client.require_ok(reply, route)
             try:
                 return msgspec.json.decode(reply.body)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"{client.url}{route} answered what is no JSON ({error}); is it an SGLang server?"
                 ) from None
@@ -291,7 +294,7 @@ async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any]) 
     client.require_ok(reply, "/generate")
     try:
         answer = msgspec.json.decode(reply.body, type=GenerateReply)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{client.url}/generate answered what april cannot read: {error}") from None
     if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
         raise WireError(
@@ -345,7 +348,8 @@ def _missing(
     if not incremental:
         said.append(
             "Streams repeat the whole response in every event, which costs time that grows with the square of its "
-            "length; start the server with --incremental-streaming-output."
+            "length: april asks for one answer at the end instead, and a request that is put back for want of memory "
+            "loses up to 49 tokens at an abort; start the server with --incremental-streaming-output."
         )
     if not interval and not paused:
         said.append(

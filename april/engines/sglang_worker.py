@@ -119,7 +119,7 @@ class SglangWorker:
         self.client.require_ok(reply, "/v1/loads")
         try:
             loads = msgspec.json.decode(reply.body, type=_Loads).loads
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"{self.client.url}/v1/loads answered what april cannot read: {error}") from None
         return EngineLoad(
             sum(load.num_running_reqs for load in loads),
@@ -182,6 +182,6 @@ def _succeeded(reply: Reply) -> bool:
         return False
     try:
         said = msgspec.json.decode(reply.body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return isinstance(said, dict) and said.get("success") is True

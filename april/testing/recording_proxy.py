@@ -7,6 +7,7 @@ it shares no code with the engines' clients, so that what it saw is a witness ag
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,8 +15,10 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
+import numpy as np
 from aiohttp import web
 
+from april.engines.protocol import Request
 from april.engines.server_url import checked_url
 
 _HOP_BY_HOP = frozenset(
@@ -33,6 +36,8 @@ class Exchange:
     route: str
     ids: frozenset[str]
     """Names that the request has: ``rid``, ``request_id``, ``X-Request-Id``."""
+    content: tuple[bytes, int | None]
+    """Prompt ids and seed: what a request without a name is known by."""
     status: int = 0
     streamed: bool = False
     sent: list[bytes] = field(default_factory=list)
@@ -75,6 +80,7 @@ class RecordingProxy:
         self.exchanges: list[Exchange] = []
         """Requests for tokens, in the order of their arrival."""
         self._by_id: dict[str, list[Exchange]] = {}
+        self._nameless: dict[tuple[bytes, int | None], list[Exchange]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -90,15 +96,14 @@ class RecordingProxy:
 
     def tokens(self, attempt_id: str) -> list[int]:
         """Tokens that were passed on for one attempt, in order; empty for an unknown one."""
-        return [token for exchange in self._of(attempt_id) for token in exchange.tokens]
+        return [token for exchange in self._by_id.get(attempt_id, ()) for token in exchange.tokens]
 
-    def closed_early(self, attempt_id: str) -> bool:
-        """Whether the client hung up on the attempt's last answer."""
-        found = self._of(attempt_id)
-        return bool(found) and found[-1].closed_early
-
-    def _of(self, attempt_id: str) -> list[Exchange]:
-        return self._by_id.get(attempt_id, [])
+    def answers(self, request: Request) -> Sequence[Exchange]:
+        """Answers to this request; where the wire has no names, all answers to the same prompt with the same seed."""
+        named = self._by_id.get(request.attempt_id)
+        if named is not None:
+            return named
+        return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
 
     # ---------------------------------------------------------------- life
 
@@ -160,12 +165,15 @@ class RecordingProxy:
             with suppress(msgspec.DecodeError):
                 value = msgspec.json.decode(body)
         if not isinstance(value, dict):
-            return Exchange(request.path, frozenset())
+            return Exchange(request.path, frozenset(), (b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
-        exchange = Exchange(request.path, frozenset(n for n in names if isinstance(n, str)))
+        ids = frozenset(n for n in names if isinstance(n, str))
+        exchange = Exchange(request.path, ids, _content(value))
         self.exchanges.append(exchange)
-        for name in exchange.ids:
+        for name in ids:
             self._by_id.setdefault(name, []).append(exchange)
+        if not ids:
+            self._nameless.setdefault(exchange.content, []).append(exchange)
         return exchange
 
     async def _answer(self, request: web.Request, body: bytes, exchange: Exchange) -> web.StreamResponse:
@@ -208,6 +216,15 @@ class RecordingProxy:
         if request.transport is not None:
             request.transport.abort()
         return response
+
+
+def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
+    """Prompt ids and seed of a request, on any of the wires."""
+    prompts = [value[k] for k in ("token_ids", "input_ids", "prompt") if isinstance(value.get(k), list)]
+    inner = value.get("sampling_params")
+    places = [value, *([inner] if isinstance(inner, dict) else [])]
+    seeds = [place[k] for place in places for k in ("seed", "sampling_seed") if isinstance(place.get(k), int)]
+    return np.array(prompts[0] if prompts else [], "<i4").tobytes(), seeds[0] if seeds else None
 
 
 def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:

@@ -51,7 +51,10 @@ def main(
         raise typer.Exit(2) from None
     if out is not None:
         out.write_bytes(report.json())
-    console.print(semantics_matrix([report]) if matrix else report.table(), soft_wrap=matrix, markup=False)
+    if matrix:
+        console.print(semantics_matrix([report]), soft_wrap=True, markup=False, highlight=False)
+    else:
+        console.print(report.table())
     console.print(f"{report.wall_s:.1f} s, {report.cpu_s:.1f} s of CPU in this process", highlight=False)
     raise typer.Exit(1 if report.failed else 0)
 

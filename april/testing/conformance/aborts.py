@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Int32
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Broken, NotTested, Reading, equal, same
+from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
-from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 
 FEW = 8
@@ -36,21 +35,27 @@ def _ends(readings: Sequence[Reading]) -> Figures:
 async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
     """All have ended well, hold what was sent, and are the beginnings of the uncut responses."""
     bench.no_error(readings)
-    figures = _ends(readings) | compare(bench.subject.wire, [(r.id, r.tokens) for r in readings])
+    figures = _ends(readings) | bench.compared(readings)
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
-        longest = {}
+        longest: dict[int, Reading] = {}
+        for reading in readings:
+            number = _number(reading)
+            if number not in longest or longest[number].count < reading.count:
+                longest[number] = reading
+        cut = {number: r for number, r in longest.items() if r.count}
+        uncut = dict(zip(cut, await bench.whole(bench.again(r.request, r.count) for r in cut.values()), strict=True))
         for r in readings:
-            assert r.request.sample_key is not None
-            longest[r.request.sample_key[0]] = r.request
-        fresh = [replace(r, attempt_id=bench.new_id()) for r in longest.values()]
-        uncut = dict(zip(longest, await bench.whole(fresh), strict=True))
-        for r in readings:
-            assert r.request.sample_key is not None
-            same(r.tokens, uncut[r.request.sample_key[0]].tokens, f"the partial of request {r.id}")
+            if r.count:
+                same(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
     return figures
+
+
+def _number(reading: Reading) -> int:
+    assert reading.request.sample_key is not None
+    return reading.request.sample_key[0]
 
 
 @check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
@@ -149,7 +154,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
                 raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
         bench.no_error(started)
         if bench.subject.greedy_repeats:
-            fresh = await bench.whole([replace(r.request, attempt_id=bench.new_id()) for r in others])
+            fresh = await bench.whole(bench.again(r.request) for r in others)
             for other, uncut in zip(others, fresh, strict=True):
                 equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
     return {"refused as ids": refused}
@@ -175,18 +180,17 @@ async def abort_burst(bench: Bench) -> Figures:
         await asyncio.sleep(0)
         if everything:
             await bench.caught(readings, every=False)
+        asked_for = sum(not r.task.done() for r in readings)
         await bench.end(readings, everything)
         bench.no_error(readings)
+        if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
+            raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
         bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
-        for name, value in (_ends(readings) | compare(bench.subject.wire, _held(readings))).items():
+        for name, value in (_ends(readings) | bench.compared(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)
         figures["left on the engine"] = await bench.idle()
     await bench.well()
     return figures
-
-
-def _held(readings: Sequence[Reading]) -> list[tuple[str, Int32]]:
-    return [(r.id, r.tokens) for r in readings]
 
 
 @check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)
@@ -206,7 +210,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
             await bench.end(list(readings.values()))
         await bench.ended(list(readings.values()))
         bench.no_error(readings.values())
-        compare(bench.subject.wire, _held(list(readings.values())))
+        bench.compared(readings.values())
         for i, reading in readings.items():
             have[i] = np.concatenate((have[i], reading.tokens))
             same(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")

@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,10 @@ from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Float32, Int32, Request
 from april.errors import EngineError, WireError
+from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.subject import Subject, Weights
+from april.testing.conformance.verdicts import Figures
 
 T = TypeVar("T")
 
@@ -30,18 +34,6 @@ SILENCE_S = 0.5
 """An engine that works and has shown no token for so long hands them over at the end only."""
 LOOK_S = 0.004
 """Between two looks at something that tells nobody when it changes."""
-
-
-class Broken(Exception):
-    """The promise is broken; the message says how."""
-
-
-class NotOffered(Exception):
-    """The engine declares that it does not promise this."""
-
-
-class NotTested(Exception):
-    """The equipment to test this is not there."""
 
 
 class Reading:
@@ -121,6 +113,7 @@ class Bench:
         """Tells how far a long check is."""
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
+        self._seeds = itertools.count(10**6)
         self._readings: list[Reading] = []
 
     # ---------------------------------------------------------------- requests
@@ -153,19 +146,30 @@ class Bench:
         no EOS before the end, by min_tokens. The tokens are wanted as they come unless ``stream`` is off.
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
+        # of greedy requests the seed is a name only, for witnesses on wires without one
+        seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
         params = SamplingParams(
-            max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, seed=number + 1, **sampling
+            max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, **sampling
         )
         return Request(
             self.new_id() if attempt_id is None else attempt_id,
             np.concatenate((ids, held)),
-            params.after(len(held), number + 1 + 1000 * len(held)),
+            params.after(len(held), seed),
             sample_key=(number, 0),
             response_offset=len(held),
             stream=stream,
         )
+
+    def again(self, request: Request, count: int | None = None) -> Request:
+        """The same request under another id; only its first ``count`` tokens, if EOS could not end it before."""
+        sampling = request.sampling
+        if not sampling.temperature:
+            sampling = replace(sampling, seed=next(self._seeds))
+        if count is not None and sampling.min_tokens >= count:
+            sampling = replace(sampling, max_tokens=count, min_tokens=count)
+        return replace(request, attempt_id=self.new_id(), sampling=sampling)
 
     def start(self, request: Request, engine: Engine | None = None) -> Reading:
         """Begin to read a request."""
@@ -292,6 +296,11 @@ class Bench:
             await self.load_weights(self.subject.now)
 
     # ---------------------------------------------------------------- expectations
+
+    def compared(self, readings: Iterable[Reading]) -> Figures:
+        """What they hold against what the witness saw, if there is one."""
+        held = [(r.request, r.tokens, r.finish) for r in readings]
+        return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
 
     def no_error(self, readings: Iterable[Reading]) -> None:
         """None of them failed."""

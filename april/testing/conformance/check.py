@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from april.errors import AprilError
-from april.testing.conformance.bench import Bench, Broken, NotOffered, NotTested
+from april.testing.conformance.bench import Bench
+from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
 from april.testing.conformance.subject import Subject
 from april.testing.conformance.verdicts import Figures, Outcome, Verdict
 

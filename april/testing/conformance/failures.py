@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Broken, NotTested, Reading, equal, same
+from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 from april.testing.conformance.with_april import failover
 
@@ -15,7 +16,7 @@ FEW = 8
 
 @check("A request whose reader leaves is given up by the engine too, and its neighbours go on.")
 async def disconnect(bench: Bench) -> Figures:
-    stays = bench.start(bench.request(0))
+    stays = bench.start(bench.request(0, bench.subject.long_tokens // 4))
     leaves = [bench.start(bench.request(1 + i)) for i in range(FEW)]
     await bench.caught(leaves)
     running = sum(not r.task.done() for r in leaves)
@@ -28,7 +29,7 @@ async def disconnect(bench: Bench) -> Figures:
     bench.no_error([stays])
     left = await bench.idle()
     if bench.subject.greedy_repeats:
-        (uncut,) = await bench.whole([bench.request(0)])
+        (uncut,) = await bench.whole([bench.again(stays.request)])
         equal(stays.tokens, uncut.tokens, "the request that stayed")
     await bench.well()
     if not running:
@@ -60,6 +61,9 @@ async def server_killed(bench: Bench) -> Figures:
         figures = await failover(bench, death)
     await bench.ended(readings)
     broken = [r for r in readings if r.error is not None]
+    for reading in readings:
+        if reading.error is None and reading.count < reading.request.sampling.max_tokens:
+            raise Broken(f"a stream of the dead server ended with {reading.finish} after {reading.count} tokens")
     for reading in broken:
         if not isinstance(reading.error, EngineError):
             raise Broken(f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")

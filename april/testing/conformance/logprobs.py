@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from april.engines.protocol import Float32, Int32, LogprobKind
-from april.testing.conformance.bench import Bench, Broken, NotOffered, NotTested, Reading
+from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import Check, check
+from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
 from april.testing.conformance.subject import Reference
 from april.testing.conformance.verdicts import Figures
 

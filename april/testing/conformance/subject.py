@@ -7,22 +7,32 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.protocol import Engine, Float32
+from april.engines.protocol import Engine, Float32, Request
 
 Reference = Callable[[list[int], list[int]], Float32]
 """(prompt ids, response ids [T]) -> logits float32 [T, V] at the positions that predict the response, of a full forward
 pass in fp32. The suite computes from it what the engine's declared kind of log-probability must be."""
 
 
+class Answer(Protocol):
+    """What was sent for one request."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """In order."""
+        ...
+
+    @property
+    def closed_early(self) -> bool:
+        """Whether the client hung up before the answer was complete."""
+        ...
+
+
 class Witness(Protocol):
     """Who saw what left the server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
 
-    def tokens(self, attempt_id: str) -> Sequence[int]:
-        """Tokens that were sent for one attempt, in order; empty for an unknown one."""
-        ...
-
-    def closed_early(self, attempt_id: str) -> bool:
-        """Whether the client hung up before the answer was complete."""
+    def answers(self, request: Request) -> Sequence[Answer]:
+        """Answers to this request; if requests have no names on the wire, to all that look the same there."""
         ...
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Broken, NotOffered, NotTested, Reading, equal, same
+from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
+from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
 from april.testing.conformance.verdicts import Figures
 
 WAVES = 12
@@ -111,7 +113,7 @@ def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> N
 async def seeds(bench: Bench) -> Figures:
     honoured = bench.engine.capabilities.honours_seeds
     asked = [bench.request(i, 32, temperature=1.0) for i in range(2)]
-    again = [replace(r, attempt_id=bench.new_id()) for r in asked for _ in range(2)]
+    again = [bench.again(r) for r in asked for _ in range(2)]
     reseeded = [replace(asked[0].sampling, seed=100 + i) for i in range(4)]
     others = [
         replace(asked[0], attempt_id=bench.new_id(), sampling=s, sample_key=(7, i)) for i, s in enumerate(reseeded)
@@ -172,7 +174,9 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
 @check("An id that is in flight cannot be used a second time, and the first request does not notice.")
 async def duplicate_id(bench: Bench) -> Figures:
     first = bench.start(bench.request(0))
-    await bench.caught([first])
+    # a request is in flight from the moment that it is known to the client
+    for _ in range(3):
+        await asyncio.sleep(0)
     running = not first.task.done()
     second = bench.request(1, attempt_id=first.id)
     raised = await _refused(bench, second, "a second request with an id in flight") if running else ""
@@ -183,6 +187,6 @@ async def duplicate_id(bench: Bench) -> Figures:
     if first.finish is EngineFinish.ABORT:
         raise Broken("the first request ended with ABORT")
     if bench.subject.greedy_repeats:
-        (uncut,) = await bench.whole([replace(first.request, attempt_id=bench.new_id())])
+        (uncut,) = await bench.whole([bench.again(first.request, first.count)])
         same(first.tokens, uncut.tokens, "the first request")
     return {"refused with": raised}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Float32, LogprobKind
-from april.testing.conformance.bench import Bench, Broken, NotOffered, NotTested, Reading
+from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import check
 from april.testing.conformance.logprobs import expected
-from april.testing.conformance.lost import compare
+from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
 from april.testing.conformance.subject import Weights
 from april.testing.conformance.verdicts import Figures
 
@@ -26,21 +25,23 @@ NEAR_TIE = 1e-3
 def _other(bench: Bench) -> Weights:
     """The other weights, if this can be tested at all."""
     if not bench.engine.capabilities.updates_from_disk:
-        sentence = next((n for n in bench.engine.capabilities.notes if "weight" in n.lower()), "")
+        sentence = next((n for n in bench.engine.capabilities.notes if "disk" in n.lower()), "")
         raise NotOffered(sentence or "the engine does not load weights from disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
     return bench.subject.other
 
 
-def _greedy_under(reading: Reading, weights: Weights, tolerance: float, what: str, start: int = 0) -> float:
-    """Tokens from ``start`` on are greedy under ``weights``, all tokens before them given; the largest difference of
-    their log-probabilities to ``raw`` (T = 0 has no other)."""
-    if weights.reference is None or reading.count <= start:
-        return 0.0
-    tokens = reading.tokens
-    logits: Float32 = weights.reference(reading.request.token_ids.tolist(), tokens.tolist())[start:]
-    mine = tokens[start:]
+def _greedy_under(
+    bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0, end: int | None = None
+) -> None:
+    """Tokens ``start`` to ``end`` are the greedy ones under ``weights``, all tokens before them given."""
+    tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
+    if weights.reference is None or len(tokens) <= start:
+        return
+    logits: Float32 = weights.reference(reading.request.token_ids.tolist(), tokens.tolist()).copy()
+    logits[: reading.request.sampling.min_tokens, forbidden] = -np.inf
+    logits, mine = logits[start:], tokens[start:]
     short = logits.max(axis=1) - logits[np.arange(len(mine)), mine]
     wrong = np.flatnonzero(short > NEAR_TIE)
     if wrong.size:
@@ -48,7 +49,6 @@ def _greedy_under(reading: Reading, weights: Weights, tolerance: float, what: st
             f"{what}: token {start + int(wrong[0])} of {len(tokens)} is not the greedy one of these weights "
             f"({float(short[wrong[0]]):.3g} below it); other weights, or the cache of others, have made it"
         )
-    return float(np.abs(expected(LogprobKind.RAW, logits, mine, 1.0, 1.0)[0] - reading.logprobs[start:]).max())
 
 
 def _all_of(readings: Sequence[Reading], version: object, what: str) -> None:
@@ -61,8 +61,7 @@ def _all_of(readings: Sequence[Reading], version: object, what: str) -> None:
 @check("Tokens of before an update carry the old version; those of after it carry the new one, come from the new "
        "weights, and from no cache of the old ones.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
-    other, before = _other(bench), bench.version
-    first_weights = bench.weights
+    other, before, first_weights = _other(bench), bench.version, bench.weights
     # the same prompts before and after: what is left of them in a cache must not be used
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -88,9 +87,9 @@ async def version_exactness(bench: Bench) -> Figures:
     difference = 0.0
     if bench.subject.greedy_repeats:
         for reading in [*old, *cut]:
-            _greedy_under(reading, first_weights, bench.subject.tolerance, "before the update")
+            _greedy_under(bench, reading, first_weights, "before the update")
         for reading in [*waiting, *resumed]:
-            _greedy_under(reading, other, bench.subject.tolerance, "after the update")
+            _greedy_under(bench, reading, other, "after the update")
     if other.reference is not None:
         if not changed:
             raise Broken("all greedy responses are the same under both weights: nothing was loaded")
@@ -118,7 +117,7 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
 
 @check("A request that is running when weights are updated ends with its old tokens, or goes on with exact versions.")
 async def update_under_way(bench: Bench) -> Figures:
-    other, before = _other(bench), bench.version
+    other, before, first_weights = _other(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
     readings = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -137,8 +136,9 @@ async def update_under_way(bench: Bench) -> Figures:
         ended += reading.finish is EngineFinish.ABORT
         lived += old < len(versions) and old > 0
         if bench.subject.greedy_repeats:
-            _greedy_under(reading, other, bench.subject.tolerance, f"request {reading.id} behind the update", old)
-    figures = compare(bench.subject.wire, [(r.id, r.tokens) for r in readings])
+            _greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
+            _greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
+    figures = bench.compared(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
     return {"ended": ended, "lived through it": lived} | figures
@@ -172,12 +172,11 @@ async def pause_and_resume(bench: Bench) -> Figures:
         if reading.count != reading.request.sampling.max_tokens:
             raise Broken(f"a request that waited ended with {reading.finish} after {reading.count} tokens")
     if bench.subject.greedy_repeats:
-        uncut = await bench.whole([replace(r.request, attempt_id=bench.new_id()) for r in running])
+        uncut = await bench.whole(bench.again(r.request) for r in running)
         for reading, whole in zip(running, uncut, strict=True):
             if not np.array_equal(reading.tokens, whole.tokens[: reading.count]):
                 raise Broken(f"request {reading.id} is not the uncut response around a pause")
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
-    return {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)} | compare(
-        bench.subject.wire, [(r.id, r.tokens) for r in [*running, *late]]
-    )
+    figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
+    return figures | bench.compared([*running, *late])

@@ -1,0 +1,186 @@
+"""The examination: reach, identify, probe; each bounded, and what was found by the end of the time is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from april.config import Config
+from april.config_engines import ServerEngineConfig, SglangEngineConfig
+from april.doctor.abilities import abilities
+from april.doctor.advice import missing, not_probed, paused, router_findings, router_settings
+from april.doctor.compare import compared
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
+from april.doctor.reach import why_no_talk, why_unreachable
+from april.engine_fit import misfits
+from april.engines.http_client import HttpClient
+from april.engines.identify import Identity, ServerKind, identify, why_silent
+from april.engines.offers import SETTINGS, Offer, probe
+from april.engines.server_pool import api_key
+from april.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the doctor waits, in seconds."""
+
+    total_s: float = 15.0
+    """For everything."""
+    reach_s: float = 4.0
+    """For a name to be resolved, and for a connection."""
+    answer_s: float = 4.0
+    """For one answer, while it finds out who is there."""
+
+
+async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience) -> Report:
+    """Servers of which only the addresses are known."""
+    began = time.monotonic()
+    examinations = [Examination(url, key, None, patience) for url in urls]
+    await _run(examinations, patience)
+    report = Report([e.found for e in examinations])
+    report.together = compared({e.found.url: e.offer for e in examinations if e.offer is not None})
+    report.engine_settings = _settings(examinations)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def examine_config(config: Config, patience: Patience) -> Report:
+    """The servers of a configuration, and whether they fit it."""
+    engine = config.engine
+    if not isinstance(engine, ServerEngineConfig):
+        sentence = f"engine.kind {engine.kind} runs in the trainer's process: there is no server to examine"
+        return Report([], [Finding("engine", Level.OK, sentence)])
+    began = time.monotonic()
+    try:
+        key = api_key(engine)
+    except ConfigError as error:
+        return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
+    temperature = config.sampling.temperature
+    examinations = [Examination(url, key, engine, patience, temperature) for url in engine.urls]
+    routers = []
+    if isinstance(engine, SglangEngineConfig) and engine.router is not None:
+        routers.append(RouterExamination(engine.router, key, engine, patience))
+    await _run([*examinations, *routers], patience)
+    report = Report([e.found for e in [*examinations, *routers]])
+    report.together = compared({e.found.url: e.offer for e in examinations if e.offer is not None})
+    engines = {e.name: e.offer.capabilities for e in examinations if e.offer is not None}
+    report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in misfits(config, engines)]
+    report.seconds = time.monotonic() - began
+    return report
+
+
+class Examination:
+    """Of one server; ``found`` is right at any time, however far it came."""
+
+    def __init__(
+        self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
+    ) -> None:
+        self.found = Examined(url)
+        self.name = urlsplit(url).netloc
+        self.identity: Identity | None = None
+        self.offer: Offer | None = None
+        self._key = key
+        self._settings = settings
+        self._patience = patience
+        self._temperature = temperature
+
+    async def run(self) -> None:
+        """Fill ``found``."""
+        client = HttpClient(
+            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._patience.reach_s
+        )
+        try:
+            trouble = await self._identify(client)
+            if trouble is not None:
+                self.found.findings.append(trouble)
+                return
+            assert self.identity is not None
+            self.found.kind, self.found.version = self.identity.kind.value, self.identity.version
+            self.found.model = next(iter(self.identity.models), None)
+            await self._examine(client, self.identity)
+        except ConfigError as error:
+            self.found.findings.append(missing("offer", str(error), self._say_it()))
+        except EngineError as error:
+            advice = "look at the server's log, and call april doctor again"
+            self.found.findings.append(missing("offer", str(error), advice))
+        finally:
+            await client.close()
+
+    def _say_it(self) -> str:
+        """What to do when the server does not tell what april must know; a configuration is named in the sentence."""
+        if self._settings is not None or self.identity is None:
+            return ""
+        engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
+        return f"say it in a configuration ({engine}), and call april doctor --config FILE"
+
+    def cut(self) -> None:
+        """The time is over."""
+        sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
+        advice = "is it drowned in requests? look at its log, and call april doctor again"
+        self.found.findings.append(missing("time", sentence, advice))
+
+    async def _identify(self, client: HttpClient) -> Finding | None:
+        url, patience = self.found.url, self._patience
+        trouble = await why_unreachable(url, patience.reach_s)
+        if trouble is not None:
+            return trouble
+        try:
+            self.identity = await identify(client, patience.answer_s)
+        except EngineError as error:
+            return await why_no_talk(url, error, patience.answer_s)
+        return None
+
+    async def _examine(self, client: HttpClient, identity: Identity) -> None:
+        found = self.found
+        stop = not_probed(found.url, identity, self._settings, key_given=self._key is not None)
+        if stop is not None:
+            found.findings.append(stop)
+            return
+        said = await why_silent(client, identity.kind, self._patience.answer_s)
+        if said:
+            found.findings.append(paused(found.url, identity.kind, said))
+            return
+        settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
+        self.offer = await probe(client, settings)
+        found.version, found.model = self.offer.version or found.version, self.offer.model
+        found.findings += abilities(self.offer.capabilities, self._temperature)
+        found.changes += self.offer.capabilities.notes
+
+
+class RouterExamination(Examination):
+    """Of the router that a configuration names."""
+
+    async def _examine(self, client: HttpClient, identity: Identity) -> None:
+        self.found.findings += router_findings(identity, self._settings)
+
+
+async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
+    """Those that are not through after this time."""
+    return (await asyncio.wait(tasks, timeout=seconds))[1]
+
+
+async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
+    """All at once, until they are through or the time is over."""
+    tasks = {asyncio.create_task(e.run()): e for e in examinations}
+    late = await unfinished(tasks, patience.total_s)
+    for task in late:
+        task.cancel()
+        tasks[task].cut()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+def _settings(examinations: Sequence[Examination]) -> str:
+    """The ``engine`` section that these servers want, if it is one."""
+    known = [(e.found.url, e.identity) for e in examinations if e.identity is not None]
+    if [identity.kind for _, identity in known] == [ServerKind.ROUTER]:
+        return router_settings(*known[0])
+    kinds = {identity.kind for _, identity in known}
+    if len(kinds) != 1 or any(e.offer is None for e in examinations):
+        return ""
+    return f"engine: {{kind: {kinds.pop().value}, urls: [{', '.join(url for url, _ in known)}]}}"

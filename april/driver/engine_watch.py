@@ -1,0 +1,125 @@
+"""What engines say of themselves between requests: health probes after failures, load and weights while they work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.state import RolloutCore
+from april.core.versions import PolicyVersion
+from april.driver.user_code import describe, own_cancellation
+from april.engines.protocol import Engine, Health
+
+log = logging.getLogger("april")
+
+PROBE_INTERVAL_S = 1.0
+"""Between two health probes of a quarantined engine."""
+PROBE_TIMEOUT_S = 10.0
+"""A probe without an answer for this long counts as unwell."""
+LOOK_INTERVAL_S = 2.0
+"""Between two looks at the load of an engine that works."""
+
+Heal = Callable[[Engine], Awaitable[PolicyVersion | None]]
+"""Gives an engine the present weights; None: nobody knows where they are."""
+
+
+class EngineWatch:
+    """Asks the engines; ``post`` takes events, ``spawn`` starts background tasks."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        core: RolloutCore,
+        post: Callable[[ev.Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        heal: Heal,
+    ) -> None:
+        self._engines = engines
+        self._core = core
+        self._post = post
+        self._spawn = spawn
+        self._heal = heal
+        self._looking = False
+        self._remote = [name for name, engine in engines.items() if engine.capabilities.remote]
+
+    # ---------------------------------------------------------------- engines that work
+
+    def wake(self) -> None:
+        """Something was submitted: look at the servers from time to time, as long as anything is in flight."""
+        if self._remote and not self._looking:
+            self._looking = True
+            self._spawn(self._look())
+
+    async def _look(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                if not self._core.attempts:
+                    return
+                states = self._core.engines.states
+                names = [n for n in self._remote if states[n].in_flight and not states[n].quarantined]
+                for name, health in zip(names, await asyncio.gather(*map(self._ask, names)), strict=True):
+                    # what does not answer here fails by its requests
+                    if health is not None and health.ok:
+                        self._note(name, health)
+        finally:
+            self._looking = False
+
+    def _note(self, name: str, health: Health) -> None:
+        if not health.current:
+            log.warning("engine %s has not the weights that it was given: %s", name, health.detail)
+            self._post(ev.EngineStale(name))
+            self._post(ev.EngineFailed(name))
+        elif (load := health.load) is not None:
+            self._post(ev.EngineLoad(name, load.running, load.waiting, load.kv_usage, load.preemptions))
+
+    # ---------------------------------------------------------------- engines that failed
+
+    def probe(self, command: do.ProbeEngine) -> None:
+        """Probe a quarantined engine until it is well."""
+        self._spawn(self._probe_until_well(command.engine))
+
+    async def _probe_until_well(self, name: str) -> None:
+        log.warning("engine %s is quarantined until a probe finds it well", name)
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            health = await self._ask(name, warn=True)
+            if health is None or not health.ok:
+                continue
+            if health.current and self._core.engines.states[name].version == self._core.clock.current:
+                self._post(ev.EngineReady(name))
+                return
+            if await self._take_back(name):
+                return
+
+    async def _take_back(self, name: str) -> bool:
+        """An engine that is well and has other weights: it gets the present ones, or waits for the next update."""
+        self._post(ev.EngineStale(name))
+        try:
+            version = await self._heal(self._engines[name])
+        except Exception as error:
+            log.warning("engine %s did not take the present weights: %s", name, describe(error))
+            return False
+        if version is None:
+            log.warning("engine %s was started anew and waits for the next weight update", name)
+        else:
+            log.warning("engine %s was started anew and has the weights of version %s again", name, version)
+        self._post(ev.EngineReady(name, version))
+        return True
+
+    async def _ask(self, name: str, *, warn: bool = False) -> Health | None:
+        """None: no answer, or none in time."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await self._engines[name].health()
+        except Exception as error:
+            why = describe(error)
+        except asyncio.CancelledError as error:
+            why = str(own_cancellation(error))
+        if warn:
+            log.warning("probe of engine %s failed: %s", name, why)
+        return None

@@ -1,0 +1,87 @@
+"""An asynchronous generator of one event loop, read on another (or the same)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+
+class LoopRelay:
+    """Iterates ``make()`` on ``there``; ``async for`` hands its items out on the loop that made the relay, in order.
+
+    Begins at once. An error of the generator is raised after its last item. Must be closed.
+    """
+
+    def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:
+        self._there = there
+        self._here = asyncio.get_running_loop()
+        self._make = make
+        self._items: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+        self._error: BaseException | None = None
+        there.call_soon_threadsafe(self._start)
+
+    def __aiter__(self) -> LoopRelay:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._items and not self._ended:
+            self._news.clear()
+            await self._news.wait()
+        if self._items:
+            return self._items.popleft()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Cancel the generator if it runs, and wait for its end; a loop that runs no more is not waited for."""
+        if self._ended:
+            return
+        with contextlib.suppress(RuntimeError):  # closed
+            self._there.call_soon_threadsafe(self._cancel)
+        while not self._ended and self._there.is_running():
+            self._news.clear()
+            await self._news.wait()
+
+    # ---------------------------------------------------------------- on the generator's loop
+
+    def _start(self) -> None:
+        self._task = self._there.create_task(self._run())
+        self._task.add_done_callback(self._done)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        async with aclosing(self._make()) as items:
+            async for item in items:
+                self._tell(self._receive, item)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if isinstance(error, asyncio.CancelledError):
+            error = RuntimeError("the request was cancelled on its event loop")
+        self._tell(self._finish, error)
+
+    def _tell(self, function: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to be told
+            self._here.call_soon_threadsafe(function, value)
+
+    # ---------------------------------------------------------------- on the reader's loop
+
+    def _receive(self, item: Any) -> None:
+        self._items.append(item)
+        self._news.set()
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._ended, self._error = True, error
+        self._news.set()

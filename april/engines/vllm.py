@@ -1,0 +1,355 @@
+"""vLLM servers as engines: one HTTP call per attempt, ended by its id or by a pause, weights loaded from disk.
+
+Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
+is handed over under a label that the server does not confirm where it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from april.config_engines import VllmEngineConfig
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.admission import Admission
+from april.engines.http_client import HttpClient, error_text
+from april.engines.openai import OpenAIEngine
+from april.engines.openai_metrics import read_metrics
+from april.engines.openai_probe import OpenAIOffer
+from april.engines.openai_wire import TokenShape
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, EngineFinish, Health, Request
+from april.engines.server_pool import connect_all
+from april.engines.vllm_offer import VllmOffer, probe_vllm
+from april.engines.vllm_wire import ReplyReader, engine_id, request_body
+from april.engines.wire_arrays import empty_chunk
+from april.errors import EngineError, EngineUnreachable, RequestRefused
+
+ABORT_RESEND_S = 1.0
+"""While a pause waits for attempts to end; the server may not have known them yet."""
+PAUSE_DEADLINE_S = 60.0
+LOAD_WEIGHTS_S = 3600.0
+"""Longest wait for a server to read its weights."""
+RESET_TRIES = 20
+RESET_WAIT_S = 0.1
+"""The cache cannot be emptied for a moment after the last request has gone."""
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+class VllmEngine:
+    """One vLLM server; implements :class:`april.engines.protocol.Engine`. Made by :func:`connect_vllm`.
+
+    Args:
+        offer: what it can do; its ``abort_means`` must not be CLOSE.
+        capabilities: the same in the words of the layers above.
+        stream: hand tokens over as they come, always; otherwise only where a request asks for it.
+    """
+
+    def __init__(
+        self, client: HttpClient, offer: VllmOffer, capabilities: Capabilities, *, stream: bool = False
+    ) -> None:
+        self._client = client
+        self.offer = offer
+        self._capabilities = capabilities
+        self._stream = stream
+        self._admission = Admission()
+        self._version = FIRST_VERSION
+        self._torn = ""
+        self._started_s = offer.started_s
+        # aborts that somebody asked for; the server's pause ends others along with them
+        self._unwanted: set[str] = set()
+        self._sweep = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<VllmEngine {self.name} version {self._version} {self._admission!r}>"
+
+    @property
+    def name(self) -> str:
+        """Host and port of the server."""
+        return self._client.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As probed."""
+        return self._capabilities
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """One call; raises RequestRefused for what the server must not be asked."""
+        async with self._admission.request(request.attempt_id) as admitted:
+            if not admitted:
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+            self._check(request)
+            try:
+                again = True
+                while again:
+                    again = False
+                    reader = ReplyReader(self.offer.route, request.attempt_id, self._version, spans=self.offer.spans)
+                    async with aclosing(self._chunks(request, reader)) as chunks:
+                        async for chunk in chunks:
+                            aborted = chunk.finish is EngineFinish.ABORT
+                            again = aborted and reader.count == 0 and self._swept_along(request)
+                            if not again:
+                                yield chunk
+            finally:
+                self._unwanted.discard(request.attempt_id)
+
+    async def _chunks(self, request: Request, reader: ReplyReader) -> AsyncGenerator[Chunk, None]:
+        """The answer of the server, chunk by chunk."""
+        route, stream = self.offer.route, self._stream or request.stream
+        body = request_body(route, self.offer.model, request, stream=stream, priority=self.offer.priorities)
+        async with aclosing(self._payloads(route, body, stream=stream)) as payloads:
+            async for payload in payloads:
+                for chunk in reader.read(payload):
+                    yield chunk
+                if reader.failure is not None:
+                    raise reader.failure
+        if reader.finish is None:
+            raise EngineUnreachable(
+                f"{self._client.url}{route} ended without a finish reason after {reader.count} tokens of attempt "
+                f"{request.attempt_id}; has the server died?"
+            )
+
+    async def _payloads(self, route: str, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
+        """The answer, or the events of a stream without the mark at its end, which must be there."""
+        if not stream:
+            reply = await self._client.call("POST", route, body, timeout_s=None)
+            self._client.require_ok(reply, route)
+            yield reply.body
+            return
+        done = False
+        async with self._client.events(route, body) as events:
+            async for payloads in events:
+                for payload in payloads:
+                    if payload == b"[DONE]":
+                        done = True
+                    else:
+                        yield payload
+        if not done:
+            raise EngineUnreachable(f"{self._client.url}{route}: the stream broke off; has the server died?")
+
+    def _swept_along(self, request: Request) -> bool:
+        """Whether a pause has ended this request before its first token, and nobody wanted that: it is sent again."""
+        return self._capabilities.abort_means is AbortMeans.PAUSE and request.attempt_id not in self._unwanted
+
+    def _check(self, request: Request) -> None:
+        """The server shortens what is too long without a word."""
+        if self._torn:
+            raise EngineError(self._torn)
+        ids, limit = request.token_ids, self._capabilities
+        if not len(ids):
+            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
+        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
+                f"{self.name}; is the tokenizer that of the model?"
+            )
+        if len(ids) + request.sampling.max_tokens > limit.max_context:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
+                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
+            )
+
+    # ---------------------------------------------------------------- aborts
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """By id, all in one call: the reply is no receipt, only the end of each request is.
+
+        Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
+        """
+        self._admission.abort(attempt_ids)
+        inside = self._admission.inside
+        ids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        if not ids:
+            return
+        if self._capabilities.abort_means is AbortMeans.PAUSE:
+            self._unwanted.update(ids)
+            async with self._sweep:
+                await self._call("/pause", params={"mode": "abort", "clear_cache": "false"})
+                await self._call("/resume")
+            return
+        route = self.offer.abort_route
+        await self._call(route, {"request_ids": [engine_id(self.offer.route, i) for i in ids]})
+
+    async def pause(self) -> None:
+        """Close admission and end what is inside.
+
+        The server itself is not paused: nothing of ours is inside any more.
+        """
+        self._admission.close()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PAUSE_DEADLINE_S
+        while self._admission.inside:
+            if loop.time() > deadline:
+                raise EngineError(
+                    f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
+                    f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
+                )
+            await self.abort(None)
+            try:
+                async with asyncio.timeout(ABORT_RESEND_S):
+                    await self._admission.until_idle()
+            except TimeoutError:
+                continue
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._admission.open()
+
+    # ---------------------------------------------------------------- weights
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Load, empty the cache, name the weights, and look whether the name is there.
+
+        Raises:
+            EngineError: requests are running, the server cannot load from a directory, or it has failed; if it is
+                between two versions then, it gets no requests before an update succeeds.
+        """
+        if self._admission.inside:
+            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
+        if path is not None:
+            self._require_loadable(path)
+        if not self.offer.developer_routes:
+            # the trainer has loaded the weights and emptied the cache; nothing here can do it
+            self._version = version
+            self._started_s = (await read_metrics(self._client)).started_s
+            return
+        async with self._frozen():
+            if path is not None:
+                await self._load(path, version)
+            await self._empty_cache()
+            await self.set_label(version)
+        self._version, self._torn = version, ""
+
+    def _require_loadable(self, path: str) -> None:
+        """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
+        if not self.offer.updates_from_disk:
+            raise EngineError(
+                f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
+                "transfer them with weight_update(transfer=...)"
+            )
+        directory = Path(path)
+        if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
+            return
+        if directory.exists() or urlsplit(self._client.url).hostname in THIS_MACHINE:
+            raise EngineError(
+                f"engine {self.name} was not asked to load {path}: there are no weights in it "
+                f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
+            )
+
+    async def _load(self, path: str, version: PolicyVersion) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
+        if not reply.ok:
+            self._torn = (
+                f"{self._client.url} could not load {path} as {version}: {error_text(reply.body)}; it may be without "
+                "weights now, and dies of that: update its weights again, or start it anew"
+            )
+            raise EngineError(self._torn)
+
+    async def _empty_cache(self) -> None:
+        """Keys and values of old weights must not serve new ones."""
+        for _ in range(RESET_TRIES):
+            said = await self._client.json(
+                "POST", "/reset_prefix_cache", params={"reset_running_requests": "true"}, retry=True
+            )
+            if isinstance(said, dict) and said.get("success", True):
+                return
+            await asyncio.sleep(RESET_WAIT_S)
+        raise EngineError(f"{self._client.url} did not empty its cache; does somebody else keep it busy?")
+
+    async def set_label(self, version: PolicyVersion) -> None:
+        """Name the present weights; raises EngineError when the server does not show the name afterwards."""
+        if self.offer.label is None:
+            return
+        await self._client.json("POST", "/update_weight_version", {"new_version": str(version)}, retry=True)
+        now = await self._label()
+        if now != str(version):
+            raise EngineError(f"{self._client.url} says its weights are {now} after april called them {version}")
+
+    async def _label(self) -> str | None:
+        info = await self._client.json("GET", "/weight_info", retry=True)
+        return str(info.get("weight_version")) if isinstance(info, dict) else None
+
+    @asynccontextmanager
+    async def _frozen(self) -> AsyncIterator[None]:
+        """Requests of other clients stand still meanwhile.
+
+        Only while there are any: a server that is left paused, should april die here, serves nobody.
+        """
+        load = (await read_metrics(self._client)).load
+        if load is not None and not load.running and not load.waiting:
+            yield
+            return
+        await self._call("/pause", params={"mode": "keep", "clear_cache": "false"})
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._call("/resume"))
+
+    # ---------------------------------------------------------------- the rest
+
+    async def health(self) -> Health:
+        """``/health``, the label of the weights (or the start of the process), and the load of ``/metrics``."""
+        try:
+            reply = await self._client.call("GET", "/health", retry=True)
+            if not reply.ok:
+                return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
+            label = await self._label() if self.offer.label is not None else None
+        except EngineError as error:
+            return Health(False, str(error))
+        metrics = await read_metrics(self._client)
+        known = None not in (self._started_s, metrics.started_s)
+        current = (not known or metrics.started_s == self._started_s) and label in (None, str(self._version))
+        load = metrics.load
+        counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
+        detail = self._torn or ("" if current else "the server was started anew, or has other weights")
+        return Health(not self._torn, detail, counters, current and not self._torn, load)
+
+    async def close(self) -> None:
+        """Calls in flight break."""
+        await self._client.close()
+
+    async def _call(
+        self, route: str, body: object = None, params: dict[str, str] | None = None
+    ) -> None:
+        """A control call that may be made twice."""
+        reply = await self._client.call("POST", route, body, params=params, retry=True)
+        self._client.require_ok(reply, route)
+
+
+async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
+    """One engine per server; a server without any abort is driven like an OpenAI-compatible one.
+
+    Raises:
+        ConfigError: a server is no vLLM server, or lacks what april needs.
+        EngineError: a server could not be asked, or is paused.
+    """
+
+    async def connect(client: HttpClient) -> Engine:
+        offer = await probe_vllm(client, config)
+        if offer.paused:
+            raise EngineError(f"{client.url} is paused; resume it (POST /resume) and start again")
+        if offer.abort_means is AbortMeans.CLOSE:
+            return _closing_streams(client, offer, config)
+        engine = VllmEngine(
+            client, offer, offer.capabilities(config), stream=config.max_token_loss is not None
+        )
+        await engine.set_label(FIRST_VERSION)
+        return engine
+
+    return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
+
+
+def _closing_streams(client: HttpClient, offer: VllmOffer, config: VllmEngineConfig) -> OpenAIEngine:
+    same = OpenAIOffer(
+        offer.model, TokenShape.RETURN_TOKEN_IDS, offer.logprob_kind, True, True, None, offer.max_model_len,
+        offer.vocab_size, offer.eos_token_ids, offer.missing,
+    )  # fmt: skip
+    return OpenAIEngine(client, same, max_in_flight=config.max_in_flight, started_s=offer.started_s)

@@ -1,0 +1,385 @@
+"""What one vLLM server can do: asked by GET calls, by calls that it must refuse, and by requests of one token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from april.config_engines import VllmEngineConfig
+from april.engines.http_client import HttpClient, Reply, error_text
+from april.engines.openai_metrics import ServerMetrics, read_metrics
+from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
+from april.errors import ConfigError, EngineError
+
+PROBE_S = 10.0
+"""Longest wait for one answer while a server is probed."""
+_NO_TOKEN = 2**31 - 2
+"""An id that no vocabulary has; the server names the size of its own when it is to be biased."""
+_SAME_LOGPROB = 0.02
+"""Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
+_MODES = {
+    "raw_logprobs": LogprobKind.RAW,
+    "processed_logprobs": LogprobKind.PROCESSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOffer:
+    """What a server offers; ``april doctor`` prints it."""
+
+    url: str
+    version: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    token_route: bool
+    """``/inference/v1/generate``: token ids in and out, with version spans."""
+    developer_routes: bool
+    abort_route: str
+    """Where requests are aborted by id; empty: nowhere."""
+    processes: int
+    """API processes behind the port, as far as can be told; an abort reaches one of them."""
+    label: str | None
+    """Of the present weights; None: the server has no labels."""
+    spans: bool
+    """Replies say which weights made which token."""
+    updates_from_disk: bool
+    logprob_kind: LogprobKind
+    priorities: bool
+    """Requests are scheduled by priority."""
+    max_running: int | None
+    """Requests decoded at the same time, if the server says."""
+    paused: bool
+    started_s: float | None
+    """When its process began, seconds since 1970, if it says."""
+    missing: tuple[str, ...]
+    """What is not as it should be, what that means, and what to do; one sentence each."""
+
+    @property
+    def route(self) -> str:
+        """Where requests go."""
+        return TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE
+
+    @property
+    def abort_means(self) -> AbortMeans:
+        """The surest that this server has."""
+        if self.processes > 1:
+            return AbortMeans.PAUSE if self.developer_routes else AbortMeans.CLOSE
+        return AbortMeans.BY_ID if self.abort_route else AbortMeans.CLOSE
+
+    def capabilities(self, config: VllmEngineConfig) -> Capabilities:
+        """For the layers above."""
+        limits = [limit for limit in (self.max_running, config.max_in_flight) if limit is not None]
+        return Capabilities(
+            self.logprob_kind,
+            self.vocab_size,
+            self.max_model_len,
+            self.eos_token_ids,
+            min(limits) if limits else None,
+            updates_from_disk=self.updates_from_disk,
+            abort_means=self.abort_means,
+            version_spans=self.spans,
+            remote=True,
+            streams=config.max_token_loss is not None or self.abort_means is AbortMeans.CLOSE,
+            notes=self.missing,
+        )
+
+
+async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
+    """Ask a server what it can do; nothing that runs there is disturbed.
+
+    Raises:
+        ConfigError: it is no vLLM server, or does not say what april must know and the configuration does not either.
+        EngineError: it could not be asked.
+    """
+    version, models, info, label, paused, metrics = await asyncio.gather(
+        _json(client, "/version"),
+        _json(client, "/v1/models"),
+        _json(client, "/server_info?config_format=json"),
+        _json(client, "/weight_info"),
+        _json(client, "/is_paused"),
+        read_metrics(client),
+    )
+    if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
+        raise ConfigError(
+            f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers that "
+            "were started with `vllm serve`"
+        )
+    card = _model_card(client, models, config.model)
+    token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
+        _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
+        _has(client, "/abort_requests"), _has(client, "/collective_rpc"),
+    )  # fmt: skip
+    settings = _settings(info)
+    is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
+    files = await asyncio.to_thread(_model_files, card.get("root"))
+    vocab = await _vocab_size(client, config, str(card["id"]), files)
+    kind = await _logprob_kind(client, config, str(card["id"]), settings, is_paused)
+    eos = config.eos_token_ids if config.eos_token_ids is not None else _eos(files)
+    name = label.get("weight_version") if isinstance(label, dict) else None
+    processes = _processes(settings, metrics)
+    spans = token_route and name is not None
+    abort_route = (
+        # answers when it is done; the other one at once, and does it later
+        "/abort_requests" if developer_abort
+        else "/inference/v1/abort_requests" if scale_out_abort and token_route else ""
+    )  # fmt: skip
+    return VllmOffer(
+        url=client.url,
+        version=str(version.get("version", "unknown")),
+        model=str(card["id"]),
+        max_model_len=_context(client, config, card),
+        vocab_size=vocab,
+        eos_token_ids=eos or (),
+        token_route=token_route,
+        developer_routes=developer_abort and rpc,
+        abort_route=abort_route,
+        processes=processes,
+        label=name,
+        spans=spans,
+        updates_from_disk=rpc and name is not None,
+        logprob_kind=kind,
+        priorities=settings.get("policy") == "priority",
+        max_running=settings.get("max_num_seqs"),
+        paused=is_paused,
+        started_s=metrics.started_s,
+        missing=_missing(
+            client.url, token_route=token_route, developer=developer_abort and rpc, abort=bool(abort_route),
+            processes=processes, kind=kind, eos=eos, paused=is_paused, spans=spans,
+        ),
+    )  # fmt: skip
+
+
+async def _json(client: HttpClient, route: str) -> Any:
+    """What a GET route says; None: it is not there."""
+    reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
+    if reply.status in (404, 405):
+        return None
+    client.require_ok(reply, route)
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{client.url}{route} answered what is no JSON ({error}); is it a vLLM server?"
+        ) from None
+
+
+async def _has(client: HttpClient, route: str) -> bool:
+    """Whether a POST route is there: GET is not allowed on it, and nothing happens."""
+    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
+
+
+async def _offers(client: HttpClient, route: str) -> bool:
+    """Whether a scale-out route is there and open: a request without content tells."""
+    if not await _has(client, route):
+        return False
+    reply = await client.call("POST", route, b"{}", timeout_s=PROBE_S)
+    if reply.status == 401:
+        client.require_ok(reply, route)
+    return reply.status not in (403, 404)
+
+
+def _model_card(client: HttpClient, models: dict[str, Any], name: str | None) -> dict[str, Any]:
+    cards = [c for c in models["data"] if isinstance(c, dict) and "id" in c]
+    # adapters name the model that they belong to
+    found = [c for c in cards if (c["id"] == name if name is not None else not c.get("parent"))]
+    if not found or (name is None and len({c.get("root") for c in found}) > 1):
+        names = ", ".join(str(c["id"]) for c in cards) or "none"
+        wrong = f"has no model {name!r}" if name is not None else "has several models"
+        raise ConfigError(f"{client.url} {wrong}; it serves: {names}; set engine.model to one of them")
+    return dict(found[0])
+
+
+def _context(client: HttpClient, config: VllmEngineConfig, card: dict[str, Any]) -> int:
+    limits = [n for n in (card.get("max_model_len"), config.max_len) if isinstance(n, int)]
+    if not limits:
+        raise ConfigError(f"{client.url} does not say how long a request may be; set engine.max_len")
+    return min(limits)
+
+
+def _settings(info: Any) -> dict[str, Any]:
+    """The settings of interest of ``/server_info``, flat; empty where the server has no such route."""
+    found: dict[str, Any] = {}
+    config = info.get("vllm_config") if isinstance(info, dict) else None
+    for part in ("model_config", "scheduler_config", "parallel_config"):
+        values = config.get(part) if isinstance(config, dict) else None
+        if isinstance(values, dict):
+            names = ("logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count")
+            found |= {name: values[name] for name in names if name in values}
+    return found
+
+
+def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
+    """API processes: said, or seen from metrics that are collected over several processes and know no start."""
+    said = settings.get("_api_process_count")
+    if isinstance(said, int) and said > 0:
+        return said
+    if metrics.load is not None and metrics.started_s is None:
+        return max(2, int(settings.get("data_parallel_size") or 2))
+    return 1
+
+
+async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]]) -> int:
+    """From the configuration, out of the refusal of a request that can never run, or from the model's files."""
+    if config.vocab_size is not None:
+        return config.vocab_size
+    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 1.0}}
+    reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
+    found = re.search(r"[Vv]ocabulary size: (\d+)", error_text(reply.body)) if not reply.ok else None
+    if found is not None:
+        return int(found[1])
+    for file in files:
+        size = file.get("vocab_size")
+        if isinstance(size, int):
+            return size
+    raise ConfigError(
+        f"{client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the model's "
+        "config.json)"
+    )
+
+
+def _model_files(root: Any) -> list[dict[str, Any]]:
+    """The model's configuration files, if its directory is on this machine too."""
+    found = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            found.append(json.loads((Path(str(root)) / name).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    return [f for f in found if isinstance(f, dict)]
+
+
+def _eos(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
+    ids: set[int] = set()
+    for file in files:
+        text = file.get("text_config")
+        for values in (file, text if isinstance(text, dict) else {}):
+            eos = values.get("eos_token_id")
+            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+    return tuple(sorted(ids)) or None
+
+
+# ---------------------------------------------------------------- of which distribution the log-probabilities are
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+
+
+class _OneToken(msgspec.Struct):
+    choices: list[_Choice]
+
+
+async def _logprob_kind(
+    client: HttpClient, config: VllmEngineConfig, model: str, settings: dict[str, Any], paused: bool
+) -> LogprobKind:
+    """As configured, as the server's settings say, or seen from requests of one token.
+
+    With a temperature of 0.5 and a top-p so small that only the greedy token is left, its log-probability is that of
+    the greedy request (raw), 0 (processed), or neither (temperature).
+    """
+    if config.logprobs is not None:
+        return LogprobKind(config.logprobs)
+    if settings.get("logprobs_mode") in _MODES:
+        return _MODES[settings["logprobs_mode"]]
+    if paused:
+        return LogprobKind.UNKNOWN  # a paused server answers no request
+    for start in range(3):
+        prompt = [start * 7 + i for i in (3, 4, 5)]
+        raw, token = await _one_token(client, model, prompt, {"temperature": 0.0})
+        said, other = await _one_token(client, model, prompt, {"temperature": 0.5, "top_p": 1e-6})
+        if token != other or raw > -5 * _SAME_LOGPROB:
+            continue  # a near certain token looks the same in all of them
+        if abs(said - raw) < _SAME_LOGPROB:
+            return LogprobKind.RAW
+        return LogprobKind.PROCESSED if said > -_SAME_LOGPROB else LogprobKind.TEMPERATURE
+    return LogprobKind.UNKNOWN
+
+
+async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[float, int]:
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True, "top_k": 0,
+        "request_id": f"april-probe-{secrets.token_hex(10)}", **params,
+    }  # fmt: skip
+    reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
+    client.require_ok(reply, COMPLETIONS_ROUTE)
+    try:
+        (choice,) = msgspec.json.decode(reply.body, type=_OneToken).choices
+        (logprob,), (token,) = choice.logprobs.token_logprobs, choice.token_ids
+    except (msgspec.DecodeError, ValueError) as error:
+        raise EngineError(
+            f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
+            f"otherwise: {error}; april needs a vLLM that knows return_token_ids (0.11 or later)"
+        ) from None
+    return logprob, token
+
+
+def _missing(
+    url: str, *, token_route: bool, developer: bool, abort: bool, processes: int, kind: LogprobKind,
+    eos: tuple[int, ...] | None, paused: bool, spans: bool,
+) -> tuple[str, ...]:  # fmt: skip
+    """What is not as it should be, in plain sentences."""
+    said = []
+    if paused:
+        said.append(f"{url} is paused: no request runs until somebody resumes it (POST /resume).")
+    if not token_route:
+        said.append(
+            "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets "
+            "the version at submission and no request lives through a weight update; start the server with "
+            "--enable-scale-out."
+        )
+    elif not spans:
+        said.append(
+            "The server's weights have no label: every token gets the version at submission, and a restart of the "
+            "server is seen only by the time at which its process began; set VLLM_SERVER_DEV_MODE=1 at the server."
+        )
+    if not developer:
+        said.append(
+            "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer "
+            "has to do both; set VLLM_SERVER_DEV_MODE=1 at the server, and bind it to a private address, as its key "
+            "does not guard those routes."
+        )
+    if not abort:
+        said.append(
+            "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were "
+            "made and not sent yet are lost; start the server with --enable-scale-out, or set VLLM_SERVER_DEV_MODE=1."
+        )
+    if processes > 1:
+        how = (
+            "by pausing the whole server, which ends the requests of others too" if developer
+            else "by closing streams, which loses tokens that were not sent yet"
+        )  # fmt: skip
+        said.append(
+            f"There are {processes} or more API processes behind the port, and an abort by id reaches only one of "
+            f"them: april ends requests {how}; start the server with --api-server-count 1, or one server per engine."
+        )
+    if kind is LogprobKind.RAW:
+        said.append(
+            "Log-probabilities are those of temperature 1, whatever the temperature: right at temperature 1 only; "
+            "start the server with --logprobs-mode processed_logprobs."
+        )
+    elif kind is LogprobKind.UNKNOWN:
+        said.append(
+            "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train "
+            "with temperature 1 and without top-p."
+        )
+    if eos is None:
+        said.append(
+            "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
+            "server's word for it; set engine.eos_token_ids to be sure that no response is continued behind its end."
+        )
+    return tuple(said)

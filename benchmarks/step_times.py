@@ -1,0 +1,125 @@
+"""How long one decode step of an engine takes, by the number in flight; and what a request costs besides.
+
+Two waves of equal requests, short and long: the difference is decoding alone, what is left of the short one is
+prefill and the way to the engine and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from april.core.sampling import SamplingParams
+from april.engines.decode_cost import DecodeCost
+from april.engines.protocol import Engine, EngineFinish, Request
+
+POINTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+SHORT, LONG = 50, 250
+"""Tokens of the two waves."""
+LONG_PROMPT = 1_000
+_numbers = itertools.count()
+
+
+def attempt_id(kind: str) -> str:
+    """A fresh id of fixed length."""
+    return f"bench-{kind:>6}-{next(_numbers):010d}".replace(" ", "-")
+
+
+def prompt(length: int, seed: int, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Token ids [length] int32, the first ones different for every seed, so that no prefix is cached."""
+    return np.random.default_rng(seed).integers(3, vocab_size, length, dtype=np.int32)
+
+
+async def run_to_end(engine: Engine, request: Request) -> int:
+    """Tokens of one request; raises RuntimeError when it did not use its whole budget."""
+    count, finish = 0, None
+    async for chunk in engine.generate(request):
+        count, finish = count + len(chunk.tokens), chunk.finish
+    if finish is not EngineFinish.LENGTH or count != request.sampling.max_tokens:
+        raise RuntimeError(f"a request ended by {finish} after {count} of {request.sampling.max_tokens} tokens")
+    return count
+
+
+async def wave_s(engine: Engine, count: int, tokens: int, prompt_len: int) -> float:
+    """Wall seconds of ``count`` requests of ``tokens`` tokens that start together."""
+    requests = []
+    for _ in range(count):
+        name = attempt_id("wave")
+        ids = prompt(prompt_len, int(name[-10:]), engine.capabilities.vocab_size)
+        requests.append(Request(name, ids, SamplingParams(tokens, seed=int(name[-10:]))))
+    start = time.perf_counter()
+    await asyncio.gather(*(run_to_end(engine, r) for r in requests))
+    return time.perf_counter() - start
+
+
+class StepTimes(msgspec.Struct):
+    """Medians over all measurements so far."""
+
+    samples: dict[int, list[float]] = {}
+    """In flight -> seconds per decode step."""
+    starts: dict[int, list[float]] = {}
+    """In flight -> seconds besides decoding (prefill of short prompts included)."""
+    prefill: list[float] = []
+    """Seconds per prompt token beyond the short prompt."""
+
+    async def measure(self, engine: Engine, prompt_len: int, points: Sequence[int] = POINTS) -> None:
+        """One more measurement at each point."""
+        for n in points:
+            short, long = await wave_s(engine, n, SHORT, prompt_len), await wave_s(engine, n, LONG, prompt_len)
+            step = (long - short) / (LONG - SHORT)
+            self.samples.setdefault(n, []).append(step)
+            self.starts.setdefault(n, []).append(short - SHORT * step)
+        long_prompts = await wave_s(engine, 8, 2, LONG_PROMPT) - await wave_s(engine, 8, 2, prompt_len)
+        self.prefill.append(long_prompts / (8 * (LONG_PROMPT - prompt_len)))
+
+    def curve(self) -> dict[int, float]:
+        """In flight -> seconds per step."""
+        return {n: median(values) for n, values in sorted(self.samples.items())}
+
+    def start_s(self) -> dict[int, float]:
+        """In flight -> seconds that a wave takes besides its decode steps."""
+        return {n: median(values) for n, values in sorted(self.starts.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCost(DecodeCost):
+    """The measured curve as the cost of a simulated engine: nothing but decode steps costs time."""
+
+    points: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, curve: dict[int, float]) -> MeasuredCost:
+        """Between the points the curve is a straight line, beyond the last one too."""
+        if len(curve) < 2:
+            raise ValueError("a curve needs two points")
+        return cls(1e-9, 0.0, 0.0, points=tuple(sorted(curve.items())))
+
+    def step_s(self, n: int, kv_tokens: int) -> float:
+        """Seconds of a step with ``n`` in flight."""
+        numbers = [p[0] for p in self.points]
+        at = min(max(bisect_left(numbers, n), 1), len(numbers) - 1)
+        (a, low), (b, high) = self.points[at - 1], self.points[at]
+        return max(low + (high - low) * (n - a) / (b - a), 1e-9)
+
+    def steps_s(self, steps: int, n: int, kv_tokens: int) -> float:
+        """Every step is the same."""
+        return steps * self.step_s(n, kv_tokens)
+
+    def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
+        """Whole steps that fit."""
+        if seconds < 0.0:
+            return 0
+        k = int(seconds / self.step_s(n, kv_tokens))
+        while self.steps_s(k, n, kv_tokens) > seconds:
+            k -= 1
+        while self.steps_s(k + 1, n, kv_tokens) <= seconds:
+            k += 1
+        return k

@@ -1,0 +1,91 @@
+"""An engine with a stopwatch: when aborts were asked for, when the last request ended, how many were in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
+
+
+class StopwatchEngine:
+    """Passes everything through; read the figures between two steps and :meth:`reset` them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running = 0
+        self._changed = time.perf_counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step; nothing is in flight."""
+        self._changed = time.perf_counter()
+        self.busy_s = 0.0
+        """Requests in flight, integrated over the time of the step."""
+        self.peak = 0
+        self.first_request: float | None = None
+        self.first_abort: float | None = None
+        self.last_end: float | None = None
+
+    @property
+    def abort_s(self) -> float:
+        """Seconds from the first abort to the end of the last request; 0 when nothing was aborted."""
+        if self.first_abort is None or self.last_end is None:
+            return 0.0
+        return max(self.last_end - self.first_abort, 0.0)
+
+    def _change(self, by: int) -> float:
+        now = time.perf_counter()
+        self.busy_s += self._running * (now - self._changed)
+        self._changed = now
+        self._running += by
+        self.peak = max(self.peak, self._running)
+        return now
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self._engine.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the engine."""
+        return self._engine.capabilities
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Pass the chunks through."""
+        now = self._change(+1)
+        self.first_request = self.first_request or now
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.last_end = self._change(-1)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Note the time of the first one."""
+        self.first_abort = self.first_abort or time.perf_counter()
+        await self._engine.abort(attempt_ids)
+
+    async def pause(self) -> None:
+        """Passed through."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Passed through."""
+        await self._engine.resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Passed through."""
+        await self._engine.update_weights(version, path)
+
+    async def health(self) -> Health:
+        """Passed through."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Passed through."""
+        await self._engine.close()

@@ -1,0 +1,61 @@
+"""Caps from measured memory: found when an engine is over-committed, given up when there is room."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.core.admission_cap import FULL, AdmissionCap
+
+
+def test_preemptions_lower_the_cap_below_what_was_held() -> None:
+    """The first report is the base line; growth means that requests were put back."""
+    cap = AdmissionCap(None)
+    assert not cap.report(100, 100, 0, 0.9, preemptions=40)
+    assert cap.value is None
+    assert cap.report(100, 80, 0, 0.9, preemptions=41)
+    assert cap.value == 75
+    assert not cap.report(90, 75, 0, 0.9, preemptions=41)
+
+
+def test_it_goes_up_again_only_when_it_binds_and_there_is_room() -> None:
+    """An eighth per report; back at the ceiling it is forgotten."""
+    cap = AdmissionCap(90)
+    cap.report(80, 64, 16, 0.99, 0)
+    assert cap.value == 60
+    cap.report(40, 40, 0, 0.2, 0)
+    assert cap.value == 60  # it does not bind
+    cap.report(60, 60, 0, 0.9, 0)
+    assert cap.value == 60  # there is no room
+    seen = []
+    for _ in range(5):
+        cap.report(cap.value or 0, 60, 0, 0.5, 0)
+        seen.append(cap.value)
+    assert seen == [67, 75, 84, 90, 90]
+    assert cap.measured is None
+
+
+def test_an_engine_that_says_nothing_is_tried_one_by_one() -> None:
+    """After a refusal each request that ends in order makes room for one more."""
+    cap = AdmissionCap(None)
+    cap.refused(4)
+    assert [cap.admits(n) for n in (3, 4)] == [True, False]
+    cap.request_ended(3)
+    assert cap.value == 5
+    cap.refused(0)
+    assert cap.value == 1  # never none at all
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 300)] * 3, st.floats(0, 1), st.integers(0, 50)), max_size=60))
+def test_whatever_an_engine_says_it_is_never_starved(reports: list[tuple[int, int, int, float, int]]) -> None:
+    """The cap is at least 1 and at most the ceiling; nothing lowers it while memory is free and none is put back."""
+    cap = AdmissionCap(256)
+    preempted = 0
+    for in_flight, running, waiting, usage, more in reports:
+        before, preempted = cap.value, preempted + more
+        lowered = cap.report(in_flight, running, waiting, usage, preempted)
+        assert 1 <= (cap.value or 1) <= 256
+        if lowered and usage < FULL:
+            assert more > 0
+        if not lowered and before is not None:
+            assert (cap.value or 256) >= before

@@ -1,0 +1,282 @@
+"""``april doctor`` where no engine can be used: every answer says what is wrong and what to do, within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from raw_servers import Answer, http, raw_server
+
+from april.doctor import examine, reach
+from april.doctor.examine import Patience, examine_urls
+from april.doctor.findings import Examined, Finding, Level, Report, Verdict
+
+LONG = Patience(total_s=60.0, reach_s=60.0, answer_s=60.0)
+"""For servers that answer: nothing depends on how fast this machine is."""
+SHORT = replace(LONG, answer_s=0.2)
+"""For servers that answer nothing, however long one waits."""
+MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]}
+
+
+def report_of(*urls: str, key: str | None = None, patience: Patience = LONG) -> Report:
+    return asyncio.run(examine_urls(urls, key, patience))
+
+
+def only(report: Report) -> tuple[Examined, Finding]:
+    """The server and the one finding about it: april cannot use it."""
+    (server,) = report.servers
+    (finding,) = server.findings
+    assert finding.level is Level.MISSING
+    assert finding.advice
+    assert report.verdict is Verdict.UNUSABLE
+    return server, finding
+
+
+def examined(answer: Answer, *, key: str | None = None, patience: Patience = LONG) -> tuple[Examined, Finding]:
+    with raw_server(answer) as server:
+        return only(report_of(server.url, key=key, patience=patience))
+
+
+def routes(**said: Any) -> Answer:
+    """Answers by route (``v1_models`` is /v1/models), all others with 404."""
+    by_path = {"/" + name.replace("v1_", "v1/"): answer for name, answer in said.items()}
+    return lambda path: by_path.get(path, http(404, {"detail": "Not Found"}))
+
+
+# ---------------------------------------------------------------- not reached
+
+
+def test_a_closed_port() -> None:
+    """Nothing listens there: start it, or another port; the address was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    _, finding = only(report_of(f"http://127.0.0.1:{port}"))
+
+    assert finding.sentence == f"nothing listens on port {port} of 127.0.0.1"
+    assert "start the server, or correct the port" in finding.advice
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the mistake, and the sentence says so."""
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(reach.socket, "getaddrinfo", unknown)
+    _, finding = only(report_of("http://engine-0.nowhere:8000"))
+    assert finding.sentence == "the name engine-0.nowhere does not resolve (Name or service not known)"
+
+
+def test_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left behind in a thread of its own: the doctor is through in time, and so is its process."""
+    over = threading.Event()
+    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *_, **__: over.wait())
+    try:
+        _, finding = only(report_of("http://engine-0.nowhere:8000", patience=replace(LONG, reach_s=0.2)))
+        assert finding.sentence == "the name engine-0.nowhere was not resolved in 0.2 s"
+        (thread,) = [t for t in threading.enumerate() if t.name == "april-doctor-lookup"]
+        assert thread.daemon
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_server_that_accepts_and_never_answers() -> None:
+    """Hung or drowned: the doctor waits as long for one answer as it may, and says so."""
+    server, finding = examined(lambda path: None, patience=SHORT)
+    assert finding.sentence == f"{server.url} accepts connections and gives no answer in 0.2 s"
+    assert "look at its log" in finding.advice
+
+
+def test_a_server_that_hangs_after_its_headers() -> None:
+    """Half an answer is none."""
+    server, finding = examined(lambda path: http(200, b"{", length=100), patience=SHORT)
+    assert finding.sentence == f"{server.url} accepts connections and gives no answer in 0.2 s"
+
+
+def test_the_whole_time_is_over() -> None:
+    """However patient with each answer."""
+    server, finding = examined(lambda path: None, patience=replace(LONG, total_s=0.2))
+    assert finding.sentence == f"{server.url} had not said in 0.2 s what it can do"
+
+
+def test_what_was_found_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is known and then hangs: who it is stays in the report."""
+    answer = routes(version=http(200, {"version": "0.32.0"}), v1_models=http(200, MODELS))
+    hanging = threading.Event()
+
+    def hangs(path: str) -> bytes | None:
+        if path in ("/version", "/v1/models", "/model_info", "/workers"):
+            return answer(path)
+        hanging.set()
+        return None
+
+    async def until_it_hangs(tasks: Iterable[Any], seconds: float) -> set[Any]:
+        await asyncio.to_thread(hanging.wait, seconds)
+        return set(tasks)
+
+    monkeypatch.setattr(examine, "unfinished", until_it_hangs)
+    server, finding = examined(hangs)
+
+    assert (server.kind, server.version, server.model) == ("vllm", "0.32.0", "tiny")
+    assert finding.sentence == f"{server.url} had not said in 60 s what it can do"
+
+
+# ---------------------------------------------------------------- reached, but no engine
+
+
+def test_a_page_of_another_web_server() -> None:
+    """A 404 page everywhere, or a page for every path: no inference server, and what the address should be."""
+    page = b"<html><h1>nginx</h1></html>"
+    for answer in (http(404, page, "Content-Type: text/html"), http(200, page, "Content-Type: text/html")):
+        server, finding = examined(lambda path, answer=answer: answer)  # type: ignore[misc]
+        assert server.kind == "other"
+        assert finding.sentence.startswith("a web server answers here, but no inference server that april knows")
+        assert finding.advice == "is this the right port? the address must be the server's root, without /v1"
+
+
+def test_json_of_another_kind() -> None:
+    """Shapes that only look like those of an engine are not taken for one, whatever their types."""
+    strange: Any
+    for strange in ([], "text", 5, None, {"data": 5}, {"data": [5, {"no id": 1}]}, {"workers": 3}, {"model_path": 3}):
+        server, _ = examined(lambda path, strange=strange: http(200, strange))  # type: ignore[misc]
+        assert server.kind == "other"
+
+
+def test_a_proxy_whose_server_is_down() -> None:
+    """502, 503 or 504 to everything."""
+    server, finding = examined(lambda path: http(503, b"Service Unavailable"))
+    assert server.kind == "starting"
+    assert "wait until" in finding.advice
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status: int) -> None:
+    """The finding names where it leads; nothing is asked there, and no key sent."""
+    with raw_server(lambda path: http(200, MODELS)) as elsewhere:
+        location = f"{elsewhere.url}/v1/models"
+        _, finding = examined(lambda path: http(status, b"", f"Location: {location}?token=secret"), key="sk-1")
+
+        assert f"answered with a redirect ({status}) to {location}, which april does not follow" in finding.sentence
+        assert "secret" not in finding.sentence
+        assert elsewhere.asked == []
+
+
+def test_https_where_http_is_spoken() -> None:
+    """The address with the right scheme is in the advice."""
+    with raw_server(lambda path: http(200, MODELS) if path else http(400)) as server:
+        _, finding = only(report_of(server.url.replace("http:", "https:")))
+    assert finding.sentence == "the server speaks HTTP, and the address says https"
+    assert finding.advice == f"write {server.url}"
+
+
+def test_http_where_https_is_spoken() -> None:
+    """Whether the TLS server closes on plain requests or answers with an alert."""
+    alert = b"\x15\x03\x03\x00\x02\x02\x28"
+    for to_http in (b"", alert):
+        with raw_server(lambda path, to_http=to_http: to_http if path else alert) as server:  # type: ignore[misc]
+            _, finding = only(report_of(server.url))
+        assert finding.sentence == "the server speaks HTTPS, and the address says http"
+        assert finding.advice == f"write {server.url.replace('http:', 'https:')}"
+
+
+def test_something_that_is_no_web_server() -> None:
+    """A database, say."""
+    server, finding = examined(lambda path: b"-ERR unknown command\r\n")
+    assert finding.sentence.startswith(f"{server.url} does not speak HTTP")
+    assert finding.advice == "is this the right port?"
+
+
+# ---------------------------------------------------------------- an engine, but not now, or not so
+
+
+def test_a_key_is_wanted() -> None:
+    """Everything is locked (SGLang), or all but the version (vLLM); with a wrong key the advice is another."""
+    locked = http(401, {"error": "Unauthorized"})
+    for answer, kind in (
+        (lambda path: locked, "needs a key"),
+        (routes(version=http(200, {"version": "0.32.0"}), v1_models=locked), "vllm"),
+    ):
+        server, finding = examined(answer)
+        assert server.kind == kind
+        assert finding.sentence == f"{server.url} wants a key (it answers 401 or 403)"
+        assert "april doctor --api-key-env NAME" in finding.advice
+        assert "engine.api_key_env: NAME" in finding.advice
+
+        with raw_server(answer) as closed:
+            server, finding = only(report_of(closed.url, key="sk-canary"))
+            assert finding.sentence == f"{server.url} refuses the key"
+            assert all("Authorization: Bearer sk-canary" in head for head in closed.heads)
+
+
+def test_a_gateway_that_locks_other_routes_only() -> None:
+    """Who sees the models needs no key."""
+    models = {"data": [{"id": "tiny", "owned_by": "somebody"}]}
+    with raw_server(lambda path: http(200, models) if path == "/v1/models" else http(403)) as server:
+        (found,) = report_of(server.url).servers
+    assert found.kind == "openai"
+    assert "key" not in [finding.subject for finding in found.findings]
+
+
+@pytest.mark.parametrize(
+    ("route", "said"), [("is_paused", {"is_paused": True}), ("is_sleeping", {"is_sleeping": True})]
+)
+def test_a_vllm_server_that_is_paused(route: str, said: dict[str, bool]) -> None:
+    """It takes requests and answers none: found before any request is made."""
+    version, models = http(200, {"version": "0.32.0"}), http(200, MODELS)
+    with raw_server(routes(version=version, v1_models=models, **{route: http(200, said)})) as server:
+        _, finding = only(report_of(server.url))
+
+    assert finding.subject == "paused"
+    assert f"/{route} says" in finding.sentence
+    assert f"curl -X POST {server.url}/resume" in finding.advice
+    assert all(head.startswith("GET ") for head in server.heads)
+
+
+def test_an_sglang_server_that_is_paused() -> None:
+    """Seen by /ready, at once; /health, which would block for 20 s, is not asked."""
+    info = http(200, {"model_path": "some/model", "weight_version": "default"})
+    with raw_server(routes(model_info=info, ready=http(503), health=None, health_generate=None)) as server:
+        _, finding = only(report_of(server.url))
+
+    assert finding.subject == "paused"
+    assert f"curl -X POST {server.url}/continue_generation -H 'Content-Type: application/json' -d" in finding.advice
+    assert not {"/health", "/health_generate", "/generate"} & set(server.asked)
+
+
+def test_a_router_alone() -> None:
+    """Its workers are listed, and the configuration that april needs is ready to copy."""
+    workers = {"workers": [{"url": "http://10.0.0.1:30000/"}, {"url": "http://10.0.0.2:30000"}], "total": 2}
+    with raw_server(routes(workers=http(200, workers), v1_models=http(200, MODELS))) as server:
+        report = report_of(server.url)
+
+    found, finding = only(report)
+    assert found.kind == "sglang-router"
+    assert "its workers: http://10.0.0.1:30000/, http://10.0.0.2:30000" in finding.sentence
+    assert finding.advice == "give april the workers' addresses too, as seen from here"
+    assert report.engine_settings == (
+        f"engine: {{kind: sglang, router: {server.url}, urls: [http://10.0.0.1:30000, http://10.0.0.2:30000]}}"
+    )
+
+
+def test_several_servers_are_examined_at_once() -> None:
+    """The first answers only when the second was asked."""
+    second_was_asked = threading.Event()
+
+    def second(path: str) -> bytes:
+        second_was_asked.set()
+        return http(404)
+
+    with raw_server(lambda path: http(404 if second_was_asked.wait(30) else 200)) as one, raw_server(second) as two:
+        report = report_of(one.url, two.url)
+
+    assert second_was_asked.is_set()
+    assert [server.kind for server in report.servers] == ["other", "other"]
+    assert [server.findings[0].subject for server in report.servers] == ["kind", "kind"]

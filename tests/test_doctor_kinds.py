@@ -1,0 +1,229 @@
+"""``april doctor`` against fake servers that speak as the real ones do: each is known, probed, and left as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_servers import Answer, http, raw_server
+from typer.testing import CliRunner
+
+import april
+from april.cli import app
+from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.findings import Level, Report, Verdict
+from april.engines.openai_wire import TokenShape
+from april.engines.protocol import LogprobKind
+from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
+from april.testing.fake_sglang_server import FakeSglangServer
+
+PATIENT = Patience(60.0, 60.0, 60.0)
+"""Nothing depends on how fast this machine is."""
+
+
+def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
+    """Of one fake server, on the loop that it lives on; as part of a configuration if ``settings`` of it are given."""
+
+    async def program() -> Report:
+        async with serving_openai(server) if isinstance(server, FakeOpenAIServer) else serving(server) as url:
+            if not settings:
+                return await examine_urls([url], None, PATIENT)
+            config = april.Config(
+                rollout_batch_size=4, over_sampling_batch_size=8, max_response_len=99,
+                sampling={"temperature": temperature}, engine={"urls": [url], **settings},
+            )  # fmt: skip
+            return await examine_config(config, PATIENT)
+
+    return asyncio.run(program())
+
+
+@asynccontextmanager
+async def serving(server: Any) -> AsyncIterator[str]:
+    """A fake server that starts and closes itself."""
+    try:
+        yield await server.start()
+    finally:
+        await server.close()
+
+
+def limits(report: Report) -> list[str]:
+    """Subjects of what is not as it should be."""
+    return [f.subject for s in report.servers for f in s.findings if f.level in (Level.LIMITED, Level.MISSING)]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "verdict", "limited", "flags"),
+    [
+        ({}, Verdict.EXACT, [], ["--enable-deterministic-inference"]),
+        ({"incremental": False}, Verdict.EXACT, [], ["--incremental-streaming-output"]),
+        ({"spans": False}, Verdict.EXACT, [], []),
+        ({"loads": False}, Verdict.EXACT, [], []),
+        ({"logprobs": "raw"}, Verdict.LIMITED, ["log-probabilities"], []),
+    ],
+    ids=str,
+)
+def test_sglang(lacks: dict[str, Any], verdict: Verdict, limited: Sequence[str], flags: Sequence[str]) -> None:
+    """With everything, and without one thing each; nothing forbidden is asked, and nothing is left running."""
+    server = FakeSglangServer(**lacks)
+
+    report = report_of(server)
+
+    (found,) = report.servers
+    assert found.kind == "sglang"
+    assert report.verdict is verdict
+    assert limits(report) == limited
+    assert set(flags) <= set(found.flags)
+    # always: seeds, and EOS of a model whose files are elsewhere
+    assert (len(found.changes) > 2) is bool(lacks)
+    assert report.engine_settings == f"engine: {{kind: sglang, urls: [{found.url}]}}"
+    assert server.violations == []
+    assert (server.updates, server.aborts, server.pause_mode) == ([], [], None)
+
+
+def test_sglang_that_is_paused() -> None:
+    """Found before a request is made that would wait for ever; it stays paused."""
+    server = FakeSglangServer()
+    server.pause_mode = "abort"
+
+    report = report_of(server)
+
+    assert limits(report) == ["paused"]
+    assert server.runs == []
+    assert server.pause_mode == "abort"
+
+
+OPENAI: dict[str, Any] = {"kind": "openai", "vocab_size": 512, "eos_token_ids": [2], "max_len": 4096}
+
+
+@pytest.mark.parametrize("shape", list(TokenShape))
+@pytest.mark.parametrize("kind", [LogprobKind.RAW, LogprobKind.TEMPERATURE, LogprobKind.PROCESSED])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_openai(shape: TokenShape, kind: LogprobKind, temperature: float) -> None:
+    """Usable within limits: it is stopped by closing streams, and the trainer hands the weights over."""
+    report = report_of(FakeOpenAIServer(shape, kind=kind), temperature, **OPENAI)
+
+    wrong = kind is LogprobKind.RAW and temperature != 1
+    assert report.verdict is (Verdict.UNUSABLE if wrong else Verdict.LIMITED)
+    assert limits(report) == ["abort", *["log-probabilities"] * wrong, "new weights"]
+    assert [f.subject for f in report.together] == ["configuration"] * wrong
+
+
+def test_openai_that_does_not_tell_its_vocabulary() -> None:
+    """Known by its list of models alone: the finding says which setting to write, and where."""
+    report = report_of(FakeOpenAIServer())
+
+    (server,) = report.servers
+    (finding,) = server.findings
+    assert server.kind == "openai"
+    assert report.verdict is Verdict.UNUSABLE
+    assert finding.sentence.startswith(f"engine.vocab_size: {server.url} does not tell the size of its vocabulary;")
+    assert finding.advice.startswith(f"say it in a configuration (engine: {{kind: openai, urls: [{server.url}], ...}})")
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (FakeOpenAIServer(None), "gives no token ids with log-probabilities, which april cannot do without"),
+        (FakeOpenAIServer(strips=frozenset({2})), "keeps EOS (2) back"),
+    ],
+    ids=["text only", "no EOS"],
+)
+def test_openai_that_cannot_be_used(server: FakeOpenAIServer, words: str) -> None:
+    """The probe's own sentence is the finding."""
+    report = report_of(server, **OPENAI)
+
+    assert report.verdict is Verdict.UNUSABLE
+    assert words in report.servers[0].findings[0].sentence
+
+
+PROCESSED = "processed_logprobs"
+
+
+def vllm_server(
+    *, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1, root: str = "nowhere"
+) -> Answer:  # fmt: skip
+    """The routes that the probe of a vLLM server asks, as vLLM 0.32 answers them with these flags."""
+    config = {
+        "model_config": {"logprobs_mode": mode}, "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs"},
+        "parallel_config": {"data_parallel_size": 1, "_api_process_count": processes},
+    }  # fmt: skip
+    models = {"data": [{"id": "tiny", "owned_by": "vllm", "root": root, "max_model_len": 4096}]}
+    answers = {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}
+    for route in ("/inference/v1/generate", "/inference/v1/abort_requests"):
+        answers |= {route: http(405), f"POST {route}": http(400 if scale_out else 403)}
+    if developer:
+        answers |= {route: http(405) for route in ("/abort_requests", "/collective_rpc", "/pause", "/resume")}
+        answers["/server_info?config_format=json"] = http(200, {"vllm_config": config})
+        answers["/weight_info"] = http(200, {"weight_version": "default"})
+        answers["/is_paused"] = http(200, {"is_paused": False})
+
+    def answer(path: str) -> bytes:
+        route, _, text = path.partition("\n")
+        if route != "POST /v1/completions":
+            return answers.get(route, http(404, {"detail": "Not Found"}))
+        body = json.loads(text)
+        if "logit_bias" in body:
+            return http(400, {"error": {"message": "token_id(s) [2147483646] ... Vocabulary size: 512"}})
+        narrow = mode == PROCESSED and body["temperature"] > 0
+        logprobs = {"token_logprobs": [0.0 if narrow else -1.5]}
+        return http(200, {"choices": [{"token_ids": [7], "logprobs": logprobs}]})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("server", "verdict", "limited", "flags"),
+    [
+        (
+            vllm_server(developer=False, scale_out=False), Verdict.LIMITED,
+            ["abort", "log-probabilities", "new weights"],
+            ["--enable-scale-out", "VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=False, scale_out=True), Verdict.LIMITED, ["log-probabilities", "new weights"],
+            ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=True, scale_out=True), Verdict.LIMITED, ["log-probabilities"],
+            ["--logprobs-mode processed_logprobs"],
+        ),
+        (
+            vllm_server(developer=True, scale_out=True, mode=PROCESSED, processes=2), Verdict.LIMITED,
+            ["abort"], ["--api-server-count 1"],
+        ),
+        (vllm_server(developer=True, scale_out=False, mode=PROCESSED), Verdict.EXACT, [], ["--enable-scale-out"]),
+        (vllm_server(developer=True, scale_out=True, mode=PROCESSED), Verdict.EXACT, [], []),
+    ],
+    ids=["plain", "scale-out", "developer mode", "two processes", "no scale-out", "everything"],
+)  # fmt: skip
+def test_vllm(server: Answer, verdict: Verdict, limited: list[str], flags: list[str]) -> None:
+    """From a server without any flag to one with all of them: each that is missing is named, and no other."""
+    with raw_server(server) as serving_it:
+        report = asyncio.run(examine_urls([serving_it.url], None, PATIENT))
+
+    (found,) = report.servers
+    assert (found.kind, found.version, found.model) == ("vllm", "0.32.0", "tiny")
+    assert report.verdict is verdict
+    assert limits(report) == limited
+    assert found.flags == flags
+    changing = ("POST /pause", "POST /resume", "POST /abort_requests", "POST /collective_rpc", "POST /update")
+    assert [path for path in serving_it.asked if path.startswith(changing)] == []
+
+
+def test_the_example_in_the_documents(tmp_path: Path) -> None:
+    """docs/doctor.md shows what a plain vLLM server gets, word by word."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}', "utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text("utf-8")
+    (example,) = re.findall(r"```text\n(.*?)```", page, re.S)
+
+    with raw_server(vllm_server(developer=False, scale_out=False, root=str(tmp_path))) as server:
+        result = CliRunner().invoke(app, ["doctor", server.url], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+    said = result.output.replace(server.url, "http://127.0.0.1:8000")
+    assert [line.rstrip() for line in said.splitlines()] == example.splitlines()

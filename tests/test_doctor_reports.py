@@ -1,0 +1,348 @@
+"""What ``april doctor`` makes of what servers offer: verdicts, comparisons, configuration, text, JSON, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from raw_servers import Answer, http, raw_server
+from typer.testing import CliRunner
+
+import april
+from april.cli import app
+from april.doctor import examine
+from april.doctor.abilities import abilities
+from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.findings import Examined, Finding, Level, Report, Verdict, verdict_of
+from april.engines.offers import Offer
+from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+
+GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
+SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
+PATIENT = Patience(60.0, 60.0, 60.0)
+"""Nothing depends on how fast this machine is."""
+
+
+def vllm_like(path: str) -> bytes:
+    """The routes by which vLLM is known."""
+    models = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+    return {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}.get(path, http(404))
+
+
+def sglang_like(path: str) -> bytes:
+    """The routes by which SGLang is known."""
+    return {"/model_info": http(200, {"model_path": "tiny"}), "/ready": http(200)}.get(path, http(404))
+
+
+@pytest.fixture
+def servers() -> Iterator[Callable[[Answer], str]]:
+    """Start servers that are closed after the test; returns their addresses."""
+    with ExitStack() as stack:
+        yield lambda answer: stack.enter_context(raw_server(answer)).url
+
+
+@pytest.fixture
+def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Offer]:
+    """What the probe of each address says; the default is a good vLLM server."""
+    said: dict[str, Offer] = {}
+
+    async def probe(client: Any, config: Any) -> Offer:
+        return said.get(client.url, Offer(GOOD, "tiny", "0.32.0"))
+
+    monkeypatch.setattr(examine, "probe", probe)
+    return said
+
+
+def of_config(engine: dict[str, Any], **changes: Any) -> Report:
+    return asyncio.run(examine_config(april.Config(**{**SMALL, **changes}, engine=engine), PATIENT))
+
+
+def sentences(report: Report) -> list[str]:
+    return [f.sentence for f in report.together if f.level is not Level.OK]
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "level"),
+    [
+        ({}, "abort", Level.OK),
+        ({"abort_means": AbortMeans.PAUSE}, "abort", Level.LIMITED),
+        ({"abort_means": AbortMeans.CLOSE}, "abort", Level.LIMITED),
+        ({"returns_partials": False}, "abort", Level.LIMITED),
+        ({"version_spans": False}, "versions", Level.OK),
+        ({"logprob_kind": LogprobKind.PROCESSED}, "log-probabilities", Level.OK),
+        ({"logprob_kind": LogprobKind.RAW}, "log-probabilities", Level.LIMITED),
+        ({"logprob_kind": LogprobKind.UNKNOWN}, "log-probabilities", Level.LIMITED),
+        ({"updates_from_disk": False}, "new weights", Level.LIMITED),
+        ({"streams": False}, "if it dies", Level.REMARK),
+        ({"honours_seeds": False}, "seeds", Level.REMARK),
+        ({"max_in_flight": None, "eos_token_ids": ()}, "size", Level.OK),
+    ],
+)
+def test_each_capability_has_its_line(change: dict[str, Any], subject: str, level: Level) -> None:
+    """One finding per subject, never less and never twice; seeds and streams do not touch exactness."""
+    found = abilities(replace(GOOD, **change))
+
+    assert [f.subject for f in found] == [f.subject for f in abilities(GOOD)]
+    assert next(f for f in found if f.subject == subject).level is level
+    assert {f.level for f in found if f.subject != subject} == {Level.OK}
+    assert verdict_of(found) is (Verdict.LIMITED if level is Level.LIMITED else Verdict.EXACT)
+
+
+def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, Offer]) -> None:
+    """Which is what most configurations say: then the verdict is exact."""
+    url = servers(vllm_like)
+    for kind in LogprobKind:
+        offers[url] = Offer(replace(GOOD, logprob_kind=kind), "tiny")
+        assert of_config({"kind": "vllm", "urls": url}).verdict is Verdict.EXACT
+
+
+def test_the_worst_server_decides() -> None:
+    """Exact only if all are; not usable as soon as one is not."""
+    good, limited, bad = (Examined(n, findings=[Finding("x", level, "x")]) for n, level in
+                          (("a", Level.OK), ("b", Level.LIMITED), ("c", Level.MISSING)))  # fmt: skip
+    assert Report([good]).verdict is Verdict.EXACT
+    assert Report([good, limited]).verdict is Verdict.LIMITED
+    assert Report([good, limited, bad]).verdict is Verdict.UNUSABLE
+    assert Report([good], [Finding("x", Level.MISSING, "x")]).verdict is Verdict.UNUSABLE
+    assert not Report([bad]).verdict.usable
+
+
+def test_flags_are_those_that_the_sentences_name() -> None:
+    """Of any sentence, each once, in order, with their values; words around them are none."""
+    server = Examined("u", changes=[
+        "start the server with --logprobs-mode processed_logprobs, or train at temperature 1.",
+        "set VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; or --enable-scale-out alone",
+        "start it with --enable-deterministic-inference if runs must repeat",
+    ])  # fmt: skip
+    assert server.flags == [
+        "--logprobs-mode processed_logprobs", "VLLM_SERVER_DEV_MODE=1", "--enable-scale-out",
+        "--enable-deterministic-inference",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- several servers, and the configuration
+
+
+def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
+    """What must be equal is refused, what had better be is a limit, what will be is a remark."""
+    one, two = servers(vllm_like), servers(vllm_like)
+    cases = [
+        (Offer(replace(GOOD, vocab_size=1024), "tiny", "0.32.0"), "vocabulary: 512", Verdict.UNUSABLE),
+        (Offer(GOOD, "other", "0.32.0"), "model: tiny", Verdict.LIMITED),
+        (Offer(GOOD, "tiny", "0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
+        (Offer(replace(GOOD, max_context=9), "tiny", "0.32.0"), "context: 4096", Verdict.EXACT),
+        (Offer(GOOD, "tiny", "0.32.0", "7"), "weight version: default", Verdict.EXACT),
+    ]
+    offers[one] = Offer(GOOD, "tiny", "0.32.0", "default")
+    for offer, words, verdict in cases:
+        offers[two] = offer
+        report = asyncio.run(examine_urls([one, two], None, PATIENT))
+        (sentence,) = sentences(report)
+        assert f"the servers differ in their {words} ({one}), " in sentence
+        assert report.verdict is verdict
+    offers.clear()
+    report = asyncio.run(examine_urls([one, two], None, PATIENT))
+    assert (report.together, report.verdict) == ([], Verdict.EXACT)
+    assert report.engine_settings == f"engine: {{kind: vllm, urls: [{one}, {two}]}}"
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        ({"logprob_kind": LogprobKind.RAW}, {"sampling": {"temperature": 0.7}}),
+        ({"logprob_kind": LogprobKind.UNKNOWN}, {"sampling": {"temperature": 0.7}}),
+        ({"max_context": 100}, {}),
+        ({"returns_partials": False}, {"over_sampling_batch_size": 8}),
+        ({}, {"sampling": {"stop_token_ids": [512]}}),
+    ],
+)
+def test_the_configuration_is_held_against_the_servers(
+    change: dict[str, Any], settings: dict[str, Any], servers: Any, offers: dict[str, Offer]
+) -> None:
+    """The very sentence with which the scheduler would refuse; without the setting the server is usable."""
+    url = servers(vllm_like)
+    capabilities = replace(GOOD, **change)
+    offers[url] = Offer(capabilities, "tiny")
+    config = april.Config(**SMALL, **settings)
+
+    class Engine:
+        name = url.removeprefix("http://")
+
+        def __init__(self) -> None:
+            self.capabilities = capabilities
+
+    report = of_config({"kind": "vllm", "urls": url}, **settings)
+
+    with pytest.raises(april.ConfigError) as refusal:
+        april.RolloutScheduler(config, prompts=[[1]], engines=[Engine()])  # type: ignore[list-item]
+    assert sentences(report) == [str(refusal.value)]
+    assert report.verdict is Verdict.UNUSABLE
+
+
+def test_a_configuration_of_another_kind(servers: Any, offers: dict[str, Offer]) -> None:
+    """engine.kind is corrected; openai is right for every server that speaks it."""
+    url = servers(sglang_like)
+    (finding,) = of_config({"kind": "vllm", "urls": url}).servers[0].findings
+    assert (finding.sentence, finding.advice) == (
+        "engine.kind is vllm, and the server is sglang", "write engine.kind: sglang"
+    )  # fmt: skip
+    assert of_config({"kind": "openai", "urls": url}).verdict is Verdict.EXACT
+    assert of_config({"kind": "sglang", "urls": url}).verdict is Verdict.EXACT
+
+
+def test_a_router_and_its_workers(servers: Any, offers: dict[str, Offer]) -> None:
+    """The router's list must be that of engine.urls: a worker more could not be aborted, one less gets no requests."""
+    one, two = servers(sglang_like), servers(sglang_like)
+    listed: list[str] = []
+    router = servers(
+        lambda path: http(200, {"workers": [{"url": u} for u in listed]}) if path == "/workers" else http(404)
+    )
+    engine = {"kind": "sglang", "urls": [one, two], "router": router}
+
+    listed[:] = [one, two + "/"]
+    report = of_config(engine)
+    assert report.verdict is Verdict.EXACT
+    assert report.servers[-1].findings[0].sentence.startswith("the router's workers are those of engine.urls")
+    listed[:] = [one, two, "http://10.0.0.9:1"]
+    assert "sends requests to http://10.0.0.9:1, which engine.urls does not name" in only(of_config(engine))
+    listed[:] = [one]
+    assert only(of_config(engine)) == f"the router does not know {two}"
+    assert only(of_config({**engine, "router": one})) == "engine.router is no sglang-router (sglang)"
+
+
+def only(report: Report) -> str:
+    """The one thing that makes it unusable."""
+    assert report.verdict is Verdict.UNUSABLE
+    (finding,) = [f for server in report.servers for f in server.findings if f.level is Level.MISSING]
+    assert finding.advice
+    return finding.sentence
+
+
+def test_an_engine_without_a_server() -> None:
+    """There is nothing to examine, and that is fine."""
+    report = of_config({"kind": "simulated"})
+    assert report.verdict is Verdict.EXACT
+    assert report.together[0].sentence.startswith("engine.kind simulated runs in the trainer's process")
+
+
+def test_a_server_that_the_probe_refuses(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe's sentence is the finding."""
+
+    async def refuses(client: Any, config: Any) -> Offer:
+        raise april.ConfigError("it gives no token ids; use another")
+
+    monkeypatch.setattr(examine, "probe", refuses)
+    report = asyncio.run(examine_urls([servers(vllm_like)], None, PATIENT))
+    assert [(f.level, f.sentence) for f in report.servers[0].findings] == [
+        (Level.MISSING, "it gives no token ids; use another")
+    ]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def call(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code and all output, with line ends taken off."""
+    env = {"COLUMNS": "100", "NO_COLOR": "1", **environment}
+    result = CliRunner().invoke(app, ["doctor", *arguments], env=env)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, re.sub(r"[│\s]+", " ", result.output)
+
+
+def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, Offer]) -> None:
+    """Then what it can, what to change, and the settings to copy; exit code 0."""
+    url = servers(vllm_like)
+    raw = replace(GOOD, logprob_kind=LogprobKind.RAW, notes=(f"{url} is raw; add --flag.",))
+    offers[url] = Offer(raw, "tiny", "0.32.0")
+
+    code, text = call(url)
+
+    assert code == 0
+    assert text.startswith(
+        "exact, with limits: april can use this server, within the limits below "
+        f"{url} vllm 0.32.0 model tiny ok abort each"
+    )
+    assert "limit log-probabilities of temperature 1 (raw)" in text
+    assert "What to know and to change: 1. It is raw; add --flag." in text
+    assert text.rstrip().endswith(f"In april's configuration: engine: {{kind: vllm, urls: [{url}]}}")
+
+
+def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
+    """Machine-readable, nothing else on the output; usable and exit code agree."""
+    good, other = servers(vllm_like), servers(lambda path: http(404))
+    offers[good] = Offer(replace(GOOD, notes=("add --enable-scale-out",)), "tiny", "0.32.0")
+
+    code, text = call(good, "--json")
+    report = json.loads(text)
+    assert (code, report["usable"], report["verdict"]) == (0, True, "exact")
+    (server,) = report["servers"]
+    told = {"url": good, "kind": "vllm", "version": "0.32.0", "model": "tiny", "verdict": "exact"}
+    assert told.items() <= server.items()
+    assert server["flags"] == ["--enable-scale-out"]
+    assert {"subject": "abort", "level": "ok"}.items() <= server["findings"][0].items()
+    assert 0 <= report["seconds"] < 15
+
+    code, text = call(good, other, "--json")
+    report = json.loads(text)
+    assert (code, report["usable"], report["verdict"]) == (1, False, "not usable")
+    assert [s["verdict"] for s in report["servers"]] == ["exact", "not usable"]
+
+
+def test_a_configuration_file(servers: Any, offers: dict[str, Offer], tmp_path: Path) -> None:
+    """--config examines the servers that it names; keys come from the environment and are shown nowhere."""
+    file = tmp_path / "april.yaml"
+    url = servers(vllm_like)
+    engine = {"kind": "vllm", "urls": [url], "api_key_env": "APRIL_TEST_KEY"}
+    file.write_text(yaml.safe_dump({**SMALL, "engine": engine}), "utf-8")
+
+    code, text = call("--config", str(file))
+    assert code == 1
+    assert "the environment variable APRIL_TEST_KEY is not set" in text
+    for arguments in (["--config", str(file)], ["--config", str(file), "--json"]):
+        code, text = call(*arguments, APRIL_TEST_KEY="sk-canary")
+        assert code == 0
+        assert "sk-canary" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)"),
+        (["http://h:1", "--config", "x.yaml"], "name servers (april doctor http://127.0.0.1:8000) or a configuration"),
+        (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
+        (["http://user:sk-canary@h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
+        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
+        (["http://h:1", "--api-key-env", "APRIL_NO_KEY"], "the environment variable APRIL_NO_KEY is not set"),
+        (["--config", "x.yaml", "--api-key-env", "KEY"], "the configuration has engine.api_key_env"),
+        (["http://h:1", "--timeout", "16"], "less than or equal to 15"),
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
+    """Exit code 2 and one sentence, before anything is asked."""
+    code, text = call(*arguments)
+    assert code == 2
+    assert words in text
+    assert "sk-canary" not in text
+
+
+def test_a_key_of_a_server_named_by_its_address(servers: Any, offers: dict[str, Offer]) -> None:
+    """Sent to that server, from the environment, and shown nowhere."""
+    with raw_server(vllm_like) as server:
+        code, text = call(server.url, "--api-key-env", "APRIL_TEST_KEY", APRIL_TEST_KEY="sk-canary")
+        assert code == 0
+        assert all("Authorization: Bearer sk-canary" in head for head in server.heads)
+    assert "sk-canary" not in text

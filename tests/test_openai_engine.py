@@ -1,0 +1,319 @@
+"""An OpenAI-compatible server as an engine: every token once, with log-probability and version, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from openai_servers import PROMPT, ask, connected, greedy, logprobs_of
+
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.openai_wire import TokenShape
+from april.engines.protocol import AbortMeans, EngineFinish
+from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
+from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+
+SHAPES = list(TokenShape)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_gives_all_tokens_with_their_log_probabilities(shape: TokenShape) -> None:
+    """What the server made is what comes out, EOS with its log-probability included, under the present version."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(shape)
+        async with connected(server) as engine:
+            for number in range(20):
+                prompt = [*PROMPT, number + 3]
+                answer = await ask(engine, f"a{number}", prompt)
+                expected = greedy(server, prompt, 50)
+                assert answer.tokens == expected
+                assert answer.logprobs == logprobs_of(server, expected)
+                assert answer.finish is (EngineFinish.STOP if expected[-1] == server.eos else EngineFinish.LENGTH)
+                assert answer.versions == {FIRST_VERSION}
+        assert {r.end for r in server.records} == {"stop", "length"}
+
+    run(test())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cut_response_goes_on_where_it_stood(shape: TokenShape) -> None:
+    """Closed again and again, and continued from what came: the whole equals the uncut response, token by token."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(shape, mean_len=10_000)
+        async with connected(server) as engine:
+            whole, attempt = greedy(server, PROMPT, 40), 0
+            held: list[int] = []
+            while len(held) < 40:
+                step = 1 + attempt % 4
+                server.hold(step)
+                task = asyncio.create_task(ask(engine, f"a{attempt:03}", PROMPT + held, 40 - len(held)))
+                sends = min(step, 40 - len(held))
+                if sends == step and len(held) + step < 40:
+                    await server.until_sent(step, 1)
+                    await engine.abort([f"a{attempt:03}"])
+                answer = await task
+                assert answer.error is None
+                held += answer.tokens
+                attempt += 1
+                await server.until_closed()
+            assert held == whole
+            # what the server had written and april had not read when it closed the stream is made again, and counted
+            assert sum(len(r.made) for r in server.records) >= 40
+
+    run(test())
+
+
+def test_an_abort_keeps_what_came_and_ends_at_once() -> None:
+    """Silent streams end too; one that was not begun, or has ended, is not touched; unread tokens have a name."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000, tokens_ahead=3)
+        async with connected(server) as engine:
+            server.hold(5)
+            tasks = [asyncio.create_task(ask(engine, f"a{i:02}", [*PROMPT, i + 3])) for i in range(30)]
+            await server.until_sent(5, 30)
+            await engine.abort(["a00", "unknown"])
+            first = await tasks[0]
+            assert first.finish is EngineFinish.ABORT
+            assert not any(task.done() for task in tasks[1:])
+            await engine.abort()
+            answers = [first, *await asyncio.gather(*tasks[1:])]
+            await server.until_closed()
+        for i, answer in enumerate(answers):
+            assert answer.finish is EngineFinish.ABORT
+            assert answer.tokens == greedy(server, [*PROMPT, i + 3], 50)[: len(answer.tokens)]
+        assert server.unread_tokens == 30 * 3
+        assert {r.end for r in server.records} == {"closed"}
+
+    run(test())
+
+
+def test_the_way_of_ending_is_declared() -> None:
+    """Capabilities and notes say what this engine cannot promise."""
+
+    async def test() -> None:
+        async with connected(FakeOpenAIServer()) as engine:
+            capabilities = engine.capabilities
+            assert capabilities.abort_means is AbortMeans.CLOSE
+            assert not capabilities.version_spans
+            assert capabilities.streams
+            assert capabilities.honours_seeds
+            assert not capabilities.updates_from_disk
+            assert any("had made and not sent" in note for note in capabilities.notes)
+
+    run(test())
+
+
+def test_no_request_lives_through_a_weight_update() -> None:
+    """pause ends all streams and holds new requests back; what comes after resume has the new version and weights."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000)
+        async with connected(server) as engine:
+            server.hold(4)
+            running = [asyncio.create_task(ask(engine, f"a{i}", [*PROMPT, i + 3])) for i in range(5)]
+            await server.until_sent(4, 5)
+            await engine.pause()
+            assert not engine._open
+            late, unwanted = asyncio.create_task(ask(engine, "b0")), asyncio.create_task(ask(engine, "b1"))
+            await asyncio.sleep(0)
+            await engine.abort(["b1"])
+            refused = await unwanted
+            assert (refused.tokens, refused.finish) == ([], EngineFinish.ABORT)
+            server.weights = 1
+            await engine.update_weights(PolicyVersion(0, 1))
+            server.release()
+            assert len(server.records) == 5
+            await engine.resume()
+            new = await late
+            old = await asyncio.gather(*running)
+        assert {a.finish for a in old} == {EngineFinish.ABORT}
+        assert {version for a in old for version in a.versions or ()} == {FIRST_VERSION}
+        assert new.versions == {PolicyVersion(0, 1)}
+        assert new.logprobs == logprobs_of(server, new.tokens, weights=1)
+
+    run(test())
+
+
+def test_weights_from_disk_are_refused() -> None:
+    """There is no such route; and never while requests run."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000)
+        async with connected(server) as engine:
+            with pytest.raises(EngineError, match=r"no route that loads weights from disk.*transfer="):
+                await engine.update_weights(PolicyVersion(0, 1), "weights")
+            server.hold(1)
+            task = asyncio.create_task(ask(engine))
+            await server.until_sent(1, 1)
+            with pytest.raises(EngineError, match="pause it first"):
+                await engine.update_weights(PolicyVersion(0, 1))
+            await engine.abort()
+            await task
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "kept"),
+    [
+        (OpenAIFaultKind.RESET, EngineUnreachable, None),
+        (OpenAIFaultKind.TRUNCATED_JSON, WireError, 6),
+        (OpenAIFaultKind.NAN_LOGPROB, WireError, 6),
+        (OpenAIFaultKind.NULL_LOGPROB, WireError, 6),
+        (OpenAIFaultKind.LENGTHS_DIFFER, WireError, 6),
+        (OpenAIFaultKind.OTHER_PROMPT, WireError, 0),
+        (OpenAIFaultKind.WRONG_USAGE, WireError, 50),
+        (OpenAIFaultKind.NO_FINISH, EngineError, 50),
+        (OpenAIFaultKind.NO_DONE, EngineError, 50),
+        (OpenAIFaultKind.ERROR_EVENT, EngineError, 6),
+        (OpenAIFaultKind.CLIPPED, EngineError, 7),
+        (OpenAIFaultKind.REDIRECT, EngineError, 0),
+        (OpenAIFaultKind.FAILS, EngineError, 0),
+    ],
+)
+def test_a_fault_raises_after_the_tokens_before_it(kind: OpenAIFaultKind, error: type, kept: int | None) -> None:
+    """Nothing that came is lost, nothing false gets through, and the next request is answered as ever."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000)
+        async with connected(server) as engine:
+            server.faults.append(OpenAIFault(kind, 0, after=6))
+            answer = await ask(engine)
+            whole = greedy(server, PROMPT, 50)
+            assert type(answer.error) is error, answer.error
+            # a reset may overtake what was sent before it
+            assert len(answer.tokens) == kept if kept is not None else len(answer.tokens) <= 6
+            assert answer.tokens == whole[: len(answer.tokens)]
+            assert answer.finish is None
+            assert (await ask(engine, "a2")).tokens == whole
+
+    run(test())
+
+
+def test_a_busy_server_says_how_long() -> None:
+    """429 is not a failure of the request: EngineBusy with the seconds that the server asked for."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer()
+        async with connected(server) as engine:
+            server.faults.append(OpenAIFault(OpenAIFaultKind.BUSY, 0))
+            answer = await ask(engine)
+            assert isinstance(answer.error, EngineBusy)
+            assert answer.error.retry_after_s == 3.0
+
+    run(test())
+
+
+def test_a_stream_may_come_byte_by_byte() -> None:
+    """Where the pieces are cut changes nothing."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer()
+        async with connected(server) as engine:
+            server.faults.append(OpenAIFault(OpenAIFaultKind.ONE_BYTE_WRITES, 0))
+            assert (await ask(engine)).tokens == greedy(server, PROMPT, 50)
+
+    run(test())
+
+
+def test_a_silent_server_can_be_left() -> None:
+    """An abort ends a request that the server has forgotten, with what had come."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000)
+        async with connected(server) as engine:
+            server.faults.append(OpenAIFault(OpenAIFaultKind.SILENCE, 0, after=3))
+            task = asyncio.create_task(ask(engine))
+            await server.until_sent(3, 1)
+            await engine.abort()
+            answer = await task
+            assert answer.finish is EngineFinish.ABORT
+            assert answer.tokens == greedy(server, PROMPT, 50)[: len(answer.tokens)]
+
+    run(test())
+
+
+def test_what_does_not_fit_is_refused_here() -> None:
+    """Servers clip max_tokens to their context without a word; april never asks for more than fits."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(max_context=60)
+        async with connected(server, max_len=60) as engine:
+            answer = await ask(engine, max_tokens=58)
+            assert isinstance(answer.error, RequestRefused)
+            assert "3 token ids and max_tokens=58 do not fit into the context of 60" in str(answer.error)
+            assert not server.records
+            assert (await ask(engine, "a2", max_tokens=57)).error is None
+
+    run(test())
+
+
+def test_a_stop_without_its_token_is_refused() -> None:
+    """A server that ends by an id that april does not know as an end is not believed."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer()
+        async with connected(server) as engine:
+            server.eos = 300
+            answer = await ask(engine, max_tokens=2000)
+            assert answer.tokens[-1] == 300
+            assert isinstance(answer.error, WireError)
+            assert "(300) is neither in engine.eos_token_ids nor a stop token" in str(answer.error)
+
+    run(test())
+
+
+def test_cancelled_requests_leave_nothing_open() -> None:
+    """Cancelling the reader at any time closes the connection and frees its place, so that pause can return."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=10_000)
+        async with connected(server) as engine:
+            server.hold(2)
+            for turns in range(12):
+                task = asyncio.create_task(ask(engine, f"a{turns:02}"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await engine.pause()
+            await server.until_closed()
+
+    run(test())
+
+
+def test_health_tells_load_restarts_and_death() -> None:
+    """The load is the server's word; another process start means other weights until the next update; no answer is not
+    well."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer()
+        async with connected(server) as engine:
+            health = await engine.health()
+            assert health.ok
+            assert health.current
+            assert health.load is not None
+            assert (health.load.running, health.load.kv_usage, health.load.preemptions) == (0, 0.25, 3)
+            server.started_s += 60
+            assert not (await engine.health()).current
+            await engine.update_weights(PolicyVersion(0, 1))
+            assert (await engine.health()).current
+            server.metrics = False
+            health = await engine.health()
+            assert health.ok
+            assert health.load is None
+            server.well = False
+            assert not (await engine.health()).ok
+        assert not (await engine.health()).ok
+
+    run(test())

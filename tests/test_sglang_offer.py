@@ -1,0 +1,147 @@
+"""What april finds out about an SGLang server, and what it says about it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from sglang_fixtures import read, request, run, served
+
+from april.config_engines import SglangEngineConfig
+from april.engines.http_client import HttpClient
+from april.engines.protocol import LogprobKind
+from april.engines.sglang import connect_sglang
+from april.engines.sglang_offer import SglangOffer, probe_sglang
+from april.errors import ConfigError, EngineError, EngineUnreachable
+from april.testing.fake_sglang_server import FakeSglangServer
+
+
+async def offer(server: FakeSglangServer, **config: Any) -> SglangOffer:
+    client = HttpClient(server.url, name="probe")
+    try:
+        return await probe_sglang(client, SglangEngineConfig(urls=(server.url,), **config))
+    finally:
+        await client.close()
+
+
+def offered(config: dict[str, Any] | None = None, **options: Any) -> SglangOffer:
+    """Of a server with these options; nothing of it may change by being asked."""
+    found: list[SglangOffer] = []
+
+    async def program() -> None:
+        server = FakeSglangServer(**options)
+        await server.start()
+        try:
+            found.append(await offer(server, **(config or {})))
+            assert (server.label, server.pause_mode, server.aborts, server.updates) == ("default", None, [], [])
+            assert server.open_requests == 0
+            assert sum(len(r.ids) for r in server.runs) <= 6
+            assert not server.violations
+        finally:
+            await server.close()
+
+    run(program)
+    return found[0]
+
+
+def test_a_recent_server_offers_everything() -> None:
+    said = offered()
+    assert (said.version, said.model) == ("0.5.23", "fake/model")
+    assert (said.vocab_size, said.context_length, said.max_running) == (512, 4090, 64)
+    assert (said.spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
+    assert said.pause_modes == ("abort", "retract", "in_place")
+    assert said.logprob_kind is LogprobKind.TEMPERATURE
+    # the fake has no model files, and seeds do nothing
+    assert [sentence.split(":")[0] for sentence in said.missing] == [
+        "Seeds do nothing", "The ids that end a response are not known, as the model's files are not on this machine",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"incremental": False}, "--incremental-streaming-output"),
+        ({"spans": False}, "0.5.20"),
+        ({"labels": False}, "/update_weight_version is missing"),
+        ({"intervals": False}, "--stream-interval"),
+        ({"loads": False}, "/v1/loads is missing"),
+        ({"logprobs": "raw"}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_said_with_the_remedy(options: dict[str, Any], words: str) -> None:
+    assert any(words in sentence for sentence in offered(**options).missing)
+
+
+def test_the_configuration_is_believed() -> None:
+    said = offered({"vocab_size": 500, "max_len": 100, "eos_token_ids": (7,), "logprobs": "processed"})
+    assert (said.vocab_size, said.context_length, said.eos_token_ids) == (500, 100, (7,))
+    assert said.logprob_kind is LogprobKind.PROCESSED
+
+
+def test_capabilities_follow() -> None:
+    """Without incremental streams one answer at the end is cheaper, unless the user wants to lose less."""
+    config = SglangEngineConfig(urls=("http://h:1",))
+    assert offered().capabilities(config).streams
+    plain = offered(incremental=False)
+    assert not plain.capabilities(config).streams
+    assert plain.capabilities(SglangEngineConfig(urls=("http://h:1",), max_token_loss=50)).streams
+    assert plain.capabilities(SglangEngineConfig(urls=("http://h:1",), max_in_flight=5)).max_in_flight == 5
+
+
+def test_a_paused_server_is_described_and_not_connected_to() -> None:
+    async def program() -> None:
+        server = FakeSglangServer()
+        await server.start()
+        server.pause_mode = "retract"
+        said = await offer(server)
+        assert said.paused
+        assert "POST /continue_generation" in said.missing[0]
+        with pytest.raises(EngineError, match="is paused"):
+            await connect_sglang(SglangEngineConfig(urls=(server.url,)))
+        await server.close()
+
+    run(program)
+
+
+def test_what_is_no_sglang_server_is_said() -> None:
+    """A closed port, a page that is not there, and a server that never answers: an error each, in time."""
+
+    async def program() -> None:
+        server = FakeSglangServer()
+        await server.start()
+        await server.close()
+        with pytest.raises(EngineUnreachable):
+            await connect_sglang(SglangEngineConfig(urls=(server.url,)))
+
+        async def hang(_: web.Request) -> web.Response:
+            await asyncio.Event().wait()
+            return web.Response()
+
+        for handler, error, words in ((None, ConfigError, "no SGLang server"), (hang, EngineError, "has not said")):
+            app = web.Application()
+            if handler is not None:
+                app.add_routes([web.route("*", "/{path:.*}", handler)])
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            with pytest.raises(error, match=words):
+                await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=0.3))
+            await runner.cleanup()
+
+    run(program)
+
+
+def test_connecting_names_the_weights() -> None:
+    """So that a restart shows; nobody's requests end by it."""
+
+    async def program() -> None:
+        async with served() as (server, engine):
+            assert server.label == "0.0"
+            assert server.aborts == []
+            assert (await read(engine, request())).error is None
+
+    run(program)

@@ -1,0 +1,213 @@
+"""Several SGLang servers behind sglang-router are one engine: control goes to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sglang_fixtures import PROMPT, read, request, run, until
+
+from april.config_engines import SglangEngineConfig
+from april.core.versions import PolicyVersion
+from april.engines.protocol import EngineFinish
+from april.engines.sglang import SglangEngine, connect_sglang
+from april.errors import ConfigError, EngineError, EngineUnreachable
+from april.testing.fake_sglang_router import FakeSglangRouter
+from april.testing.fake_sglang_runs import fake_sglang_response
+from april.testing.fake_sglang_server import FakeSglangServer
+
+V1 = PolicyVersion(0, 1)
+
+
+@asynccontextmanager
+async def fleet(late: int = 0, **options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter]]:
+    """Two workers and a router."""
+    servers = [FakeSglangServer(**options) for _ in range(2)]
+    router = FakeSglangRouter([await server.start() for server in servers], late=late)
+    await router.start()
+    try:
+        yield servers, router
+        assert not [v for server in servers for v in server.violations]
+    finally:
+        await router.close()
+        for server in servers:
+            await server.close()
+
+
+async def connect(servers: list[FakeSglangServer], router: FakeSglangRouter) -> SglangEngine:
+    config = SglangEngineConfig(urls=tuple(server.url for server in servers), router=router.url)
+    (engine,) = await connect_sglang(config)
+    assert isinstance(engine, SglangEngine)
+    return engine
+
+
+def fleet_test(
+    test: Callable[[list[FakeSglangServer], FakeSglangRouter, SglangEngine], Any], **options: Any
+) -> None:
+    async def program() -> None:
+        async with fleet(**options) as (servers, router):
+            engine = await connect(servers, router)
+            try:
+                await test(servers, router, engine)
+            finally:
+                await engine.close()
+
+    run(program)
+
+
+def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        assert engine.capabilities.max_in_flight == 128
+        for server in servers:
+            server.stepped = True
+            server.runs.clear()
+        asked = [request([*PROMPT, i]) for i in range(8)]
+        reading = [asyncio.create_task(read(engine, r)) for r in asked]
+        await until(lambda: all(server.waiting == 4 for server in servers))
+        for server in servers:
+            server.step(5)
+        await engine.abort([r.attempt_id for r in asked])
+        cut = await asyncio.gather(*reading)
+        assert {g.finish for g in cut} == {EngineFinish.ABORT}
+        for server in servers:
+            server.go_on()
+        for r, g in zip(asked, cut, strict=True):
+            prompt = r.token_ids.tolist()
+            assert len(g.tokens) == 6
+            rest = await read(engine, request(prompt + g.tokens, 58))
+            assert g.tokens + rest.tokens == fake_sglang_response(prompt, mean_length=10**6)[0]
+
+    fleet_test(test, mean_length=10**6)
+
+
+def test_weights_reach_every_worker() -> None:
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        await engine.pause()
+        await engine.update_weights(V1, "/weights/w1")
+        await engine.resume()
+        assert [server.weights for server in servers] == ["w1", "w1"]
+        for _ in range(2):
+            got = await read(engine, request())
+            assert got.tokens == fake_sglang_response(PROMPT, weights="w1")[0]
+            assert set(got.versions) == {V1}
+        assert len(set(router.passed[-2:])) == 2
+        assert (await engine.health()).current
+
+    fleet_test(test)
+
+
+def test_half_an_update_is_no_update() -> None:
+    """One worker has new weights and the other has died: nothing is generated until an update has reached both."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        servers[1].die()
+        with pytest.raises(EngineUnreachable):
+            await engine.update_weights(V1, "/weights/w1")
+        health = await engine.health()
+        assert (health.ok, health.current) == (False, False)
+        assert "between two versions" in health.detail
+        got = await read(engine, request())
+        assert type(got.error) is EngineError
+        assert "between two versions" in str(got.error)
+        await servers[1].restart()
+        await engine.update_weights(V1, "/weights/w1")
+        assert (await engine.health()).ok
+        assert set((await read(engine, request())).versions) == {V1}
+
+    fleet_test(test)
+
+
+def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
+    """No token that came is wrong; new requests are passed to the worker that lives; health names the dead."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        for server in servers:
+            server.stepped = True
+        reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
+        await until(lambda: all(server.waiting == 2 for server in servers))
+        for server in servers:
+            server.step(20)
+        servers[0].die()
+        servers[1].go_on()
+        got = await asyncio.gather(*reading)
+        assert sum(isinstance(g.error, EngineUnreachable) for g in got) == 2
+        for i, g in enumerate(got):
+            whole = fake_sglang_response([*PROMPT, i], mean_length=10**6)[0]
+            assert g.tokens == (whole if g.error is None else whole[: len(g.tokens)])
+        assert (await read(engine, request())).finish is EngineFinish.LENGTH
+        health = await engine.health()
+        assert health.ok
+        assert servers[0].url in health.detail
+
+    fleet_test(test, mean_length=10**6)
+
+
+def test_pausing_needs_no_dead_worker() -> None:
+    """Requests of the worker that lives are aborted, those of the dead one have broken; then it is paused."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        for server in servers:
+            server.stepped = True
+        reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
+        await until(lambda: all(server.waiting == 2 for server in servers))
+        servers[0].die()
+        await engine.pause()
+        assert sorted(str(g.finish) for g in await asyncio.gather(*reading)) == ["None", "None", "abort", "abort"]
+
+    fleet_test(test, mean_length=10**6)
+
+
+def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
+    """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        await engine.update_weights(V1, "/weights/w1")
+        await servers[0].restart("w0")
+        got = [await read(engine, request()) for _ in range(4)]
+        assert sum(g.error is None for g in got) == 2
+        assert {v for g in got for v in g.versions} == {V1}
+        assert not (await engine.health()).current
+
+    fleet_test(test)
+
+
+def test_workers_of_the_router_are_those_of_the_configuration() -> None:
+    """A worker that is not configured would keep old weights, one that is not used says something is wrong."""
+
+    async def program() -> None:
+        async with fleet() as (servers, router):
+            with pytest.raises(ConfigError, match=r"which engine\.urls does not name"):
+                await connect(servers[:1], router)
+            router.workers = router.workers[:1]
+            config = SglangEngineConfig(
+                urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=0.5
+            )
+            with pytest.raises(ConfigError, match="does not have"):
+                await connect_sglang(config)
+            with pytest.raises(ConfigError, match="has no /workers"):
+                await connect_sglang(SglangEngineConfig(urls=(servers[0].url,), router=servers[1].url))
+
+    run(program)
+
+
+def test_a_router_that_has_just_started_is_waited_for() -> None:
+    async def program() -> None:
+        async with fleet(late=1) as (servers, router):
+            engine = await connect(servers, router)
+            assert (await read(engine, request())).error is None
+            await engine.close()
+
+    run(program)
+
+
+def test_workers_must_be_alike() -> None:
+    async def program() -> None:
+        async with fleet() as (servers, router):
+            servers[1].vocab_size = 400
+            with pytest.raises(ConfigError, match="differ in vocab_size"):
+                await connect(servers, router)
+
+    run(program)

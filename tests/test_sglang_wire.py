@@ -1,0 +1,122 @@
+"""Answers of SGLang, cut and repeated in every way: each token once, and nothing but typed errors for nonsense."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Chunk, EngineFinish
+from april.engines.sglang_wire import ReplyReader, version_of
+from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+from april.testing.fake_sglang_answers import answer
+from april.testing.fake_sglang_runs import FakeRun, fake_sglang_response
+
+RID = "0" * 32
+V0 = PolicyVersion(0, 0)
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+QUEUED = {"type": "abort", "message": "Abort in waiting queue"}
+
+
+def reader(incremental: bool = True, labels: bool = True) -> ReplyReader:
+    return ReplyReader(RID, V0, incremental=incremental, labels=labels)
+
+
+def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeRun:
+    ids, logprobs = fake_sglang_response([5], max_tokens=count, mean_length=10**6) if count else ([], [])
+    params = {"max_new_tokens": count, "min_new_tokens": 0, "temperature": 1.0}
+    run = FakeRun(RID, [5], params, stream=True, ids=ids, logprobs=logprobs)
+    run.spans = spans if spans is not None else [("0.0", 0, count)]
+    return run
+
+
+def said(run: FakeRun, upto: int, incremental: bool, label: str = "0.0") -> bytes:
+    run.flushed = upto
+    value = answer(run, label=label, incremental=incremental, spans=True)
+    run.sent = upto
+    return json.dumps(value).encode()
+
+
+def together(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+    return [t for c in chunks for t in c.tokens.tolist()], [p for c in chunks for p in c.logprobs.tolist()]
+
+
+@given(
+    count=st.integers(0, 60), cuts=st.sets(st.integers(1, 59)), incremental=st.booleans(), queued=st.booleans(),
+    late=st.integers(0, 3),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_any_cut_of_any_answer_gives_every_token_once(
+    count: int, cuts: set[int], incremental: bool, queued: bool, late: int
+) -> None:
+    """Events at any points, an abort while running or in the queue, the last events joined to one or not."""
+    run = a_run(count)
+    read, chunks = reader(incremental), []
+    for upto in sorted(c for c in cuts if c <= count - late):
+        chunks += read.read(said(run, upto, incremental))
+    run.finish, run.queue_abort = (QUEUED, True) if queued else (ABORTED, False)
+    chunks += read.read(said(run, count, incremental))
+    assert together(chunks) == (run.ids, run.logprobs)
+    assert chunks[-1].finish is EngineFinish.ABORT
+    assert all(chunk.finish is None for chunk in chunks[:-1])
+
+
+@given(st.integers(1, 29), st.sets(st.integers(1, 29)), st.integers(1, 29))
+@settings(max_examples=100, deadline=None)
+def test_versions_are_those_of_the_spans(switch: int, cuts: set[int], seen_from: int) -> None:
+    """Weights change at one token, the label in the events at a later one or the same: every token has its version."""
+    run = a_run(30, [("0.0", 0, switch), ("0.1", switch, 30)])
+    read, chunks = reader(), []
+    for upto in sorted(cuts):
+        # an event says the label at the time when it was sent
+        label = "0.1" if upto > switch or upto >= seen_from else "0.0"
+        chunks += read.read(said(run, upto, True, label))
+    run.finish = {"type": "length", "length": 30}
+    chunks += read.read(said(run, 30, True, "0.1"))
+    assert together(chunks)[0] == run.ids
+    assert [c.version.n for c in chunks for _ in c.tokens] == [0] * switch + [1] * (30 - switch)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_answers_raise_nothing_but_engine_errors(data: st.DataObject) -> None:
+    """Any byte changed, any end cut off: right tokens or an EngineError."""
+    run = a_run(12)
+    run.finish = {"type": "length", "length": 12}
+    payload = bytearray(said(run, 12, True))
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] = data.draw(st.integers(0, 255))
+    end = data.draw(st.sampled_from([len(payload), at]))
+    try:
+        chunks = reader().read(bytes(payload[:end]))
+    except EngineError:
+        return
+    assert sum(len(chunk.tokens) for chunk in chunks) in (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ({"error": {"message": "too long", "code": 400}}, RequestRefused),
+        ({"error": {"message": "full", "code": 503}}, EngineBusy),
+        ({"error": "Unexpected keyword"}, EngineError),
+        ({"object": "error", "message": "bad json"}, EngineError),
+        ({}, WireError),
+        ([], WireError),
+    ],
+    ids=str,
+)
+def test_errors_come_as_events_too(event: Any, error: type[EngineError]) -> None:
+    with pytest.raises(error) as raised:
+        reader().read(json.dumps(event).encode())
+    assert type(raised.value) is error
+
+
+def test_only_aprils_own_labels_are_versions() -> None:
+    assert version_of("3.17") == PolicyVersion(3, 17)
+    for label in ("default", "", "1", "01.2", "1.2.3", "-1.2", "1.x", "\u0661.2"):
+        assert version_of(label) is None

@@ -1,0 +1,443 @@
+"""vLLM's AsyncLLM as an engine: on its own loop or on april's, every token once, aborts and weight updates exact."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_async_llm import EOS, FakeAsyncLLM, install_vllm, logprob, next_token
+from openai_servers import PATIENCE_S, Answer
+from real_schedulers import assert_nothing_is_left, endless
+
+import april
+from april.core.sampling import SamplingParams
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.driver.rewards import Response
+from april.engines.protocol import EngineFinish, LogprobKind, Request
+from april.engines.vllm_in_process import VllmInProcessEngine
+from april.errors import ConfigError, EngineError, RequestRefused
+
+PROMPT = [10, 20, 30]
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(monkeypatch)
+
+
+class LoopOfItsOwn:
+    """An event loop on a thread, as a trainer has one for its AsyncLLM."""
+
+    def __enter__(self) -> asyncio.AbstractEventLoop:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-loop")
+        self._thread.start()
+        return self.loop
+
+    def __exit__(self, *error: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    @staticmethod
+    async def _cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class World:
+    """An AsyncLLM, the engine over it, and a way to run something on the AsyncLLM's loop."""
+
+    def __init__(self, llm: FakeAsyncLLM, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        self.llm, self.loop = llm, loop
+        self.engine = VllmInProcessEngine(llm, **options)
+
+    async def there(self, function: Callable[[], Any]) -> Any:
+        async def call() -> Any:
+            return function()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self.loop))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not await self.there(condition):  # noqa: ASYNC110 - a state of another loop, which has no event for it
+            await asyncio.sleep(0)
+
+    def settled(self, prefix: str, requests: int) -> bool:
+        """So many requests have begun, and each stands at the limit or has ended."""
+        begun = [i for i in self.llm.started if i.startswith(prefix)]
+        return len(begun) == requests and self.llm.stopped == len(self.llm.requests)
+
+    async def ask(
+        self, attempt_id: str = "a1", prompt: list[int] | None = None, max_tokens: int = 50, stream: bool = False,
+        **sampling: Any,
+    ) -> Answer:  # fmt: skip
+        params = SamplingParams(max_tokens, **({"temperature": 0.0} | sampling))
+        answer = Answer([], [], versions=set())
+        chunks = 0
+        try:
+            async for chunk in self.engine.generate(
+                Request(attempt_id, np.array(prompt or PROMPT, np.int32), params, stream=stream)
+            ):
+                assert answer.finish is None
+                answer.tokens += chunk.tokens.tolist()
+                answer.logprobs += chunk.logprobs.tolist()
+                answer.finish = chunk.finish
+                assert answer.versions is not None
+                answer.versions.add(chunk.version)
+                chunks += 1
+        except Exception as error:
+            answer.error = error
+        if answer.error is None and not stream and not self.engine.capabilities.streams:
+            assert chunks == 1
+        return answer
+
+    def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
+        """The uncut response."""
+        ids = list(prompt)
+        while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != EOS):
+            ids.append(next_token(weights, ids, self.llm.mean_len))
+        return ids[len(prompt) :]
+
+
+@asynccontextmanager
+async def world(own_loop: bool, *, options: dict[str, Any] | None = None, **llm: Any) -> AsyncIterator[World]:
+    """``own_loop``: the AsyncLLM was made on a loop on another thread; otherwise outside of any loop."""
+    here = asyncio.get_running_loop()
+
+    async def make() -> FakeAsyncLLM:
+        return FakeAsyncLLM(**llm)
+
+    async with asyncio.timeout(PATIENCE_S):
+        if own_loop:
+            with LoopOfItsOwn() as loop:
+                made = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+                yield World(made, loop, **(options or {}))
+        else:
+            made = await asyncio.to_thread(lambda: FakeAsyncLLM(**llm))
+            assert made.output_handler is None
+            yield World(made, here, **(options or {}))
+            if made.output_handler is not None:
+                made.output_handler.cancel()
+                await asyncio.wait({made.output_handler})
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not [task for task in left if "april" in repr(task.get_coro())]
+
+
+both_loops = pytest.mark.parametrize("own_loop", [True, False], ids=["own loop", "april's loop"])
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    asyncio.run(main())
+
+
+@both_loops
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
+    """What vLLM made comes out, EOS and stop ids with their log-probabilities included, under the present version."""
+
+    async def test() -> None:
+        async with world(own_loop) as w:
+            for i in range(20):
+                prompt = [*PROMPT, i + 5]
+                whole = w.whole(prompt)
+                answer = await w.ask(f"a{i:02}", prompt, stream=stream)
+                assert answer.tokens == whole
+                assert answer.logprobs == [logprob(t, "tiny0") for t in whole]
+                assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
+                assert answer.versions == {FIRST_VERSION}
+            third = w.whole(PROMPT)[2]
+            answer = await w.ask("b1", PROMPT, stop_token_ids=(third,))
+            assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
+
+    run(test)
+
+
+@both_loops
+@pytest.mark.parametrize("stream", [False, True])
+def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
+    """All of them aborted at once, again and again; nothing that vLLM had made is lost."""
+
+    async def test() -> None:
+        async with world(own_loop, mean_len=200) as w:
+            prompts = [[*PROMPT, i + 5] for i in range(80)]
+            held: list[list[int]] = [[] for _ in prompts]
+            turn = 0
+            while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
+                await w.there(partial(w.llm.limit, turn % 3 * 4))
+                tasks = {
+                    i: asyncio.create_task(w.ask(f"a{turn:02}.{i:02}", prompts[i] + held[i], 40 - len(held[i]), stream))
+                    for i in open_ones
+                }
+                await w.until(partial(w.settled, f"a{turn:02}", len(tasks)))
+                await w.engine.abort()
+                for i, task in tasks.items():
+                    answer = await task
+                    assert answer.error is None
+                    held[i] += answer.tokens
+                turn += 1
+            assert held == [w.whole(p, 40) for p in prompts]
+            assert turn > 5
+
+    run(test)
+
+
+@both_loops
+def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
+    """300 at once; those named end with what they have, the others live."""
+
+    async def test() -> None:
+        async with world(own_loop, mean_len=10_000) as w:
+            await w.there(lambda: w.llm.limit(3))
+            tasks = [asyncio.create_task(w.ask(f"a{i:03}", [*PROMPT, i])) for i in range(300)]
+            await w.until(lambda: w.llm.stopped == 300)
+            await w.engine.abort([f"a{i:03}" for i in range(100)] + ["unknown"])
+            first = await asyncio.gather(*tasks[:100])
+            assert {(len(a.tokens), a.finish) for a in first} == {(3, EngineFinish.ABORT)}
+            assert not any(task.done() for task in tasks[100:])
+            await w.engine.abort()
+            assert {a.finish for a in await asyncio.gather(*tasks[100:])} == {EngineFinish.ABORT}
+            assert not w.llm.requests
+
+    run(test)
+
+
+@both_loops
+def test_pause_ends_a_request_that_is_just_being_handed_over(own_loop: bool) -> None:
+    """vLLM does not know it when it pauses, and would hold it for ever: april asks until it has ended."""
+
+    async def test() -> None:
+        async with world(own_loop) as w:
+            gate = await w.there(asyncio.Event)
+            w.llm.before_add = gate
+            task = asyncio.create_task(w.ask())
+            await w.until(lambda: len(w.llm.started) == 1)
+            pausing = asyncio.create_task(w.engine.pause())
+            await w.until(lambda: w.llm.paused)
+            await w.there(gate.set)
+            await pausing
+            answer = await task
+            assert (answer.tokens, answer.finish) == ([], EngineFinish.ABORT)
+
+    run(test)
+
+
+@both_loops
+def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
+    """Load, forget the cache, label; requests that waited meanwhile have the new weights and their version."""
+
+    async def test() -> None:
+        async with world(own_loop, mean_len=10_000) as w:
+            await w.there(lambda: w.llm.limit(4))
+            running = asyncio.create_task(w.ask("a1"))
+            await w.until(lambda: w.llm.stopped == 1)
+            with pytest.raises(EngineError, match="pause it first"):
+                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.pause()
+            await w.there(lambda: w.llm.limit())
+            waiting, unwanted = asyncio.create_task(w.ask("a2")), asyncio.create_task(w.ask("a3"))
+            await asyncio.sleep(0)
+            await w.engine.abort(["a3"])
+            assert (await unwanted).finish is EngineFinish.ABORT
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            assert w.llm.started == ["a1"]
+            await w.engine.resume()
+            old, new = await running, await waiting
+            assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
+            assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
+            assert w.llm.label == "0.1"
+
+    run(test)
+
+
+def test_an_update_that_fails_says_so() -> None:
+    """A cache that keeps old keys and values is no update; nothing is generated before one succeeds."""
+
+    async def test() -> None:
+        async with world(own_loop=False) as w:
+            await w.engine.pause()
+            with pytest.raises(EngineError, match="FileNotFoundError"):
+                await w.engine.update_weights(PolicyVersion(0, 1), "missing")
+            w.llm.cache_resets = False
+            with pytest.raises(EngineError, match="could not reset its prefix cache"):
+                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            assert w.llm.label == "default"
+            await w.engine.resume()
+            answer = await w.ask()
+            assert isinstance(answer.error, EngineError)
+            assert "its weights are those of no version" in str(answer.error)
+            assert not (await w.engine.health()).ok
+            w.llm.cache_resets = True
+            await w.engine.pause()
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.resume()
+            assert (await w.ask("a2")).tokens == w.whole(PROMPT, weights="tiny1")
+            assert (await w.engine.health()).ok
+
+    run(test)
+
+
+def test_weights_that_somebody_else_updates_are_noticed() -> None:
+    """vLLM's own labels must agree with april's versions."""
+
+    async def test() -> None:
+        async with world(own_loop=False) as w:
+            await w.engine.pause()
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.resume()
+            assert (await w.ask("a1")).error is None
+            w.llm.label = "somebody's"
+            answer = await w.ask("a2")
+            assert isinstance(answer.error, EngineError)
+            assert "somebody else changes its weights" in str(answer.error)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("lies", "message"),
+    [
+        ({"logprobs": None}, "tokens came with no log-probabilities"),
+        ({"logprobs": []}, "tokens came with 0 log-probabilities"),
+        ({"finish_reason": "error"}, "ended the response for the reason 'error'"),
+    ],
+)
+def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> None:
+    """Counts and reasons are looked at."""
+
+    async def test() -> None:
+        async with world(own_loop=False) as w:
+            w.llm.lies = lies
+            answer = await w.ask()
+            assert isinstance(answer.error, EngineError)
+            assert message in str(answer.error)
+
+    run(test)
+
+
+@both_loops
+def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool) -> None:
+    """ValueError is the request's fault; everything else the engine's."""
+
+    async def test() -> None:
+        async with world(own_loop) as w:
+            assert (await w.engine.health()).ok
+            assert isinstance((await w.ask("a1", [5] * 600)).error, RequestRefused)
+            assert isinstance((await w.ask("a2", max_tokens=998)).error, RequestRefused)
+            assert "a2" not in w.llm.started
+            w.llm.dead = True
+            answer = await w.ask("a3")
+            assert type(answer.error) is EngineError
+            assert "EngineDeadError" in str(answer.error)
+            assert not (await w.engine.health()).ok
+
+    run(test)
+
+
+@both_loops
+def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
+    """At any time of the cancellation: vLLM has no request left, and pause returns."""
+
+    async def test() -> None:
+        async with world(own_loop, mean_len=10_000) as w:
+            await w.there(lambda: w.llm.limit(2))
+            for turns in range(12):
+                task = asyncio.create_task(w.ask(f"a{turns:02}"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await w.engine.pause()
+            assert not w.llm.requests
+
+    run(test)
+
+
+def test_capabilities_come_from_vllms_configuration() -> None:
+    """Kind, vocabulary, context, EOS ids of tokenizer and generation config, places of all data-parallel ranks."""
+    raw = VllmInProcessEngine(FakeAsyncLLM()).capabilities
+    assert (raw.logprob_kind, raw.vocab_size, raw.max_context) == (LogprobKind.RAW, 500, 1000)
+    assert (raw.eos_token_ids, raw.max_in_flight, raw.streams) == ((2, 3), 128, False)
+    assert any("temperature 1" in note for note in raw.notes)
+    processed = VllmInProcessEngine(FakeAsyncLLM(mode="processed_logprobs"), stream=True, eos_token_ids=[7])
+    assert processed.capabilities.logprob_kind is LogprobKind.PROCESSED
+    assert processed.capabilities.streams
+    assert processed.capabilities.eos_token_ids == (7,)
+    with pytest.raises(ConfigError, match="logprobs_mode='raw_logits'"):
+        VllmInProcessEngine(FakeAsyncLLM(mode="raw_logits"))
+    with pytest.raises(ConfigError, match=r"takes an AsyncLLM object of vLLM .* or newer, got str"):
+        VllmInProcessEngine("vllm")
+
+
+def test_a_loop_that_is_gone_or_stands_still_is_named() -> None:
+    """Calls to it would never return."""
+    closed, still = asyncio.new_event_loop(), asyncio.new_event_loop()
+    closed.close()
+
+    async def test() -> None:
+        health = await VllmInProcessEngine(FakeAsyncLLM(), loop=closed).health()
+        assert "is closed" in health.detail
+        with pytest.raises(EngineError, match="is not running"):
+            await VllmInProcessEngine(FakeAsyncLLM(), loop=still).pause()
+
+    run(test)
+    still.close()
+
+
+@both_loops
+def test_the_scheduler_over_it(own_loop: bool) -> None:
+    """Steps with aborts and updates from disk: every token has the log-probability of its version's weights."""
+
+    def steps(llm: FakeAsyncLLM) -> None:
+        # of the first 6 groups, those with even prompts stand still until the others have ended the step
+        llm.limit(1, lambda prompt: prompt[0] % 2 == 0)
+
+        async def late_reward(prompt: april.Prompt, response: Response) -> float:
+            while rollouts.version.n == 0 and llm.stopped < 6:  # noqa: ASYNC110 - a counter of another loop
+                await asyncio.sleep(0)
+            return 0.0
+
+        config = april.Config(
+            rollout_batch_size=3, n_samples_per_prompt=2, over_sampling_batch_size=6, max_response_len=200, seed=1
+        )
+        engine = VllmInProcessEngine(llm)
+        rollouts = april.RolloutScheduler(
+            config=config, prompts=endless(), reward=late_reward, engines=[engine], check=True
+        )
+        with rollouts:
+            continued = 0
+            for step in range(6):
+                for sample in rollouts.next_batch().samples:
+                    numbers = sample.versions[:, 1].tolist()
+                    expected = [logprob(t, f"tiny{n}") for t, n in zip(sample.tokens.tolist(), numbers, strict=True)]
+                    assert sample.logprobs.tolist() == expected
+                    continued += len(set(numbers)) > 1
+                if step == 0:
+                    assert llm.output_handler is not None
+                    llm.output_handler.get_loop().call_soon_threadsafe(llm.limit)
+                rollouts.weight_update(path=f"tiny{step + 1}")
+            assert continued >= 6
+            assert rollouts.ledger()["tokens"].balanced
+
+    if own_loop:
+        with LoopOfItsOwn() as loop:
+
+            async def make() -> FakeAsyncLLM:
+                return FakeAsyncLLM()
+
+            steps(asyncio.run_coroutine_threadsafe(make(), loop).result(PATIENCE_S))
+    else:
+        steps(FakeAsyncLLM())
+    assert_nothing_is_left()
