@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from april.demo import task
 
@@ -15,7 +16,8 @@ KEPT = 2
 
 
 def write_model(model: PreTrainedModel, where: Path) -> None:
-    """Everything that a server needs to start, into ``where``."""
+    """Everything that a server needs to start, into ``where``; in silence, for a bar of its own is on the screen."""
+    disable_progress_bar()
     model.save_pretrained(where)
     _tokenizer().save_pretrained(where)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from april.config import Config, SamplingConfig
 from april.core.types import Refill
@@ -11,7 +11,6 @@ from april.demo import task
 
 MODES = ("sync", "april", "refill")
 """Wait for all; N' = 2N as in the paper; a constant number of samples in flight."""
-DemoEngine = Literal["transformers", "vllm", "sglang"]
 ON_SERVER = {
     "steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "evaluate_every": 4, "head_dim": 32,
 }  # fmt: skip
@@ -36,14 +35,14 @@ class DemoSettings:
     evaluate_every: int = 10
     learning_rate: float = 1.5e-3
     """Peak; it falls linearly to zero over the steps, as usual."""
-    engine: DemoEngine = "transformers"
-    """Embedded, or the kind of server at ``url``."""
+    engine: str = "transformers"
+    """Embedded, or the kind of server at ``url``: vllm or sglang."""
     url: str | None = None
     head_dim: int = 16
     """Of the model; vLLM has no CPU attention for less than 32."""
 
     @classmethod
-    def on(cls, engine: DemoEngine, url: str | None = None, **sizes: int | None) -> DemoSettings:
+    def on(cls, engine: str, url: str | None = None, **sizes: int | None) -> DemoSettings:
         """The settings for an engine, smaller for a server, with those ``sizes`` that are not None."""
         usual = {} if engine == "transformers" else ON_SERVER
         changed: Any = usual | {name: size for name, size in sizes.items() if size is not None}
