@@ -17,7 +17,7 @@ KEPT = 2
 
 def write_model(model: PreTrainedModel, where: Path) -> None:
     """Everything that a server needs to start, into ``where``; in silence, for a bar of its own is on the screen."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(where)
     _tokenizer().save_pretrained(where)
 

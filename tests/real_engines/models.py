@@ -21,7 +21,7 @@ SEEDS = {"first": 0, "second": 1}
 
 def make_models(where: Path) -> dict[str, Path]:
     """The directories of the models by name, written into ``where``."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     made = {}
     for name, seed in SEEDS.items():
         made[name] = where / name
