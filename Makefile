@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a machine with Python 3.11: make demo, make test.
+# Every target does all its set-up, on a machine with Python 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,7 @@ test-engines: $(VENV)/.installed
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.demo $*
 
-# Everything there is; .ci/run says what it leaves out.
+# Everything there is.
 verify: test test-engines demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
