@@ -82,7 +82,7 @@ class Embedded:
 
 def set_up(settings: DemoSettings, model: PreTrainedModel, seed: int, out: Path) -> Stage:
     """The stage that the settings name; servers load their weights from directories below ``out``."""
-    if settings.engine == "transformers":
+    if settings.embedded:
         return Embedded(settings, model, seed)
     if settings.url is None:
         raise ConfigError(

@@ -107,7 +107,11 @@ def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) ->
             column = pending.pop(0)
             with running([router] if column.router else []), clock.part(column.name):
                 until_ready([router] if column.router else [])
-                reports.append(_written(asyncio.run(test_column(column, models, aborts)), out))
+                try:
+                    reports.append(_written(asyncio.run(test_column(column, models, aborts)), out))
+                except AprilError as error:  # the server has died of a check, say
+                    wrong.append(f"{column.name}: {error}\n{column.server.last_lines()}")
+                    column.server.kill()
             # its last check has killed the server
             if any(column.server in later for later in uses):
                 column.server.start()
@@ -135,4 +139,6 @@ def _kill(dies: Server, lives: Server, out: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

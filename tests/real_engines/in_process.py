@@ -23,7 +23,7 @@ def make_llm(model: str) -> Any:
 
     arguments = AsyncEngineArgs(
         model=model, dtype="float32", max_model_len=4096, max_num_seqs=256, enable_prefix_caching=True,
-        enforce_eager=True,
+        enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=16384,
     )  # fmt: skip
     return AsyncLLM.from_engine_args(arguments)
 
