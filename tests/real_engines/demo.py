@@ -37,11 +37,12 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
             until_ready([server])
             command = [sys.executable, "-m", "april", "demo", "--engine", kind, "--url", server.url, "--out", str(out)]
             done = subprocess.run(command, check=False)
+            log = server.last_lines()
     except (CannotInstall, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     if done.returncode:
-        print(f"the end of the server's log:\n{server.last_lines()}", file=sys.stderr)
+        print(f"the end of the server's log:\n{log}", file=sys.stderr)
     raise typer.Exit(done.returncode)
 
 
