@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
+from april.errors import RequestRefused
+
 
 class Admission:
     """Closed while weights change. Requests wait before it, and can be aborted there."""
@@ -29,7 +31,13 @@ class Admission:
 
     @asynccontextmanager
     async def request(self, attempt_id: str) -> AsyncIterator[bool]:
-        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent."""
+        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent.
+
+        Raises:
+            RequestRefused: the id is in use; servers end both requests when one of them is aborted.
+        """
+        if attempt_id in self._inside or attempt_id in self._waiting:
+            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting[attempt_id] = turn
