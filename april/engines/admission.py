@@ -34,10 +34,10 @@ class Admission:
         """Inside for the time of one request; False: it was aborted while it waited, and must not be sent.
 
         Raises:
-            RequestRefused: a request with this id is here already; an abort could not tell them apart.
+            RequestRefused: the id is in use; servers end both requests when one of them is aborted.
         """
         if attempt_id in self._inside or attempt_id in self._waiting:
-            raise RequestRefused(f"attempt {attempt_id} is here already; every attempt needs an id of its own")
+            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting[attempt_id] = turn
