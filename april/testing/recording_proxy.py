@@ -180,7 +180,8 @@ class RecordingProxy:
         if not isinstance(value, dict):
             return Exchange(request.path, frozenset(), (b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
-        ids = frozenset(n for n in names if isinstance(n, str))
+        # april marks the end of the names that it gives to SGLang
+        ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
         exchange = Exchange(request.path, ids, _content(value))
         self.exchanges.append(exchange)
         for name in ids:
