@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -100,20 +101,31 @@ class VllmEngine:
                 self._unwanted.discard(request.attempt_id)
 
     async def _chunks(self, request: Request, reader: ReplyReader) -> AsyncGenerator[Chunk, None]:
-        """The answer of the server, chunk by chunk."""
+        """The answer of the server, chunk by chunk; the last one when the server's own count has confirmed it."""
+        last: Chunk | None = None
         route, stream = self.offer.route, self._stream or request.stream
         body = request_body(route, self.offer.model, request, stream=stream, priority=self.offer.priorities)
-        async with aclosing(self._payloads(route, body, stream=stream)) as payloads:
-            async for payload in payloads:
-                for chunk in reader.read(payload):
-                    yield chunk
-                if reader.failure is not None:
-                    raise reader.failure
-        if reader.finish is None:
+        try:
+            async with aclosing(self._payloads(route, body, stream=stream)) as payloads:
+                async for payload in payloads:
+                    for chunk in reader.read(payload):
+                        if chunk.finish is None:
+                            yield chunk
+                        else:
+                            last = chunk
+                    if reader.failure is not None:
+                        raise reader.failure
+        except EngineUnreachable:
+            if last is not None:
+                # nothing was wrong with its tokens
+                yield replace(last, finish=None)
+            raise
+        if last is None:
             raise EngineUnreachable(
                 f"{self._client.url}{route} ended without a finish reason after {reader.count} tokens of attempt "
                 f"{request.attempt_id}; has the server died?"
             )
+        yield last
 
     async def _payloads(self, route: str, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
         """The answer, or the events of a stream without the mark at its end, which must be there."""
