@@ -96,8 +96,7 @@ def test_a_burst_of_refusals_counts_once() -> None:
     state = m.core.engines.states["a"]
     assert len(timers) == 1
     assert state.rests == 1
-    assert state.cap.value == 5
-    assert state.in_flight == 2
+    assert state.cap.value == 2 == state.in_flight
 
 
 def test_a_refused_request_costs_its_group_at_once_and_not_the_engine() -> None:
@@ -183,9 +182,35 @@ def test_a_stale_engine_comes_back_with_the_next_weight_update() -> None:
     m = machine(n=1)
     m.post(ev.EngineStale("a"))
     m.end(only(m).id)
+    assert only(m).engine == "b"
+    m.end(only(m).id)
     m.update()
     m.post(ev.StepRequested())
     assert only(m).engine == "a"
+
+
+@pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
+def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnded]) -> None:
+    """A request that runs on an engine which turns out to be stale is ended, and its sample goes on without it."""
+    m = machine(n=1)
+    first = only(m)
+    m.tokens(first.id, 3)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    m.post(ev.Resumed())
+    second = only(m)
+    m.tokens(second.id, 4)
+    m.post(ev.EngineStale(second.engine))
+    assert m.abort_asked == {second.id}
+    del m.in_flight[second.id]
+    m.post(end(second.id, "stop"))
+    assert m.core.tokens.as_dict()["dropped"] == {"unknown_weights": 4}
+    third = only(m)
+    assert third.engine != second.engine
+    assert len(third.token_ids) == 2 + 3
+    m.end(third.id)
+    m.check_ledger()
+    assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
 
 
 def test_an_engine_that_failed_outside_of_any_attempt_is_probed_once() -> None:

@@ -100,9 +100,9 @@ class EngineTable:
     def busy(self, name: str, asked_s: float) -> float | None:
         """It refused a request for now. Seconds to leave it alone; None: it is at rest already, or too often busy."""
         state = self.states[name]
+        state.cap.refused(state.in_flight)
         if state.resting or state.quarantined:
             return None
-        state.cap.refused(state.in_flight)
         state.rests += 1
         if state.rests > RESTS_BEFORE_QUARANTINE:
             return None

@@ -167,6 +167,9 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
+        if attempt.doubtful:
+            self._queue(sample, f"engine {attempt.engine} had other weights: {attempt.tape.count} tokens dropped")
+            return
         if self._complete_after(attempt, event.finish):
             return
         if attempt.stalled:
@@ -226,6 +229,9 @@ class Generation:
             attempt.sample.avoid = attempt.engine
             self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
+        if attempt.doubtful:
+            self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
+            return
         if not event.corrupt and self._complete_after(attempt, "abort"):
             return
         self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
@@ -247,8 +253,8 @@ class Generation:
         """The attempt's tokens move to the sample, or into the books of the reason they are dropped for."""
         count, sample = attempt.tape.count, attempt.sample
         self._books.tokens.observe(count)
-        if attempt.dropped_for is not None:
-            self._books.tokens.drop(count, attempt.dropped_for)
+        if attempt.lost_for is not None:
+            self._books.tokens.drop(count, attempt.lost_for)
             return
         sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         sample.cached_on, sample.cached_under = attempt.engine, self._books.clock.current

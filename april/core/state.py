@@ -361,9 +361,13 @@ class RolloutCore:
         self._outage = self._outage and not self.engines.usable(self.clock.current)
 
     def _engine_stale(self, event: ev.EngineStale) -> None:
-        """It gets nothing before it has confirmed weights."""
+        """It gets nothing before it has confirmed weights; what it generates at this moment, nobody knows by which."""
         self.counters["stale_engines"] += 1
         self.engines.states[event.engine].version = None
+        doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
+        for attempt in doubtful:
+            attempt.doubtful = True
+        self.books.stop(doubtful)
 
     def _engine_failed(self, event: ev.EngineFailed) -> None:
         if self.engines.failed(event.engine, at_once=True):
