@@ -73,12 +73,16 @@ def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool)
             answers.answer = lambda: web.json_response(
                 {"error": {"message": "said so"}}, status=status, headers={"Retry-After": "999"}
             )
-            with pytest.raises(EngineError, match=f"{status}: said so") as caught:
-                if stream:
-                    async with client.events("/x", b"{}"):
-                        pass
-                else:
+
+            async def ask() -> None:
+                if not stream:
                     await client.json("POST", "/x", {})
+                    return
+                async with client.events("/x", b"{}"):
+                    pass
+
+            with pytest.raises(EngineError, match=f"{status}: said so") as caught:
+                await ask()
             assert type(caught.value) is error
             if isinstance(caught.value, EngineBusy):
                 assert caught.value.retry_after_s == 60.0
