@@ -68,7 +68,7 @@ def _warm_up(settings: DemoSettings, seed: int, watcher: Watcher) -> PreTrainedM
             report.append(watcher.begin(f"seed {seed}: supervised warm-up", total))
         report[0](done, {"loss": loss})
 
-    return warm_up(seed, progress, head_dim=settings.head_dim)
+    return warm_up(seed, progress, for_servers=not settings.embedded)
 
 
 def _start_rewards(settings: DemoSettings, model: PreTrainedModel, seed: int, out: Path) -> NDArray[np.float64]:

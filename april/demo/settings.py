@@ -12,9 +12,7 @@ from april.demo import task
 MODES = ("sync", "april", "refill")
 """Wait for all; N' = 2N as in the paper; a constant number of samples in flight."""
 EMBEDDED = "transformers"
-ON_SERVER = {
-    "steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "evaluate_every": 4, "head_dim": 32,
-}  # fmt: skip
+ON_SERVER = {"steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "evaluate_every": 4}
 """What is smaller on a server, which shares two cores with the trainer."""
 
 
@@ -39,8 +37,6 @@ class DemoSettings:
     engine: str = EMBEDDED
     """Embedded, or the kind of server at ``url``: vllm or sglang."""
     url: str | None = None
-    head_dim: int = 16
-    """Of the model; vLLM has no CPU attention for less than 32."""
 
     @classmethod
     def on(cls, engine: str, url: str | None = None, **sizes: int | None) -> DemoSettings:

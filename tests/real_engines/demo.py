@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from april.demo.served_model import write_model
-from april.demo.settings import ON_SERVER, DemoSettings
+from april.demo.settings import DemoSettings
 from april.demo.stage import MAX_LEN
 from april.demo.warmup import build_model
 from tests.real_engines.commands import sglang_server, vllm_server
@@ -30,7 +30,7 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     # its weights are replaced before the first token; what counts is the shape
-    write_model(build_model(0, ON_SERVER["head_dim"]), out / "model")
+    write_model(build_model(0, for_servers=True), out / "model")
     try:
         server = _server(kind, out, DemoSettings().slots)
         with running([server]):
