@@ -43,6 +43,8 @@ def sglang_server(name: str, model: Path, port: int, log: Path, *, context: int,
         "--attention-backend", "torch_native", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
         "--context-length", str(context), "--max-total-tokens", "65536", "--max-running-requests", str(in_flight),
         "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
+        # or it keeps one of two cores busy while it waits
+        "--sleep-on-idle",
     ]  # fmt: skip
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return Server(name, command, port, log, "/ready", settings)
