@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,7 +60,7 @@ class OnServer:
         self._model = model
         self._weights = WeightsDirectory(weights)
         self._counters = COUNTERS[settings.engine]
-        self._engine = ServedEngine(settings, self._weights.write(model))
+        self._engine = ServedEngine(settings, self._weights.write(model), self._count_from_here)
         self._began = 0.0
         self._before = (0, 0)
 
@@ -72,7 +72,7 @@ class OnServer:
         return self._weights.write(self._model)
 
     def begin(self) -> None:
-        self._before = self._counts()
+        self._count_from_here()
         self._began = time.perf_counter()
 
     def end(self) -> Work:
@@ -83,6 +83,10 @@ class OnServer:
     def close(self) -> None:
         self._weights.remove()
 
+    def _count_from_here(self) -> None:
+        """Also when the engine is opened, in the first step: it asks the server for a few tokens of its own then."""
+        self._before = self._counts()
+
     def _counts(self) -> tuple[int, int]:
         """(steps, tokens) of the server since its start."""
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=30.0) as reply:  # noqa: S310 - given by the user
@@ -91,9 +95,12 @@ class OnServer:
 
 
 class ServedEngine:
-    """The server as an engine, opened on the loop that uses it first, with the weights in ``path``."""
+    """The server as an engine, opened on the loop that uses it first, with the weights in ``path``.
 
-    def __init__(self, settings: DemoSettings, path: str) -> None:
+    ``opened`` is called in a thread when that has been done.
+    """
+
+    def __init__(self, settings: DemoSettings, path: str, opened: Callable[[], None]) -> None:
         self._config: Any = TypeAdapter(EngineConfig).validate_python(
             {
                 "kind": settings.engine, "urls": [settings.url], "max_in_flight": settings.slots,
@@ -101,6 +108,7 @@ class ServedEngine:
             }
         )  # fmt: skip
         self._path = path
+        self._tell_opened = opened
         self._engine: Engine | None = None
         self._opening = asyncio.Lock()
         self._capabilities = asyncio.run(self._asked())
@@ -118,6 +126,7 @@ class ServedEngine:
                 await engine.pause()
                 await engine.update_weights(FIRST_VERSION, self._path)
                 await engine.resume()
+                await asyncio.to_thread(self._tell_opened)
                 self._engine = engine
         return self._engine
 
