@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from core_machine import EOS, CoreMachine, settings
 
@@ -15,7 +17,7 @@ from april.core.versions import PolicyVersion
 TWO = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
 
 
-def machine(n: int = 1, engines: tuple[EngineLimits, ...] = TWO, **changes: object) -> CoreMachine:
+def machine(n: int = 1, engines: tuple[EngineLimits, ...] = TWO, **changes: Any) -> CoreMachine:
     """A step has begun; responses have 20 tokens."""
     m = CoreMachine(settings(n=n, samples=1, **changes), lambda g, i: 20, engines=engines)
     m.post(ev.StepRequested())
@@ -28,7 +30,7 @@ def only(m: CoreMachine) -> Attempt:
     return attempt
 
 
-def fail(m: CoreMachine, attempt: Attempt, **how: object) -> list[do.Command]:
+def fail(m: CoreMachine, attempt: Attempt, **how: Any) -> list[do.Command]:
     """Let an attempt break off."""
     del m.in_flight[attempt.id]
     return m.post(ev.AttemptFailed(attempt.id, "HTTP 503", **how))
