@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from core_world import EOS, Held, Key, Life, Running, Token, World, generated
+from core_batches import check_batch
+from core_world import EOS, Held, Key, Life, Running, Token, World
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.admission_cap import AdmissionCap
-from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -83,9 +83,7 @@ class CorePlayer:
         self.confirmed = {e.name for e in self.engines}
         self.caps = {e.name: AdmissionCap(e.max_in_flight) for e in self.engines}
         self.rests: dict[int, str] = {}
-        """Engines that are left alone, by timer."""
-        self.busy = ""
-        """The one that says so at this moment."""
+        self.busy = ""  # the engine that says so at this moment, soon to be among those that rest
         self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
         self.scored: list[tuple[int, list[tuple[int, int]]]] = []
         self.to_judge: list[tuple[int, int]] = []
@@ -168,7 +166,7 @@ class CorePlayer:
                 assert self.paused
                 assert not self.world.running
             case do.Deliver(batch):
-                self.delivered(batch)
+                check_batch(self, batch)
             case do.EndOfData(kept):
                 self.stop_step()
                 assert self.world.exhausted
@@ -425,13 +423,9 @@ class CorePlayer:
             for running in self.world.running.values():
                 running.doubtful |= running.engine == name
         elif isinstance(event, ev.EngineLoad):
-            load = (event.running, event.waiting, event.kv_usage, event.preemptions)
-            self.caps[name].report(self.at(name), *load)
+            self.caps[name].report(self.at(name), event.running, event.waiting, event.kv_usage, event.preemptions)
         self.send(event)
-        if isinstance(event, ev.EngineFailed):
-            assert name in self.quarantined
-        if isinstance(event, ev.EngineStale):
-            assert all(i in self.aborting for i, r in self.world.running.items() if r.engine == name and r.doubtful)
+        assert name in self.quarantined or not isinstance(event, ev.EngineFailed)
 
     def fire(self, timer: int) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
@@ -495,7 +489,6 @@ class CorePlayer:
         elif finish == "busy":
             self.busy = engine
             self.send(ev.AttemptFailed(attempt_id, "HTTP 503", busy_s=float(rejected)))
-            assert self.caps[engine].value is not None
             self.busy = ""
         else:
             self.send(ev.AttemptEnded(attempt_id, finish))
@@ -560,52 +553,6 @@ class CorePlayer:
         self.send(event)
 
     # ---------------------------------------------------------------- the trainer
-
-    def delivered(self, batch: Batch) -> None:
-        """A batch: whole groups, each settled now, every token as it was handed over."""
-        world, n = self.world, self.settings.n_samples_per_prompt
-        self.stop_step()
-        assert batch.id == world.batches
-        assert batch.version == world.version
-        assert set(batch.group_sizes) == {n}
-        leased = {}
-        for row, sample in enumerate(batch.samples):
-            key = tuple(sample.id)
-            assert key[1] == row % n
-            if key[1] == 0:
-                leased[key[0]] = world.held.pop(key[0])
-                world.settle(leased[key[0]].prompt, f"delivered in {batch.id}")
-                assert leased[key[0]].accepted
-            assert sample.prompt.data["k"] == sample.prompt.position == leased[key[0]].prompt
-            self.check_delivered(sample, leased[key[0]].lives[key[1]])
-            self.functions.discard(key)
-        if len(leased) != self.chosen["n"]:
-            assert len(leased) < self.chosen["n"]
-            assert world.exhausted
-            assert not world.held
-            assert self.settings.on_data_end is OnDataEnd.SHORT
-        world.leased[batch.id] = leased
-        world.batches += 1
-        world.fresh = False
-
-    def check_delivered(self, sample: Any, life: Life) -> None:
-        """One delivered response against what was handed over."""
-        bound, s = self.settings.max_staleness, self.settings
-        assert life.where == "finished"
-        assert sample.tokens.tolist() == [t.id for t in life.tape]
-        assert sample.logprobs.tolist() == [t.logprob for t in life.tape]
-        versions = [tuple(v) for v in sample.versions.tolist()]
-        own = [t.version for t in life.tape]
-        assert all(b is None or a == b for a, b in zip(versions, own, strict=True))
-        assert [v for v in own if v] == sorted(v for v in own if v)
-        assert sample.reward == life.reward
-        assert sample.staleness == self.world.age(life)
-        now = self.world.version[1]
-        masks = s.on_stale in (OnStale.MASK, OnStale.FINISH)
-        assert sample.loss_mask.tolist() == [v is not None and not (masks and now - v[1] > bound) for v in own]
-        if self.strict and s.on_stale is not OnStale.MASK:
-            assert sample.staleness <= bound
-        self.world.delivered += generated(life.tape)
 
     def update_weights(self, engines: list[str] | None) -> None:
         """New weights, on all engines or some."""

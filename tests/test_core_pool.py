@@ -248,3 +248,29 @@ def test_a_full_engine_with_memory_to_spare_is_left_full(kv_usage: float) -> Non
     m = machine(n=20)
     m.post(ev.EngineLoad("a", running=5, waiting=5, kv_usage=kv_usage, preemptions=0))
     assert m.core.engines.states["a"].cap.value is None
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_a_batch_says_what_became_of_each_engine() -> None:
+    """In flight when its step stopped, the cap and the memory where they are known, and what happened in the step."""
+    m = machine(n=2, over=4)
+    m.post(ev.EngineLoad("a", running=1, waiting=1, kv_usage=0.97, preemptions=0))
+    busy = next(x for x in m.in_flight.values() if x.engine == "b")
+    fail(m, busy, busy_s=1.0)
+    m.post(ev.EngineStale("b"))
+    while not m.core.step or not m.core.step.stopping:
+        m.end(next(i for i in m.in_flight if i not in m.abort_asked))
+    m.finish_aborts()
+    metrics = m.batches[0].metrics
+    assert {name: metrics[name] for name in ("busy_refusals", "stale_engines", "lowered_caps")} == {
+        "busy_refusals": 1.0, "stale_engines": 1.0, "lowered_caps": 1.0,
+    }  # fmt: skip
+    of_engines = {name for name in metrics if name.startswith("engine/")}
+    assert of_engines == {
+        "engine/a/in_flight_at_stop", "engine/a/cap", "engine/a/kv_usage", "engine/b/in_flight_at_stop", "engine/b/cap",
+    }  # fmt: skip
+    assert metrics["engine/a/kv_usage"] == 0.97
+    by_engine = [metrics[f"engine/{name}/in_flight_at_stop"] for name in ("a", "b")]
+    assert sum(by_engine) == metrics["in_flight_at_stop"]
