@@ -216,6 +216,7 @@ class Generation:
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         healthy = event.refused or event.busy_s is not None
+        books.counters["busy_refusals"] += event.busy_s is not None
         if not healthy and books.engines.failed(attempt.engine, at_once=not event.corrupt):
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
@@ -224,15 +225,14 @@ class Generation:
             self._queue(attempt.sample, f"refused: {event.error}")
             self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
-        if event.busy_s is not None:
-            books.counters["busy_refusals"] += 1
-            attempt.sample.avoid = attempt.engine
-            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
-            return
         if attempt.doubtful:
             self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
+            return
+        if event.busy_s is not None:
+            attempt.sample.avoid = attempt.engine
+            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
         self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
 

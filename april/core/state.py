@@ -169,7 +169,7 @@ class RolloutCore:
             return
         enough = self.monitor.target_reached or self._nothing_more_can_come()
         if enough and not step.stopping:
-            step.in_flight_at_stop = len(self.attempts)
+            step.in_flight_at_stop = self.engines.in_flight()
             self._stop_everything()
         step.stopping = enough  # a weight update may take ready groups away until all attempts have ended
         if step.stopping:
@@ -209,7 +209,7 @@ class RolloutCore:
                 books.tokens.deliver(sample.tape.generated)
                 books.to(sample, SampleState.LEASED, f"leased in batch {books.batches}")
         metrics = batch_metrics(groups, samples, self.clock.staleness)
-        metrics |= step.metrics(self.counters)
+        metrics |= step.metrics(self.counters) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": float(self.monitor.ready),
@@ -375,6 +375,7 @@ class RolloutCore:
 
     def _engine_load(self, event: ev.EngineLoad) -> None:
         state = self.engines.states[event.engine]
+        state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self.counters["lowered_caps"] += 1
 

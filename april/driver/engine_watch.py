@@ -53,12 +53,19 @@ class EngineWatch:
 
     async def _look(self) -> None:
         try:
-            while self._core.attempts:
+            while True:
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                if not self._core.attempts:
+                    return
                 states = self._core.engines.states
                 await self.look_at([n for n in self._remote if states[n].in_flight])
-                await asyncio.sleep(LOOK_INTERVAL_S)
         finally:
             self._looking = False
+
+    def step_begins(self) -> None:
+        """Look at all servers at once: one that was started anew while nobody used it has broken nothing."""
+        if self._remote:
+            self._spawn(self.look_at())
 
     async def look_at(self, names: Sequence[str] | None = None) -> None:
         """Ask servers (None: all of them) once for their load and their weights."""

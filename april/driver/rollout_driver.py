@@ -142,6 +142,7 @@ class RolloutDriver:
             loop = asyncio.get_running_loop()
             self._waiting.batch = loop.create_future()
             self._busy.step_started(loop.time())
+            self.watch.step_begins()
             self.post(ev.StepRequested())
         future = self._waiting.batch
         try:
