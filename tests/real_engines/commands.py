@@ -57,4 +57,6 @@ def router_server(name: str, worker: Server, port: int, log: Path, metrics_port:
         "--port", str(port), "--worker-urls", worker.url, "--policy", "round_robin",
         "--prometheus-port", str(metrics_port),
     ]  # fmt: skip
-    return Server(name, command, port, log, "/readiness", QUIET)
+    # it imports SGLang, and so torchvision
+    settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu")}
+    return Server(name, command, port, log, "/readiness", settings)
