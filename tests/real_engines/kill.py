@@ -13,7 +13,7 @@ from april.testing.recording_proxy import Exchange, RecordingProxy
 from tests.real_engines.servers import Server
 
 GROUPS, SAMPLES = 8, 8
-RESPONSE_LEN = 1500
+RESPONSE_LEN = 3000
 STREAMED = 4
 """Tokens per event: so few may be lost with a server."""
 PATIENCE_S = 300.0
