@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import pairwise
 
 import april
 from april.engines.decode_cost import DecodeCost
@@ -48,7 +49,7 @@ def outcome(*, remote: bool) -> Outcome:
             await run.weight_update()
         seconds = asyncio.get_running_loop().time()
         await run.close()
-        return Outcome(seconds, [b - a for a, b in zip(preemptions, preemptions[1:], strict=False)], caps)
+        return Outcome(seconds, [b - a for a, b in pairwise(preemptions)], caps)
 
     return run_virtual(program())
 
