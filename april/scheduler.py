@@ -106,6 +106,7 @@ class RolloutScheduler:
                     settings, config.sampling_params(), self._engines, source, functions,
                     allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
+                    draws_beside=self._thread.threads_wake_it,
                 )
             )
         except BaseException:

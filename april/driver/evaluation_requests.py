@@ -108,6 +108,8 @@ class EvaluationRequest:
                 if patience_s is not None and not self._complete:
                     left = self._heard + patience_s - loop.time()
                     if left <= 0:
+                        await streams.ask_abort(engine, (self.request.attempt_id,))
+                        reader.cancel()  # who is silent about a request is silent about its end
                         raise EngineError(
                             f"engine {engine.name} was silent for {patience_s:g} s in an evaluation"
                         )
@@ -155,7 +157,8 @@ class EvaluationRequest:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._driver.core.settings.abort_deadline_s):
-                    await self._driver.streams.ask_abort(engine, (self.request.attempt_id,))
+                    if not reader.cancelling():
+                        await self._driver.streams.ask_abort(engine, (self.request.attempt_id,))
                     await asyncio.wait([reader])
         finally:
             reader.cancel()

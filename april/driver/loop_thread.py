@@ -30,6 +30,9 @@ _CLOSED = "the scheduler is closed; create a new one"
 class LoopThread:
     """A daemon thread that runs one event loop until :meth:`stop`."""
 
+    threads_wake_it = True
+    """Other threads may call something on its loop while that waits."""
+
     def __init__(self, name: str = "april-loop") -> None:
         self._loop = asyncio.new_event_loop()
         self._pool = ThreadPoolExecutor(thread_name_prefix=f"{name}-to-thread")

@@ -1,5 +1,6 @@
 """Where prompts come from: any iterable of prompts, pass after pass, drawn one by one and checked as they are drawn.
 
+A draw may run in a thread (``fetch``) while its loop goes on; what it found counts as drawn once it is handed over.
 Invariant: a prompt is named by (epoch, position); each is handed over once, also across a restart.
 """
 
@@ -7,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,15 @@ from april.driver.user_code import describe
 from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")
+
+
+class Draw(NamedTuple):
+    """What one draw has found; ``stand`` is where the source stood after it."""
+
+    prompts: list[Prompt]
+    exhausted: bool
+    error: str | None
+    stand: tuple[int, int]
 
 
 class PromptSource:
@@ -44,6 +53,12 @@ class PromptSource:
         self.position = 0
         """Prompts drawn in the present pass."""
         self._to_skip = 0
+        self._stand = (0, 0)
+        """Epoch and position of what was handed over."""
+        self._more: list[Iterator[Any]] = []
+        """What extend gave and no draw has reached."""
+        self.is_slow = not isinstance(prompts, Sequence)
+        """It may do what takes long (read files, ask a server) when it is drawn from."""
         self._iterator = self._begin(prompts, 0)
         if epochs != 1 and self._iterator is prompts:
             raise ConfigError(
@@ -73,13 +88,27 @@ class PromptSource:
                 f"extend: epoch {self.epoch} of {self._epochs or 'endless'} is being drawn, and the prompts must be "
                 "the same in every pass; give more in the last one"
             )
-        more = self._begin(prompts, self.epoch)
-        self._iterator = chain(self._iterator, more)
+        # a draw may be using the iterator at this moment
+        self._more.append(self._begin(prompts, self.epoch))
+        self.is_slow |= not isinstance(prompts, Sequence)
 
     # ---------------------------------------------------------------- drawing
 
     def draw(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         """Up to ``count`` prompts, whether the source has ended, and what was wrong with the next prompt if any."""
+        return self.hand_over(self.fetch(count))
+
+    def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
+        """What was fetched counts as drawn from now on; more prompts may have come meanwhile."""
+        self._stand = draw.stand
+        return draw.prompts, draw.exhausted and not self._more, draw.error
+
+    def fetch(self, count: int) -> Draw:
+        """The work of one draw, one at a time; nothing else of the source changes meanwhile."""
+        prompts, exhausted, error = self._fetch(count)
+        return Draw(prompts, exhausted, error, (self.epoch, self.position))
+
+    def _fetch(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         prompts: list[Prompt] = []
         while len(prompts) < count:
             if self._error is not None:
@@ -94,6 +123,9 @@ class PromptSource:
                 self._skip()
                 item = next(self._iterator)
             except StopIteration:
+                if self._more:
+                    self._iterator = self._more.pop(0)
+                    continue
                 try:
                     if not self._next_epoch():
                         return prompts, True, None
@@ -134,8 +166,9 @@ class PromptSource:
     # ---------------------------------------------------------------- restarts
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands."""
-        return {"epoch": self.epoch, "position": self.position}
+        """Where it stands, without what is being drawn."""
+        epoch, position = self._stand
+        return {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where another source over the same prompts stood; what was drawn is skipped when the next is drawn.
@@ -156,6 +189,7 @@ class PromptSource:
             self._iterator = self._begin(self._prompts, epoch)
             self.epoch = epoch
         self.position = self._to_skip = position
+        self._stand = (epoch, position)
 
     def _skip(self) -> None:
         """Pass over what was drawn before the restart; raises StopIteration where prompts have ended meanwhile."""

@@ -29,11 +29,11 @@ from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_watch import EngineWatch
-from april.driver.prompt_source import PromptSource
+from april.driver.prompt_source import Draw, PromptSource
 from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
-from april.driver.user_code import describe
+from april.driver.user_code import Outcome, describe, inside_user_code
 from april.driver.weight_updates import WeightUpdates
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
@@ -71,6 +71,7 @@ class RolloutDriver:
         function_timeout_s: float | None = None,
         stall_timeout_s: float | None = None,
         check: bool = False,
+        draws_beside: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
@@ -78,6 +79,9 @@ class RolloutDriver:
         self.functions = functions
         self.detokenizer = detokenizer
         self._source = source
+        self._draws_beside = draws_beside
+        """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
+        self._drawing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[ev.Event] = deque()
         self._draining = False
@@ -220,6 +224,8 @@ class RolloutDriver:
             trial = RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()])
             snapshot.restore(trial, core)
             snapshot.require_fresh(self.core)
+            if self._drawing:
+                raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
             version, before = trial.clock.current, self._source.state_dict()
             self._source.load_state_dict(prompts)
             self._loading = True
@@ -301,7 +307,28 @@ class RolloutDriver:
     # ---------------------------------------------------------------- prompts and samples
 
     def _draw(self, command: do.DrawPrompts) -> None:
-        self.post(ev.PromptsDrawn(*self._source.draw(command.count)))
+        source, count = self._source, command.count
+        if not (self._draws_beside and source.is_slow):
+            self.post(ev.PromptsDrawn(*source.draw(count)))
+            return
+
+        def fetch() -> Draw:
+            with inside_user_code():
+                return source.fetch(count)
+
+        try:
+            self._threads.run(self._context.copy(), fetch, (), self._drawn)
+            self._drawing = True
+        except RolloutError as error:
+            self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
+
+    def _drawn(self, outcome: Outcome) -> None:
+        """A thread has drawn; a closed driver is not interested."""
+        self._drawing = False
+        if outcome.error is not None:
+            self._break(outcome.error)
+        else:
+            self.post(ev.PromptsDrawn(*self._source.hand_over(outcome.take())))
 
     def _submit(self, command: do.Submit) -> None:
         self.watch.wake()

@@ -37,6 +37,8 @@ _CLOSED = "the rollouts are closed; create new ones"
 class _SameLoop(LoopThread):
     """Stands where the scheduler has its background thread, and runs everything where it is called."""
 
+    threads_wake_it = False
+
     def __init__(self) -> None:
         self._open = True
         self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}

@@ -1,0 +1,138 @@
+"""Prompts that take long to read: april's loop goes on meanwhile, and no prompt is lost or drawn twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import april
+from april.testing import FakeEngine
+
+
+class Gated:
+    """Prompts 0 to 19; ``held`` is reached once the one at ``at`` is wanted, which comes when ``gate`` opens."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.held, self.gate = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for i in range(20):
+            self.threads.add(threading.current_thread().name)
+            if i == self.at:
+                self.held.set()
+                self.gate.wait()
+            yield [i + 1, 3]
+
+
+def scheduler(prompts: Any) -> april.RolloutScheduler:
+    """Two groups a step, one sample each."""
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=20)
+    engines = [FakeEngine(lengths=3, seconds_per_token=1e-3)]
+    return april.RolloutScheduler(config, engines=engines, prompts=prompts, reward=lambda p, r: 1.0)
+
+
+def numbers(batch: april.Batch) -> list[int]:
+    """Of the prompts of a batch."""
+    return sorted(int(s.prompt.token_ids[0]) - 1 for s in batch.samples)
+
+
+def first_batch_while_a_draw_is_on_its_way(rollouts: april.RolloutScheduler) -> tuple[threading.Thread, list[Any]]:
+    """A thread that waits for the next batch."""
+    out: list[Any] = []
+
+    def wait() -> None:
+        try:
+            out.append(rollouts.next_batch())
+        except april.AprilError as error:
+            out.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, out
+
+
+def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> None:
+    """While a draw hangs a state can be taken: nothing of the draw is in it, and another scheduler draws it again."""
+    prompts = Gated(3)
+    with scheduler(prompts) as rollouts:
+        assert numbers(rollouts.next_batch()) == [0, 1]
+        rollouts.weight_update()
+        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
+        assert prompts.held.wait(20)
+        state = rollouts.state_dict()
+        assert state["prompts"] == {"epoch": 0, "position": 2}
+        rollouts.extend([[100, 3]])
+        prompts.gate.set()
+        thread.join()
+        assert numbers(out[0]) == [2, 3]
+        rollouts.validate()
+    assert all(name.startswith("april-worker") for name in prompts.threads)
+    again = Gated(99)
+    with scheduler(again) as rollouts:
+        rollouts.load_state_dict(state)
+        assert numbers(rollouts.next_batch()) == [2, 3]
+
+
+def test_a_list_is_drawn_without_a_thread() -> None:
+    """Nothing of it can take long."""
+    threads: set[str] = set()
+
+    class Listed(list[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            for item in super().__iter__():
+                threads.add(threading.current_thread().name)
+                yield item
+
+    with scheduler(Listed([[1, 3], [2, 3]])) as rollouts:
+        rollouts.next_batch()
+    assert not any(name.startswith("april-worker") for name in threads)
+
+
+def test_close_does_not_wait_for_a_draw() -> None:
+    """The caller is told; the thread ends when the prompts let it."""
+    prompts = Gated(1)
+    rollouts = scheduler(prompts)
+    thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
+    assert prompts.held.wait(20)
+    rollouts.close()
+    thread.join()
+    assert isinstance(out[0], april.SchedulerClosed)
+    prompts.gate.set()
+
+
+def test_more_prompts_that_come_while_the_last_draw_ends() -> None:
+    """The draw had seen the end before extend was called: the new prompts are drawn all the same."""
+
+    class Ending(Gated):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [1, 3]
+            self.held.set()
+            self.gate.wait()
+
+    prompts = Ending(0)
+    with scheduler(prompts) as rollouts:
+        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
+        assert prompts.held.wait(20)
+        rollouts.extend([[7, 3]])
+        prompts.gate.set()
+        thread.join()
+        assert numbers(out[0]) == [0, 6]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3)])
+def test_a_draw_that_raises_is_the_error_of_the_step(error: BaseException) -> None:
+    """Its words reach the trainer; the scheduler lives on."""
+
+    def prompts() -> Iterator[list[int]]:
+        yield [1, 3]
+        raise error
+
+    with scheduler(prompts()) as rollouts:
+        with pytest.raises(april.RolloutError, match="the prompt source failed at prompt 1"):
+            rollouts.next_batch()
+        rollouts.validate()
