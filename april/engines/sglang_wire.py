@@ -54,7 +54,7 @@ class Reply(msgspec.Struct):
     message: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Reply)
+DECODER = msgspec.json.Decoder(Reply)
 _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
@@ -136,7 +136,7 @@ class ReplyReader:
             RequestRefused, EngineBusy, EngineError: the server says that it failed.
         """
         try:
-            reply = _DECODER.decode(payload)
+            reply = DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
         meta = reply.meta_info

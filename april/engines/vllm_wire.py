@@ -110,8 +110,8 @@ class _TextReply(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_TOKEN_DECODER = msgspec.json.Decoder(_TokenReply)
-_TEXT_DECODER = msgspec.json.Decoder(_TextReply)
+TOKEN_DECODER = msgspec.json.Decoder(_TokenReply)
+TEXT_DECODER = msgspec.json.Decoder(_TextReply)
 
 
 class ReplyReader:
@@ -124,7 +124,7 @@ class ReplyReader:
 
     def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, spans: bool) -> None:
         self._decoder: msgspec.json.Decoder[_TokenReply] | msgspec.json.Decoder[_TextReply] = (
-            _TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
+            TOKEN_DECODER if route == TOKEN_ROUTE else TEXT_DECODER
         )
         self._attempt_id = attempt_id
         self._version = version
