@@ -67,7 +67,8 @@ class _Pace(asyncio.Protocol):
 async def keep_pace(url: str) -> asyncio.BaseTransport:
     """Join the server's lock-step from the running loop."""
     address = urlsplit(url)
-    assert address.hostname and address.port
+    assert address.hostname is not None
+    assert address.port is not None
     transport, _ = await asyncio.get_running_loop().create_connection(_Pace, address.hostname, address.port)
     return transport
 
