@@ -6,6 +6,7 @@ server repeats (cumulative streams, the echo of the last token at an abort) is d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,7 @@ class Reply(msgspec.Struct):
 
 
 DECODER = msgspec.json.Decoder(Reply)
+_LIST_DECODER = msgspec.json.Decoder(list[Reply])
 _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
@@ -121,12 +123,41 @@ class ReplyReader:
         # tokens that came under another label than the request was sent with: the last event says whose they are
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
+        # tokens that are no chunk yet; nothing outside of a call sees any
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
         self.count = 0
         """Tokens handed over, those held back not among them."""
         self.finish: EngineFinish | None = None
         """Why the request has ended."""
         self.failure: EngineError | None = None
         """To be raised once the chunks that came with it are handed over."""
+
+    def read_all(self, payloads: list[bytes]) -> list[Chunk]:
+        """:meth:`read` of several; where one is wrong, those before it count, and ``failure`` says what is wrong."""
+        chunks: list[Chunk] = []
+        try:
+            for payload, reply in zip(payloads, self._decoded(payloads), strict=False):
+                self._reply(reply, payload, chunks)
+        except EngineError as error:
+            self.failure = self.failure or error
+        self._flush(chunks)
+        return chunks
+
+    def _decoded(self, payloads: list[bytes]) -> Iterable[Reply]:
+        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
+        if len(payloads) > 1:
+            try:
+                return _LIST_DECODER.decode(b"[%b]" % b",".join(payloads))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                pass
+        return map(self._decode, payloads)
+
+    def _decode(self, payload: bytes) -> Reply:
+        try:
+            return DECODER.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
 
     def read(self, payload: bytes) -> list[Chunk]:
         """The chunks of one answer or event; the last one has ``finish`` if the request has ended.
@@ -135,10 +166,12 @@ class ReplyReader:
             WireError: the answer cannot be true.
             RequestRefused, EngineBusy, EngineError: the server says that it failed.
         """
-        try:
-            reply = DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
+        chunks: list[Chunk] = []
+        self._reply(self._decode(payload), payload, chunks)
+        self._flush(chunks)
+        return chunks
+
+    def _reply(self, reply: Reply, payload: bytes, chunks: list[Chunk]) -> None:
         meta = reply.meta_info
         if meta is None:
             raise _said(reply, payload)
@@ -148,15 +181,22 @@ class ReplyReader:
             raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
         ids, logprobs = self._fresh(reply, meta)
         if meta.finish_reason is not None:
-            return self._end(meta, meta.finish_reason, ids, logprobs)
-        if self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
+            self._flush(chunks)
+            chunks += self._end(meta, meta.finish_reason, ids, logprobs)
+        elif self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
             self._held_ids += ids
             self._held_logprobs += logprobs
-            return []
-        if not ids:
-            return []
-        self.count += len(ids)
-        return [chunk_of(ids, logprobs, self._version)]
+        else:
+            self.count += len(ids)
+            self._ids += ids
+            self._logprobs += logprobs
+
+    def _flush(self, chunks: list[Chunk]) -> None:
+        """Tokens of several events are one chunk."""
+        if self._ids:
+            ids, logprobs = self._ids, self._logprobs
+            self._ids, self._logprobs = [], []
+            chunks.append(chunk_of(ids, logprobs, self._version))
 
     def _fresh(self, reply: Reply, meta: Meta) -> tuple[list[int], list[float]]:
         """Token ids and log-probabilities behind those that were read before."""
@@ -186,10 +226,9 @@ class ReplyReader:
             )
         if not new:
             return [], []
-        logprobs, named, _ = zip(*scored, strict=True)
-        if list(named) != ids:
+        if [token for _, token, _ in scored] != ids:
             raise self._wrong("has log-probabilities of other tokens than its ids")
-        return ids, list(logprobs)
+        return ids, [logprob for logprob, _, _ in scored]
 
     def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         """The last tokens, split by the weights that made them."""
