@@ -151,7 +151,7 @@ def _read_sglang(payload: bytes, tokens: list[int], logprobs: list[float]) -> No
     reply = sglang_wire.DECODER.decode(payload)
     tokens += reply.output_ids
     if reply.meta_info is not None:
-        logprobs += [scored[0] for scored in reply.meta_info.output_token_logprobs]
+        logprobs += [scored.logprob for scored in reply.meta_info.output_token_logprobs]
 
 
 # ---------------------------------------------------------------- april

@@ -174,17 +174,16 @@ class AttemptStreams:
     async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""
         most = 1 if stream.stops is not None else PIECES_AT_ONCE
+        attempt_id, streams, heard = stream.attempt.id, self._open, self._silence.restart
         try:
             while await chunks.arrived():
-                if self._open.get(stream.attempt.id) is not stream:
+                if streams.get(attempt_id) is not stream:
                     return
-                if chunks.over or chunks.waiting >= most:
+                if chunks.waiting >= most or chunks.over or stream.rejected is not None:
                     self._take(stream, chunks)
-                elif stream.rejected is not None:
-                    raise stream.rejected
-                self._silence.restart(stream)
+                heard(stream)
         finally:
-            if chunks.waiting and self._open.get(stream.attempt.id) is stream:
+            if chunks.waiting and streams.get(attempt_id) is stream:
                 self._take(stream, chunks)  # cut off in the middle: what has come is kept
 
     def catch_up(self) -> None:

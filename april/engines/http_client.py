@@ -68,7 +68,8 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._callers: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for this server at the moment."""
+        """Tasks that wait for this server at the moment, those that read an answer left out."""
+        self._answers: set[Answer] = set()
         self._cut: dict[asyncio.Task[Any], int] = {}
         """Those that :meth:`close` has cancelled, and how often others had done so before."""
 
@@ -109,7 +110,7 @@ class HttpClient:
     async def _exchange(
         self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None
     ) -> Reply:
-        with self._calling():
+        with _Calling(self):
             async with self._http.request(
                 method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
                 allow_redirects=False,
@@ -117,7 +118,8 @@ class HttpClient:
                 self._refuse_redirect(response, route)
                 limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
                 content = await self._read(response, limit, route)
-                return Reply(response.status, content, response.headers.get("Retry-After"))
+                retry_after = None if response.status == 200 else response.headers.get("Retry-After")
+                return Reply(response.status, content, retry_after)
 
     async def json(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
@@ -168,7 +170,7 @@ class HttpClient:
             EngineUnreachable: the connection could not be made, or broke.
         """
         try:
-            with self._calling():
+            with _Calling(self):
                 response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
                 try:
                     if response.status != 200:
@@ -194,7 +196,7 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
         self._closed = True
-        for task in self._callers - self._cut.keys():
+        for task in (self._callers | {a.task for a in self._answers if a.reading and a.task}) - self._cut.keys():
             # aiohttp lets readers of a closed session wait for ever
             self._cut[task] = task.cancelling()
             task.cancel()
@@ -202,9 +204,12 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    def _calling(self) -> _Calling:
-        """Around every wait for the server: :meth:`close` ends it."""
-        return _Calling(self)
+    def _what_cut(self, task: asyncio.Task[Any] | None) -> EngineUnreachable | None:
+        """The reason, if it was :meth:`close` that has cancelled this task, and nobody else."""
+        before = self._cut.pop(task, None) if task is not None else None
+        if task is None or before is None or task.uncancel() > before:
+            return None
+        return EngineUnreachable(f"engine {self.name} was closed while a call was on its way")
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -254,28 +259,40 @@ class HttpClient:
 
 
 class Answer:
-    """The answer to one POST, as it comes; for one task."""
+    """The answer to one POST, as it comes; for the task that asked."""
 
-    __slots__ = ("_client", "_response", "_route")
+    __slots__ = ("_client", "_more", "_response", "_route", "reading", "task")
 
     def __init__(self, client: HttpClient, route: str, response: aiohttp.ClientResponse) -> None:
         self._client = client
         self._route = route
         self._response = response
+        self._more = response.content.readany
+        self.task = asyncio.current_task()
+        self.reading = False
+        """Its task waits for more."""
+        client._answers.add(self)
 
     async def read(self) -> bytes:
         """What has come since, at least one byte; nothing at the end.
 
         Raises EngineUnreachable when the connection breaks.
         """
+        self.reading = True
         try:
-            with self._client._calling():
-                return await self._response.content.readany()
+            return await self._more()
+        except asyncio.CancelledError:
+            if cut := self._client._what_cut(self.task):
+                raise cut from None
+            raise
         except _BROKEN as error:
             raise self._client._unreachable("POST", self._route, error) from error
+        finally:
+            self.reading = False
 
     def close(self) -> None:
         """The connection is used again if the answer was read to its end."""
+        self._client._answers.discard(self)
         if self._response.content.is_eof():
             self._response.release()
         else:
@@ -297,12 +314,9 @@ class _Calling:
         self._client._callers.add(task)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        client, task = self._client, self._task
-        client._callers.discard(task)
-        if kind is asyncio.CancelledError:
-            before = client._cut.pop(task, None)
-            if before is not None and task.uncancel() <= before:
-                raise EngineUnreachable(f"engine {client.name} was closed while a call was on its way") from None
+        self._client._callers.discard(self._task)
+        if kind is asyncio.CancelledError and (cut := self._client._what_cut(self._task)):
+            raise cut from None
 
 
 def error_text(body: bytes) -> str:

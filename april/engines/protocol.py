@@ -148,10 +148,8 @@ class Piling:
     over: bool
     """The answer is here, whole: nothing but :meth:`take` is left to do."""
 
-    @property
-    def waiting(self) -> int:
-        """Pieces that have arrived and were not taken."""
-        raise NotImplementedError
+    waiting: int
+    """Pieces that have arrived and were not taken."""
 
     async def arrived(self) -> bool:
         """Wait until more may be there to :meth:`take`; False: the request has ended and all was taken.

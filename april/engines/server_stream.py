@@ -44,7 +44,7 @@ class ServerStream(Piling):
 
     __slots__ = (
         "_admission", "_answer", "_chunks", "_client", "_done", "_ended", "_inside", "_needs_done", "_pieces",
-        "_reader", "_request", "_route", "_splitter", "_stream", "over",
+        "_reader", "_request", "_route", "_splitter", "_stream", "over", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,7 @@ class ServerStream(Piling):
         self._chunks: deque[Chunk] = deque()
         self._inside = self._done = self._ended = False
         self.over = False
-        """The answer is here, whole: nothing but :meth:`take` is left to do."""
+        self.waiting = 0
 
     # ---------------------------------------------------------------- what subclasses say
 
@@ -84,11 +84,6 @@ class ServerStream(Piling):
 
     # ---------------------------------------------------------------- in two steps
 
-    @property
-    def waiting(self) -> int:
-        """Pieces that have arrived and were not taken."""
-        return len(self._pieces)
-
     async def arrived(self) -> bool:
         """Wait until more is there to :meth:`take`; False: the request has ended, and everything was taken.
 
@@ -101,9 +96,11 @@ class ServerStream(Piling):
             raise reader.failure
         if self.over:
             return self._end()
-        if self._answer is None and not await self._begin():
-            return True
         answer = self._answer
+        if answer is None:
+            if not await self._begin():
+                return True
+            answer = self._answer
         if answer is not None:
             try:
                 piece = await answer.read()
@@ -112,6 +109,7 @@ class ServerStream(Piling):
                 return True
             if piece:
                 self._pieces.append(piece)
+                self.waiting += 1
                 return True
         return self._whole()
 
@@ -175,7 +173,7 @@ class ServerStream(Piling):
 
     def _read(self) -> None:
         """Make chunks of the pieces."""
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces, self.waiting = self._pieces, [], 0
         reader = self._reader
         if not pieces or reader is None or reader.failure is not None:
             return

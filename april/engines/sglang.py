@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from april.config_engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -106,7 +108,8 @@ class SglangEngine:
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+        # as unsigned numbers, negative ones are too large as well
+        if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
                 f"{self.name}; is the tokenizer that of the model?"

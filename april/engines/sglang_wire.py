@@ -19,7 +19,7 @@ from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 
 
-class Finish(msgspec.Struct):
+class Finish(msgspec.Struct, gc=False):
     """``finish_reason``; ``status_code`` is set where the server gave the request up (a time limit, for instance)."""
 
     type: str
@@ -27,12 +27,19 @@ class Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-class Span(msgspec.Struct):
+class Span(msgspec.Struct, gc=False):
     """Tokens [start, end) of the reply were generated under ``version``."""
 
     version: str
     start: int
     end: int
+
+
+class Scored(msgspec.Struct, array_like=True, gc=False):
+    """One token; what follows in the list (its text) is not looked at."""
+
+    logprob: float
+    token: int
 
 
 class Meta(msgspec.Struct):
@@ -43,7 +50,7 @@ class Meta(msgspec.Struct):
     completion_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
-    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_logprobs: list[Scored] = []
 
 
 class Reply(msgspec.Struct):
@@ -226,9 +233,9 @@ class ReplyReader:
             )
         if not new:
             return [], []
-        if [token for _, token, _ in scored] != ids:
+        if [one.token for one in scored] != ids:
             raise self._wrong("has log-probabilities of other tokens than its ids")
-        return ids, [logprob for logprob, _, _ in scored]
+        return ids, [one.logprob for one in scored]
 
     def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         """The last tokens, split by the weights that made them."""
@@ -272,7 +279,9 @@ class ReplyReader:
             if version is None or (span.start < self.count and version != self._version and span.end > span.start):
                 self.failure = self._foreign(span.version)
                 return chunks
-            if end > start:
+            if ids and end - start == len(ids):
+                chunks.append(chunk_of(ids, logprobs, version))
+            elif end > start:
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
 

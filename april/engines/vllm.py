@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.admission import Admission
@@ -89,7 +91,8 @@ class VllmEngine:
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+        # as unsigned numbers, negative ones are too large as well
+        if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
                 f"{self.name}; is the tokenizer that of the model?"

@@ -64,13 +64,13 @@ def request_body(route: str, model: str, request: Request, *, stream: bool, prio
     return msgspec.json.encode(body)
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
 
 
-class _Scored(msgspec.Struct):
+class _Scored(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
 
@@ -260,7 +260,9 @@ class ReplyReader:
                 self.failure = foreign_weights(self._attempt_id, str(self._version), span.version)
                 return chunks
             start, end = max(span.start - self.count, 0), span.end - self.count
-            if end > start:
+            if ids and end - start == len(ids):
+                chunks.append(chunk_of(ids, logprobs, version))
+            elif end > start:
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
 
