@@ -63,6 +63,8 @@ class Counts(msgspec.Struct):
     aborts: int = 0
     aborted: int = 0
     abort_calls: int = 0
+    held: int = 0
+    """At this moment."""
 
 
 _GENERATE = msgspec.json.Decoder(_Generate)
@@ -173,7 +175,7 @@ class CannedServer:
             "/model_info": {"model_path": MODEL, "weight_version": self.label},
             "/v1/loads": {"loads": [load]},
             "/ready": {}, "/health": {},
-            "/counts": msgspec.to_builtins(self.counts),
+            "/counts": {**msgspec.to_builtins(self.counts), "held": len(self.held)},
         }  # fmt: skip
         if path in said:
             return 200, said[path]

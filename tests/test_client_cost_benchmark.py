@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import client_cost
+from benchmarks import abort_latency, client_cost
 
 
 def test_both_clients_make_every_request_and_keep_every_token(
@@ -24,3 +24,9 @@ def test_both_clients_make_every_request_and_keep_every_token(
     ]  # fmt: skip
     assert all(r["case"]["in_flight"] == 16 and r["bare_us"] > 0 and r["april_us"] > 0 for r in rows)
     assert capsys.readouterr().out.count("\n| ") == 4
+
+
+def test_both_clients_hold_every_partial_after_an_abort(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every turn counts its tokens against what the server sends, by one call and by one call per request."""
+    assert abort_latency.main(["--quick"]) == 0
+    assert capsys.readouterr().out.count("\n| ") == 2
