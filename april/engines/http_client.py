@@ -98,7 +98,7 @@ class HttpClient:
                 async with asyncio.timeout(timeout_s):
                     return await self._exchange(method, route, raw, params)
             except _BROKEN as error:
-                if type(error) is TimeoutError:
+                if type(error) is TimeoutError and timeout_s is not None:
                     raise EngineUnreachable(
                         f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or "
                         "hung?"

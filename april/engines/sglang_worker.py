@@ -71,8 +71,8 @@ class SglangWorker:
                 await asyncio.gather(*(ask() for _ in range(min(at_once, len(left)))))
         except TimeoutError:
             raise EngineUnreachable(
-                f"{self.client.url} has not answered {len(rids)} aborts in {CONTROL_TIMEOUT_S:g} s; is it overloaded or "
-                "hung?"
+                f"{self.client.url} has not answered {len(rids)} aborts in {CONTROL_TIMEOUT_S:g} s; is it overloaded "
+                "or hung?"
             ) from None
         if errors:
             raise errors[0]
