@@ -1,11 +1,11 @@
-# Two commands do all the set-up on a machine with Python 3.11: make demo, make test.
+# Every target does all its set-up, on a machine with Python 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch; on a GPU machine use TORCH=torch.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test test-engines verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -14,6 +14,17 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --cov --cov-report=term
+
+# The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
+test-engines: $(VENV)/.installed
+	$(BIN)/python -m tests.real_engines
+
+# The demo on a real server, which is started and stopped.
+demo-vllm demo-sglang: demo-%: $(VENV)/.installed
+	$(BIN)/python -m tests.real_engines.demo $*
+
+# Everything there is.
+verify: test test-engines demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest --cov --cov-report=term-missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from april.core.types import OnStale
-from april.errors import ConfigError, RolloutError
+from april.errors import AprilError, ConfigError, RolloutError
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,
@@ -19,12 +20,26 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+class DemoEngine(StrEnum):
+    """What generates in the demo."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for summary.json and demo.png.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per mode and seed.")] = 40,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds, each with its own warm-up.")] = 3,
-    held_out: Annotated[int, typer.Option(min=2, help="Held-out prompts at start and end.")] = 2048,
+    engine: Annotated[DemoEngine, typer.Option(help="Embedded, or a server.")] = DemoEngine.TRANSFORMERS,
+    url: Annotated[
+        str | None, typer.Option(help="Address of the server; it must have been started with the demo's model.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per mode and seed: 40, on a server 12.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Each with its own warm-up: 3, on a server 1.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=2, help="Held-out prompts at start and end: 2048, on a server 256.")
+    ] = None,
 ) -> None:
     """Train a tiny language model on this CPU three times: sync, april (N' = 2N) and refill."""
     from april.demo.run import run_demo
@@ -32,9 +47,13 @@ def demo(
     from april.demo.show import LiveProgress, table, verdict
 
     console = Console()
-    settings = DemoSettings(steps=steps, seeds=seeds, held_out=held_out)
-    with LiveProgress(console) as watcher:
-        summary = run_demo(settings, out, watcher)
+    settings = DemoSettings.on(engine, url, steps=steps, seeds=seeds, held_out=held_out)
+    try:
+        with LiveProgress(console) as watcher:
+            summary = run_demo(settings, out, watcher)
+    except AprilError as error:
+        console.print(f"the demo failed: {error}", markup=False, highlight=False)
+        raise typer.Exit(1) from None
     console.print(table(summary))
     for line in verdict(summary):
         console.print(line, highlight=False)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from core_world import EOS, Held, Key, Life, Running, Token, World, generated
+from core_batches import check_batch
+from core_world import EOS, Held, Key, Life, Running, Token, World
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import Batch
+from april.core.admission_cap import AdmissionCap
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -80,6 +81,9 @@ class CorePlayer:
         self.old_version = self.world.version
         self.quarantined: set[str] = set()
         self.confirmed = {e.name for e in self.engines}
+        self.caps = {e.name: AdmissionCap(e.max_in_flight) for e in self.engines}
+        self.rests: dict[int, str] = {}
+        self.busy = ""  # the engine that says so at this moment, soon to be among those that rest
         self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
         self.scored: list[tuple[int, list[tuple[int, int]]]] = []
         self.to_judge: list[tuple[int, int]] = []
@@ -144,11 +148,15 @@ class CorePlayer:
                 held.judgement = judgement
                 self.to_judge.append((group.id, judgement))
             case do.StartTimer(timer, seconds):
-                assert seconds == (self.settings.outage_deadline_s if timer < 0 else self.settings.abort_resend_s)
                 self.timers.append(timer)
-                if timer < 0:
+                if timer < 0 and self.busy and seconds <= 60:
+                    assert self.busy not in {*self.rests.values(), *self.quarantined}
+                    self.rests[timer], self.busy = self.busy, ""
+                elif timer < 0:
+                    assert seconds == self.settings.outage_deadline_s
                     self.outage = timer
                 else:
+                    assert seconds == self.settings.abort_resend_s
                     assert not self.abort_timer, "two timers for the aborts"
                     self.abort_timer = timer
             case do.ProbeEngine(engine):
@@ -158,7 +166,7 @@ class CorePlayer:
                 assert self.paused
                 assert not self.world.running
             case do.Deliver(batch):
-                self.delivered(batch)
+                check_batch(self, batch)
             case do.EndOfData(kept):
                 self.stop_step()
                 assert self.world.exhausted
@@ -394,8 +402,30 @@ class CorePlayer:
 
     def has_room(self, engine: EngineLimits) -> bool:
         """Whether it is well, has the present weights and takes one more request."""
-        cap, running = engine.max_in_flight, sum(r.engine == engine.name for r in self.world.running.values())
-        return engine.name in self.confirmed - self.quarantined and (cap is None or running < cap)
+        well = engine.name in self.confirmed - self.quarantined - set(self.rests.values())
+        return well and self.caps[engine.name].admits(self.at(engine.name))
+
+    def at(self, engine: str) -> int:
+        """Requests there."""
+        return sum(r.engine == engine for r in self.world.running.values())
+
+    def engine_event(self, event: ev.EngineReady | ev.EngineStale | ev.EngineFailed | ev.EngineLoad) -> None:
+        """Something is found out about an engine outside of any request."""
+        name = event.engine
+        if isinstance(event, ev.EngineReady):
+            self.quarantined.discard(name)
+            if event.version is not None:
+                self.confirmed.add(name)
+            if self.confirmed - self.quarantined:
+                self.outage = 0  # its timer is void
+        elif isinstance(event, ev.EngineStale):
+            self.confirmed.discard(name)
+            for running in self.world.running.values():
+                running.doubtful |= running.engine == name
+        elif isinstance(event, ev.EngineLoad):
+            self.caps[name].report(self.at(name), event.running, event.waiting, event.kv_usage, event.preemptions)
+        self.send(event)
+        assert name in self.quarantined or not isinstance(event, ev.EngineFailed)
 
     def fire(self, timer: int) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
@@ -403,6 +433,7 @@ class CorePlayer:
             self.abort_timer = 0
             self.aborting = {attempt_id: left - 1 for attempt_id, left in self.aborting.items()}
             self.fencing = {attempt_id for attempt_id, left in self.aborting.items() if left <= 0}
+        self.rests.pop(timer, None)
         engines = {self.world.running[attempt_id].engine for attempt_id in self.fencing}
         commands = self.send(ev.TimerFired(timer))
         fenced = [attempt_id for c in commands if isinstance(c, do.Fence) for attempt_id in c.attempt_ids]
@@ -416,15 +447,25 @@ class CorePlayer:
         self.gone.append(attempt_id)
         self.aborting.pop(attempt_id, None)
         running = self.world.keep(attempt_id, corrupt=finish == "corrupt")
+        if finish in ("stop", "length", "abort"):
+            self.caps[running.engine].request_ended(self.at(running.engine))
+        if finish == "busy":
+            self.caps[running.engine].refused(self.at(running.engine))
         if running.dropped is not None:
             return
         life = self.world.life(running.key)
-        if running.stopped:
+        if finish == "refused":
+            self.world.drop_group(running.key[0], "failed")
+        elif running.doubtful:
+            return
+        elif running.stopped:
             self.completing(life, "stop")
         elif finish in ("stop", "length"):
             self.completing(life, finish)
         elif self.is_complete(running.key):
             self.completing(life)
+        elif finish == "busy":
+            life.avoid = running.engine
         elif running.stalled or finish in ("fail", "corrupt"):
             life.avoid = running.engine
             life.attempt_failures = 0 if running.tokens and finish != "corrupt" else life.attempt_failures + 1
@@ -437,11 +478,18 @@ class CorePlayer:
         """A request ends, and the core hears of it."""
         if finish == "corrupt" and self.world.running[attempt_id].stopped:
             finish = "fail"  # what a stop string has ended was found good before
+        engine = self.world.running[attempt_id].engine
         self.over(attempt_id, finish)
         if finish in ("fail", "corrupt"):
             self.world.observed += rejected
             self.world.dropped["corrupt"] += rejected
             self.send(ev.AttemptFailed(attempt_id, "broke off", corrupt=finish == "corrupt", rejected=rejected))
+        elif finish == "refused":
+            self.send(ev.AttemptFailed(attempt_id, "HTTP 400", refused=True))
+        elif finish == "busy":
+            self.busy = engine
+            self.send(ev.AttemptFailed(attempt_id, "HTTP 503", busy_s=float(rejected)))
+            self.busy = ""
         else:
             self.send(ev.AttemptEnded(attempt_id, finish))
 
@@ -505,52 +553,6 @@ class CorePlayer:
         self.send(event)
 
     # ---------------------------------------------------------------- the trainer
-
-    def delivered(self, batch: Batch) -> None:
-        """A batch: whole groups, each settled now, every token as it was handed over."""
-        world, n = self.world, self.settings.n_samples_per_prompt
-        self.stop_step()
-        assert batch.id == world.batches
-        assert batch.version == world.version
-        assert set(batch.group_sizes) == {n}
-        leased = {}
-        for row, sample in enumerate(batch.samples):
-            key = tuple(sample.id)
-            assert key[1] == row % n
-            if key[1] == 0:
-                leased[key[0]] = world.held.pop(key[0])
-                world.settle(leased[key[0]].prompt, f"delivered in {batch.id}")
-                assert leased[key[0]].accepted
-            assert sample.prompt.data["k"] == sample.prompt.position == leased[key[0]].prompt
-            self.check_delivered(sample, leased[key[0]].lives[key[1]])
-            self.functions.discard(key)
-        if len(leased) != self.chosen["n"]:
-            assert len(leased) < self.chosen["n"]
-            assert world.exhausted
-            assert not world.held
-            assert self.settings.on_data_end is OnDataEnd.SHORT
-        world.leased[batch.id] = leased
-        world.batches += 1
-        world.fresh = False
-
-    def check_delivered(self, sample: Any, life: Life) -> None:
-        """One delivered response against what was handed over."""
-        bound, s = self.settings.max_staleness, self.settings
-        assert life.where == "finished"
-        assert sample.tokens.tolist() == [t.id for t in life.tape]
-        assert sample.logprobs.tolist() == [t.logprob for t in life.tape]
-        versions = [tuple(v) for v in sample.versions.tolist()]
-        own = [t.version for t in life.tape]
-        assert all(b is None or a == b for a, b in zip(versions, own, strict=True))
-        assert [v for v in own if v] == sorted(v for v in own if v)
-        assert sample.reward == life.reward
-        assert sample.staleness == self.world.age(life)
-        now = self.world.version[1]
-        masks = s.on_stale in (OnStale.MASK, OnStale.FINISH)
-        assert sample.loss_mask.tolist() == [v is not None and not (masks and now - v[1] > bound) for v in own]
-        if self.strict and s.on_stale is not OnStale.MASK:
-            assert sample.staleness <= bound
-        self.world.delivered += generated(life.tape)
 
     def update_weights(self, engines: list[str] | None) -> None:
         """New weights, on all engines or some."""

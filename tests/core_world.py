@@ -104,6 +104,8 @@ class Running:
     """Tokens that came after it."""
     stalled: bool = False
     """It was silent for too long."""
+    doubtful: bool = False
+    """Nobody knows which weights write its tokens."""
 
 
 @dataclass
@@ -181,7 +183,7 @@ class World:
         """A request is over; its tokens are the sample's, or dropped for the reason there is."""
         running = self.running.pop(attempt_id)
         self.dropped["after_stop"] += running.after_stop
-        reason = "corrupt" if corrupt else running.dropped
+        reason = "corrupt" if corrupt else running.dropped or ("unknown_weights" if running.doubtful else None)
         if reason is not None:
             self.dropped[reason] += len(running.tokens)
         else:
@@ -198,7 +200,7 @@ class World:
         last = world.committed if trained_through is None else trained_through
         for attempt_id in list(world.running):
             running = world.keep(attempt_id)
-            if running.stopped and running.dropped is None:
+            if running.stopped and running.dropped is None and not running.doubtful:
                 life = world.life(running.key)
                 assert life.open is not None
                 life.calls.append((life.open, len(life.tape), "stop"))

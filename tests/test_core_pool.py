@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from core_machine import EOS, CoreMachine, settings
 
@@ -15,7 +17,7 @@ from april.core.versions import PolicyVersion
 TWO = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
 
 
-def machine(n: int = 1, engines: tuple[EngineLimits, ...] = TWO, **changes: object) -> CoreMachine:
+def machine(n: int = 1, engines: tuple[EngineLimits, ...] = TWO, **changes: Any) -> CoreMachine:
     """A step has begun; responses have 20 tokens."""
     m = CoreMachine(settings(n=n, samples=1, **changes), lambda g, i: 20, engines=engines)
     m.post(ev.StepRequested())
@@ -28,7 +30,7 @@ def only(m: CoreMachine) -> Attempt:
     return attempt
 
 
-def fail(m: CoreMachine, attempt: Attempt, **how: object) -> list[do.Command]:
+def fail(m: CoreMachine, attempt: Attempt, **how: Any) -> list[do.Command]:
     """Let an attempt break off."""
     del m.in_flight[attempt.id]
     return m.post(ev.AttemptFailed(attempt.id, "HTTP 503", **how))
@@ -96,8 +98,7 @@ def test_a_burst_of_refusals_counts_once() -> None:
     state = m.core.engines.states["a"]
     assert len(timers) == 1
     assert state.rests == 1
-    assert state.cap.value == 5
-    assert state.in_flight == 2
+    assert state.cap.value == 2 == state.in_flight
 
 
 def test_a_refused_request_costs_its_group_at_once_and_not_the_engine() -> None:
@@ -183,9 +184,35 @@ def test_a_stale_engine_comes_back_with_the_next_weight_update() -> None:
     m = machine(n=1)
     m.post(ev.EngineStale("a"))
     m.end(only(m).id)
+    assert only(m).engine == "b"
+    m.end(only(m).id)
     m.update()
     m.post(ev.StepRequested())
     assert only(m).engine == "a"
+
+
+@pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
+def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnded]) -> None:
+    """A request that runs on an engine which turns out to be stale is ended, and its sample goes on without it."""
+    m = machine(n=1)
+    first = only(m)
+    m.tokens(first.id, 3)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    m.post(ev.Resumed())
+    second = only(m)
+    m.tokens(second.id, 4)
+    m.post(ev.EngineStale(second.engine))
+    assert m.abort_asked == {second.id}
+    del m.in_flight[second.id]
+    m.post(end(second.id, "stop"))
+    assert m.core.tokens.as_dict()["dropped"] == {"unknown_weights": 4}
+    third = only(m)
+    assert third.engine != second.engine
+    assert len(third.token_ids) == 2 + 3
+    m.end(third.id)
+    m.check_ledger()
+    assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
 
 
 def test_an_engine_that_failed_outside_of_any_attempt_is_probed_once() -> None:
@@ -221,3 +248,29 @@ def test_a_full_engine_with_memory_to_spare_is_left_full(kv_usage: float) -> Non
     m = machine(n=20)
     m.post(ev.EngineLoad("a", running=5, waiting=5, kv_usage=kv_usage, preemptions=0))
     assert m.core.engines.states["a"].cap.value is None
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_a_batch_says_what_became_of_each_engine() -> None:
+    """In flight when its step stopped, the cap and the memory where they are known, and what happened in the step."""
+    m = machine(n=2, over=4)
+    m.post(ev.EngineLoad("a", running=1, waiting=1, kv_usage=0.97, preemptions=0))
+    busy = next(x for x in m.in_flight.values() if x.engine == "b")
+    fail(m, busy, busy_s=1.0)
+    m.post(ev.EngineStale("b"))
+    while not m.core.step or not m.core.step.stopping:
+        m.end(next(i for i in m.in_flight if i not in m.abort_asked))
+    m.finish_aborts()
+    metrics = m.batches[0].metrics
+    assert {name: metrics[name] for name in ("busy_refusals", "stale_engines", "lowered_caps")} == {
+        "busy_refusals": 1.0, "stale_engines": 1.0, "lowered_caps": 1.0,
+    }  # fmt: skip
+    of_engines = {name for name in metrics if name.startswith("engine/")}
+    assert of_engines == {
+        "engine/a/in_flight_at_stop", "engine/a/cap", "engine/a/kv_usage", "engine/b/in_flight_at_stop", "engine/b/cap",
+    }  # fmt: skip
+    assert metrics["engine/a/kv_usage"] == 0.97
+    by_engine = [metrics[f"engine/{name}/in_flight_at_stop"] for name in ("a", "b")]
+    assert sum(by_engine) == metrics["in_flight_at_stop"]

@@ -24,6 +24,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.types import OnDataEnd, OnStale, Refill
+from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
 ANY = st.integers(0, 1 << 16)
@@ -270,14 +271,49 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
                 self.end_attempt(attempt_id, "fail")
         self.eager()
 
+    @precondition(lambda self: self.world.running)
+    @rule(pick=ANY, count=st.integers(1, 5), how=st.sampled_from(["busy", "busy", "refused"]), seconds=ANY)
+    def turned_away(self, pick: int, count: int, how: str, seconds: int) -> None:
+        """An engine takes no requests for now, perhaps says for how long, or calls one of them wrong."""
+        engine = self.world.running[one_of(sorted(self.world.running), pick)].engine
+        theirs = [i for i, r in self.world.running.items() if r.engine == engine and not r.tokens and not r.after_stop]
+        for attempt_id in theirs[-count:]:
+            if attempt_id in self.world.running:
+                self.end_attempt(attempt_id, how, seconds % 9)
+        self.eager()
+
     @precondition(lambda self: self.quarantined)
-    @rule()
-    def engine_ready(self) -> None:
-        """A probe finds an engine well."""
-        engine = min(self.quarantined)
-        self.quarantined.discard(engine)
-        self.outage = 0  # its timer is void
-        self.send(ev.EngineReady(engine))
+    @rule(given=st.booleans())
+    def engine_ready(self, given: bool = True) -> None:
+        """A probe finds an engine well, and perhaps gives it the present weights."""
+        version = PolicyVersion(*self.world.version) if given else None
+        self.engine_event(ev.EngineReady(min(self.quarantined), version))
+        self.eager()
+
+    @rule(
+        pick=ANY,
+        what=st.sampled_from(["load", "load", "stale", "stale and failed", "failed"]),
+        running=st.integers(0, 6),
+        waiting=st.integers(0, 3),
+        kv_usage=st.sampled_from([0.2, 0.9, 1.0]),
+        preemptions=st.integers(0, 4),
+    )
+    def engine_says(
+        self, pick: int, what: str, running: int, waiting: int, kv_usage: float, preemptions: int
+    ) -> None:
+        """An engine is asked between requests: its load, weights that it has lost, or no answer."""
+        name = one_of(self.engines, pick).name
+        if what == "load":
+            self.engine_event(ev.EngineLoad(name, running, waiting, kv_usage, preemptions))
+        if "stale" in what:
+            self.engine_event(ev.EngineStale(name))
+        if "failed" in what:
+            self.engine_event(ev.EngineFailed(name))
+        self.eager()
+
+    def _rest_over(self, pick: int = 0, pick_too: int = 0) -> None:
+        """An engine has rested."""
+        self.fire(one_of(sorted(self.rests), pick))
         self.eager()
 
     def _late(self, pick: int = 0, pick_too: int = 0) -> None:
@@ -447,6 +483,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             "pause_or_resume": True,
             "one_abort_answered": self.aborting,
             "lose_engine": world.running,
+            "rest_over": self.rests,
             "timer": len(self.timers) > 1,
             "deaf_engines": self.aborting,
             "tell_stop_late": self.untold,
@@ -472,7 +509,9 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         self._confirm()
         for _ in range(500):
             while self.quarantined:
-                self.engine_ready()
+                self.engine_event(ev.EngineReady(min(self.quarantined), PolicyVersion(*self.world.version)))
+            while self.rests:
+                self._rest_over()
             if self.to_draw:
                 self.draw()
             self.eager()

@@ -44,7 +44,7 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     out = tmp_path_factory.mktemp("demo")
     watcher = Silent()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_run, "warm_up", lambda seed, progress: build_model(seed))
+        patch.setattr(demo_run, "warm_up", lambda seed, progress, for_servers: build_model(seed))
         return run_demo(SMALL, out, watcher), out, watcher
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from ssl import SSLCertVerificationError
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from raw_servers import Answer, http, raw_server
 from april.doctor import examine, reach
 from april.doctor.examine import Patience, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict
+from april.errors import EngineUnreachable
 
 LONG = Patience(total_s=60.0, reach_s=60.0, answer_s=60.0)
 """For servers that answer: nothing depends on how fast this machine is."""
@@ -57,8 +60,9 @@ def test_a_closed_port() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    _, finding = only(report_of(f"http://127.0.0.1:{port}"))
+    server, finding = only(report_of(f"http://127.0.0.1:{port}"))
 
+    assert server.flags == []
     assert finding.sentence == f"nothing listens on port {port} of 127.0.0.1"
     assert "start the server, or correct the port" in finding.advice
 
@@ -86,6 +90,38 @@ def test_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no connection to port 9 of 127.0.0.1 (No route to host)"),
+        (TimeoutError(), "127.0.0.1 does not answer on port 9 in 60 s"),
+    ],
+)
+def test_a_machine_that_is_not_there(error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched off, or behind a firewall that swallows what comes."""
+
+    async def no_connection(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(reach.asyncio, "open_connection", no_connection)
+    _, finding = only(report_of("http://127.0.0.1:9"))
+    assert finding.sentence == sentence
+
+
+def test_a_certificate_that_is_not_trusted() -> None:
+    """What is wrong with it, and where the authority's goes."""
+    cause = OSError("certificate")
+    cause.certificate_error = SSLCertVerificationError("self-signed certificate")  # type: ignore[attr-defined]
+    error = EngineUnreachable("GET https://h/version failed")
+    error.__cause__ = cause
+
+    finding = asyncio.run(reach.why_no_talk("https://h", error, 1.0))
+
+    assert "the certificate of https://h is not trusted" in finding.sentence
+    assert "self-signed certificate" in finding.sentence
+    assert "SSL_CERT_FILE" in finding.advice
 
 
 def test_a_server_that_accepts_and_never_answers() -> None:

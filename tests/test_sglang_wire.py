@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish
-from april.engines.sglang_wire import ReplyReader, version_of
+from april.engines.sglang_wire import ReplyReader, rid_of, version_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 from april.testing.fake_sglang_answers import answer
 from april.testing.fake_sglang_runs import FakeRun, fake_sglang_response
@@ -29,7 +29,7 @@ def reader(incremental: bool = True, labels: bool = True) -> ReplyReader:
 def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeRun:
     ids, logprobs = fake_sglang_response([5], max_tokens=count, mean_length=10**6) if count else ([], [])
     params = {"max_new_tokens": count, "min_new_tokens": 0, "temperature": 1.0}
-    run = FakeRun(RID, [5], params, stream=True, ids=ids, logprobs=logprobs)
+    run = FakeRun(rid_of(RID), [5], params, stream=True, ids=ids, logprobs=logprobs)
     run.spans = spans if spans is not None else [("0.0", 0, count)]
     return run
 

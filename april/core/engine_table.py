@@ -35,6 +35,8 @@ class EngineState:
     """It asked to be left alone for a while."""
     rests: int = 0
     """In a row."""
+    kv_usage: float | None = None
+    """Share of its key-value memory in use, as it said last; None: it has said nothing."""
 
     @property
     def has_room(self) -> bool:
@@ -77,6 +79,17 @@ class EngineTable:
         """Attempts per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
 
+    def metrics(self, in_flight: dict[str, int]) -> dict[str, float]:
+        """What a batch says of each engine; what is not known is left out. ``in_flight``: when its step stopped."""
+        out: dict[str, float] = {}
+        for name, state in self.states.items():
+            out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
+            if (cap := state.cap.value) is not None:
+                out[f"engine/{name}/cap"] = float(cap)
+            if state.kv_usage is not None:
+                out[f"engine/{name}/kv_usage"] = state.kv_usage
+        return out
+
     def failed(self, name: str, *, at_once: bool) -> bool:
         """Count a failure; True when the engine is now quarantined (``at_once``, or after several in a row)."""
         state = self.states[name]
@@ -100,9 +113,9 @@ class EngineTable:
     def busy(self, name: str, asked_s: float) -> float | None:
         """It refused a request for now. Seconds to leave it alone; None: it is at rest already, or too often busy."""
         state = self.states[name]
+        state.cap.refused(state.in_flight)
         if state.resting or state.quarantined:
             return None
-        state.cap.refused(state.in_flight)
         state.rests += 1
         if state.rests > RESTS_BEFORE_QUARANTINE:
             return None

@@ -167,6 +167,9 @@ class Generation:
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
+        if attempt.doubtful:
+            self._queue(sample, f"engine {attempt.engine} had other weights: {attempt.tape.count} tokens dropped")
+            return
         if self._complete_after(attempt, event.finish):
             return
         if attempt.stalled:
@@ -213,6 +216,7 @@ class Generation:
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         healthy = event.refused or event.busy_s is not None
+        books.counters["busy_refusals"] += event.busy_s is not None
         if not healthy and books.engines.failed(attempt.engine, at_once=not event.corrupt):
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
@@ -221,12 +225,14 @@ class Generation:
             self._queue(attempt.sample, f"refused: {event.error}")
             self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
-        if event.busy_s is not None:
-            books.counters["busy_refusals"] += 1
-            attempt.sample.avoid = attempt.engine
-            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
+        if attempt.doubtful:
+            self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
+            return
+        if event.busy_s is not None:
+            attempt.sample.avoid = attempt.engine
+            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
         self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
 
@@ -247,8 +253,8 @@ class Generation:
         """The attempt's tokens move to the sample, or into the books of the reason they are dropped for."""
         count, sample = attempt.tape.count, attempt.sample
         self._books.tokens.observe(count)
-        if attempt.dropped_for is not None:
-            self._books.tokens.drop(count, attempt.dropped_for)
+        if attempt.lost_for is not None:
+            self._books.tokens.drop(count, attempt.lost_for)
             return
         sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         sample.cached_on, sample.cached_under = attempt.engine, self._books.clock.current

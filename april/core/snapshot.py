@@ -74,8 +74,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     for attempt in core.attempts.values():
         tokens.observe(attempt.tape.parsed)
         tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
-        if attempt.dropped_for is not None:
-            tokens.drop(attempt.tape.count, attempt.dropped_for)
+        if attempt.lost_for is not None:
+            tokens.drop(attempt.tape.count, attempt.lost_for)
     current = core.clock.current
     if last > newest_committed:  # these weights are what the next weight update would have announced
         current = current._replace(n=current.n + 1)
@@ -119,7 +119,7 @@ def _sample_out(core: RolloutCore, sample: Sample) -> State:
     tape, replay = sample.tape, sample.replay
     calls = [*sample.calls, *(replay.calls if replay is not None else ())]
     open_start = sample.call.start if sample.call is not None else replay.open_start if replay is not None else None
-    if sample.state is SampleState.IN_FLIGHT:
+    if sample.state is SampleState.IN_FLIGHT and not core.attempts[sample.attempt_id].doubtful:
         attempt = core.attempts[sample.attempt_id]
         tape = _with_attempt(tape, attempt)
         if attempt.tape.stopped and open_start is not None:

@@ -171,7 +171,7 @@ class RolloutCore:
             return
         enough = self.monitor.target_reached or self._nothing_more_can_come()
         if enough and not step.stopping:
-            step.in_flight_at_stop = len(self.attempts)
+            step.in_flight_at_stop = self.engines.in_flight()
             self._stop_everything()
         step.stopping = enough  # a weight update may take ready groups away until all attempts have ended
         if step.stopping:
@@ -211,7 +211,7 @@ class RolloutCore:
                 books.tokens.deliver(sample.tape.generated)
                 books.to(sample, SampleState.LEASED, f"leased in batch {books.batches}")
         metrics = batch_metrics(groups, samples, self.clock.staleness)
-        metrics |= step.metrics(self.counters)
+        metrics |= step.metrics(self.counters) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": float(self.monitor.ready),
@@ -365,9 +365,13 @@ class RolloutCore:
         self._outage = self._outage and not self.engines.usable(self.clock.current)
 
     def _engine_stale(self, event: ev.EngineStale) -> None:
-        """It gets nothing before it has confirmed weights."""
+        """It gets nothing before it has confirmed weights; what it generates at this moment, nobody knows by which."""
         self.counters["stale_engines"] += 1
         self.engines.states[event.engine].version = None
+        doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
+        for attempt in doubtful:
+            attempt.doubtful = True
+        self.books.stop(doubtful)
 
     def _engine_failed(self, event: ev.EngineFailed) -> None:
         if self.engines.failed(event.engine, at_once=True):
@@ -375,6 +379,7 @@ class RolloutCore:
 
     def _engine_load(self, event: ev.EngineLoad) -> None:
         state = self.engines.states[event.engine]
+        state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self.counters["lowered_caps"] += 1
 

@@ -22,6 +22,9 @@ STEP_METRICS = (
     "groups_dropped_filtered",
     "groups_dropped_stale",
     "replays_diverged",
+    "busy_refusals",
+    "stale_engines",
+    "lowered_caps",
 )
 
 
@@ -36,7 +39,8 @@ class Step:
         """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
         self.stopping = False
         """The target is reached; nothing starts any more."""
-        self.in_flight_at_stop = 0
+        self.in_flight_at_stop: dict[str, int] = {}
+        """By engine."""
 
     def __repr__(self) -> str:
         return "stopping" if self.stopping else "running"
@@ -44,5 +48,5 @@ class Step:
     def metrics(self, now: Counter[str]) -> dict[str, float]:
         """What happened in this step, from the run's totals."""
         out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
-        out["in_flight_at_stop"] = float(self.in_flight_at_stop)
+        out["in_flight_at_stop"] = float(sum(self.in_flight_at_stop.values()))
         return out

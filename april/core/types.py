@@ -67,6 +67,8 @@ class DropReason(StrEnum):
     """The rollout, the reward or the engine failed too often."""
     CORRUPT = "corrupt"
     """The engine sent numbers that cannot be true."""
+    UNKNOWN_WEIGHTS = "unknown_weights"
+    """Its engine was found without the weights that it was given, while the request ran."""
     AFTER_STOP = "after_stop"
     """The engine generated them before it heard that a stop string was complete."""
     TOO_LONG = "too_long"
@@ -174,6 +176,13 @@ class Attempt:
     """It was asked to end because its engine was silent."""
     dropped_for: DropReason | None = None
     """Its sample went on without it: its tokens are dropped for this reason."""
+    doubtful: bool = False
+    """Nobody knows which weights wrote its tokens: they are dropped, and its sample goes on from what it had."""
+
+    @property
+    def lost_for(self) -> DropReason | None:
+        """Why its tokens do not become the sample's; None: they do."""
+        return self.dropped_for or (DropReason.UNKNOWN_WEIGHTS if self.doubtful else None)
 
 
 class Sample:

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from april.demo import task
 from april.demo.exactness import StateDict, logprob_error, snapshot
 from april.demo.grpo import GrpoBatch, GrpoTrainer
 from april.demo.settings import DemoSettings
+from april.demo.stage import set_up
 from april.demo.witness import Witness
 from april.driver.rewards import Response
-from april.engines.transformers import TransformersEngine
 from april.scheduler import RolloutScheduler
 
 EVALUATION_SEED = 20_000
@@ -32,14 +33,13 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(slots=True)
 class ArmResult:
-    """Everything measured in one arm; CPU seconds are those of the whole process."""
+    """Everything measured in one arm; CPU seconds are those of this process, a server's own are not in them."""
 
     mode: str
     seed: int
+    slots: int
     steps: int = 0
     decode_steps: int = 0
-    busy_slot_steps: int = 0
-    slot_steps: int = 0
     generated_tokens: int = 0
     trained_tokens: int = 0
     reprefill_tokens: int = 0
@@ -59,9 +59,9 @@ class ArmResult:
     held_out: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     """reward of each held-out prompt at the end"""
     occupancy: list[int] = field(default_factory=list)
-    """busy slots of every decode step"""
+    """busy slots over time: of every decode step, on a server of every tick"""
     step_ends: list[int] = field(default_factory=list)
-    """decode steps done at the end of each training step"""
+    """entries of ``occupancy`` at the end of each training step"""
     max_abs_logprob_error: float = 0.0
     compared_tokens: int = 0
     tokens: Ledger = field(default_factory=Ledger)
@@ -85,16 +85,19 @@ async def score(prompt: Prompt, response: Response) -> float:
 
 
 class Arm:
-    """Builds its own copy of the model, its engine and its scheduler; :meth:`run` does the rest."""
+    """Builds its own copy of the model, its stage and its scheduler; :meth:`run` does the rest.
 
-    def __init__(self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel) -> None:
+    ``out`` is where weights for servers go.
+    """
+
+    def __init__(
+        self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel, out: Path = Path()
+    ) -> None:
         self.settings = settings
-        self.result = ArmResult(mode, seed)
+        self.result = ArmResult(mode, seed, settings.slots)
         self.model = copy.deepcopy(start)
-        self.engine = TransformersEngine(
-            self.model, slots=settings.slots, max_len=task.PROMPT_LENGTH + task.RESPONSE_CAP, seed=seed
-        )
-        self.witness = Witness(self.engine)
+        self.stage = set_up(settings, self.model, seed, out)
+        self.witness = Witness(self.stage.engine)
         self.trainer = GrpoTrainer(
             self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2
         )
@@ -110,7 +113,7 @@ class Arm:
             for step in range(1, s.steps + 1):
                 batch = self._rollout(rollouts)
                 metrics = self._train(batch)
-                rollouts.weight_update()
+                rollouts.weight_update(self.stage.publish())
                 self.weights[step] = snapshot(self.model)
                 if step % s.evaluate_every == 0 and step < s.steps:
                     reward = float(self.evaluate(rollouts, s.held_out_between).mean())
@@ -120,6 +123,7 @@ class Arm:
             r.curve.append((s.steps, r.rollout_cpu_s, float(r.held_out.mean())))
             rollouts.validate()
             books = rollouts.ledger()
+        self.stage.close()
         r.tokens, r.prompts, r.witnessed = books["tokens"], books["prompts"], self.witness.tokens
         r.max_abs_logprob_error, r.compared_tokens = logprob_error(self.model, self.delivered, self.weights)
         return r
@@ -140,19 +144,16 @@ class Arm:
             yield Prompt(task.prompt_ids(self.result.seed, index))
 
     def _rollout(self, rollouts: RolloutScheduler) -> Batch:
-        r, stats = self.result, self.engine.stats
-        before = stats.counters()
-        stats.trace = []
+        r = self.result
+        self.stage.begin()
         cpu, wall = time.process_time(), time.perf_counter()
         batch = rollouts.next_batch()
         r.rollout_cpu_s += time.process_time() - cpu
         r.rollout_wall_s += time.perf_counter() - wall
-        after, trace, stats.trace = stats.counters(), stats.trace, None
-        r.decode_steps += int(after["decode_steps"] - before["decode_steps"])
-        r.busy_slot_steps += int(after["busy_slot_steps"] - before["busy_slot_steps"])
-        r.slot_steps += int(after["slot_steps"] - before["slot_steps"])
-        r.generated_tokens += int(after["generated_tokens"] - before["generated_tokens"])
-        r.occupancy += [busy for _, busy in trace]
+        work = self.stage.end()
+        r.decode_steps += work.decode_steps
+        r.generated_tokens += work.generated_tokens
+        r.occupancy += work.occupancy
         r.step_ends.append(len(r.occupancy))
         self._note(batch)
         return batch

@@ -17,7 +17,7 @@ SHOWN_TOKENS = 15_000
 
 
 def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict[str, Any], path: Path) -> None:
-    """Write the picture to ``path`` (PNG)."""
+    """Write the picture to ``path`` (PNG); time is in decode steps, on a server by the clock."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8.5), layout="constrained")
@@ -43,15 +43,16 @@ def _occupancy(figure: Any, grid: Any, settings: DemoSettings, arms: dict[str, l
         axes.tick_params(labelsize=8)
         bubble = summary["modes"][name]["bubble"]
         trained = sum(sum(row) for row in arms[name][0].lengths[:steps])
+        unit = "decode steps" if settings.embedded else "hundredths of a second"
         axes.text(
-            0.995, 0.9, f"{LABELS[name]}: {steps} steps, {trained:,} tokens trained in {len(busy):,} decode steps; "
+            0.995, 0.9, f"{LABELS[name]}: {steps} steps, {trained:,} tokens trained in {len(busy):,} {unit}; "
             f"bubble {bubble:.0%}", transform=axes.transAxes, ha="right", va="top", fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0},
         )  # fmt: skip
         if row == 0:
             axes.set_title("Busy decode slots over time (seed 0; lines: a batch goes to training)", fontsize=10)
         if row == len(arms) - 1:
-            axes.set_xlabel("decode steps", fontsize=9)
+            axes.set_xlabel(unit, fontsize=9)
         else:
             axes.set_xticklabels([])
 

@@ -17,10 +17,9 @@ from april.core.types import Prompt
 from april.demo import figure
 from april.demo.arm import EVALUATION_SEED, Arm, ArmResult, held_out_prompts, score
 from april.demo.settings import MODES, DemoSettings
+from april.demo.stage import set_up
 from april.demo.summary import summarise
-from april.demo.task import PROMPT_LENGTH, RESPONSE_CAP
 from april.demo.warmup import warm_up
-from april.engines.transformers import TransformersEngine
 from april.scheduler import RolloutScheduler
 
 
@@ -46,12 +45,12 @@ def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, A
         warm_up_cpu_s = 0.0
         for seed in range(settings.seeds):
             cpu = time.process_time()
-            model = _warm_up(seed, watcher)
+            model = _warm_up(settings, seed, watcher)
             warm_up_cpu_s += time.process_time() - cpu
-            starts.append(_start_rewards(settings, model, seed))
+            starts.append(_start_rewards(settings, model, seed, out))
             for mode in MODES:
                 on_step = watcher.begin(f"seed {seed}: {mode}", settings.steps)
-                arms[mode].append(Arm(settings, mode, seed, model).run(starts[-1], on_step))
+                arms[mode].append(Arm(settings, mode, seed, model, out).run(starts[-1], on_step))
     finally:
         torch.set_num_threads(threads)
     summary = summarise(settings, arms, starts, warm_up_cpu_s, time.perf_counter() - began)
@@ -61,7 +60,7 @@ def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, A
     return summary
 
 
-def _warm_up(seed: int, watcher: Watcher) -> PreTrainedModel:
+def _warm_up(settings: DemoSettings, seed: int, watcher: Watcher) -> PreTrainedModel:
     report: list[Callable[[int, dict[str, float]], None]] = []
 
     def progress(done: int, total: int, loss: float) -> None:
@@ -69,14 +68,16 @@ def _warm_up(seed: int, watcher: Watcher) -> PreTrainedModel:
             report.append(watcher.begin(f"seed {seed}: supervised warm-up", total))
         report[0](done, {"loss": loss})
 
-    return warm_up(seed, progress)
+    return warm_up(seed, progress, for_servers=not settings.embedded)
 
 
-def _start_rewards(settings: DemoSettings, model: PreTrainedModel, seed: int) -> NDArray[np.float64]:
+def _start_rewards(settings: DemoSettings, model: PreTrainedModel, seed: int, out: Path) -> NDArray[np.float64]:
     """Held-out rewards of the common start, by the same evaluation that judges the ends."""
-    engine = TransformersEngine(model, slots=settings.slots, max_len=PROMPT_LENGTH + RESPONSE_CAP, seed=seed)
+    stage = set_up(settings, model, seed, out)
     nothing: list[Prompt] = []
-    with RolloutScheduler(settings.config("sync", seed), prompts=nothing, reward=score, engines=[engine]) as rollouts:
+    config = settings.config("sync", seed)
+    with RolloutScheduler(config, prompts=nothing, reward=score, engines=[stage.engine]) as rollouts:
         found = rollouts.evaluate(held_out_prompts(seed, settings.held_out), seed=EVALUATION_SEED)
+    stage.close()
     rewards: NDArray[np.float64] = found.rewards[:, 0]
     return rewards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from april.config import Config, SamplingConfig
 from april.core.types import Refill
@@ -10,6 +11,9 @@ from april.demo import task
 
 MODES = ("sync", "april", "refill")
 """Wait for all; N' = 2N as in the paper; a constant number of samples in flight."""
+EMBEDDED = "transformers"
+ON_SERVER = {"steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "evaluate_every": 4}
+"""What is smaller on a server, which shares two cores with the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,21 @@ class DemoSettings:
     evaluate_every: int = 10
     learning_rate: float = 1.5e-3
     """Peak; it falls linearly to zero over the steps, as usual."""
+    engine: str = EMBEDDED
+    """Embedded, or the kind of server at ``url``: vllm or sglang."""
+    url: str | None = None
+
+    @classmethod
+    def on(cls, engine: str, url: str | None = None, **sizes: int | None) -> DemoSettings:
+        """The settings for an engine, smaller for a server, with those ``sizes`` that are not None."""
+        usual = {} if engine == EMBEDDED else ON_SERVER
+        changed: Any = usual | {name: size for name, size in sizes.items() if size is not None}
+        return cls(engine=engine, url=url, **changed)
+
+    @property
+    def embedded(self) -> bool:
+        """The engine is in this process."""
+        return self.engine == EMBEDDED
 
     @property
     def slots(self) -> int:

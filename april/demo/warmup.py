@@ -29,8 +29,11 @@ Progress = Callable[[int, int, float], None]
 """Called as progress(steps done, steps in all, loss of the last step in nats per token)."""
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of about 0.1 M parameters in float32; leaves torch's global generator as it was."""
+def build_model(seed: int, for_servers: bool = False) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 of about 0.1 M parameters in float32; leaves torch's global generator as it was.
+
+    ``for_servers``: vLLM has no CPU attention for heads below 32, and on a CPU does not reload tied embeddings rightly.
+    """
     config = Qwen3Config(  # type: ignore[call-arg]  # its declaration hides what every configuration takes
         vocab_size=task.VOCAB_SIZE,
         hidden_size=64,
@@ -39,10 +42,10 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32 if for_servers else 16,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not for_servers,
         bos_token_id=task.BOS_ID,
         eos_token_id=task.EOS_ID,
         pad_token_id=task.PAD_ID,
@@ -55,12 +58,14 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def warm_up(seed: int, progress: Progress | None = None, steps: int = STEPS) -> Qwen3ForCausalLM:
+def warm_up(
+    seed: int, progress: Progress | None = None, steps: int = STEPS, for_servers: bool = False
+) -> Qwen3ForCausalLM:
     """Train a fresh model on ``steps`` batches of demonstrations and return it, in eval mode.
 
     AdamW, the learning rate rising for RISING_STEPS and then falling linearly to FINAL_RATE of its peak.
     """
-    model = build_model(seed)
+    model = build_model(seed, for_servers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     for step, (ids, labels) in enumerate(_batches(seed, steps)):
         for group in optimizer.param_groups:

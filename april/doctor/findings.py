@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 _FLAG = re.compile(
-    r"--enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+|--api-server-count \d+|--host [\d.]+"
+    r"--enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+|--api-server-count \d+"
     r"|--stream-interval|--return-tokens-as-token-ids|\b[A-Z]+(?:_[A-Z]+)+=\d+"
 )
 """Flags and variables of servers, as sentences name them."""
@@ -78,9 +78,8 @@ class Examined:
 
     @property
     def flags(self) -> list[str]:
-        """What to add to the server's command line, or to its environment (NAME=value): all that is named above."""
-        text = " ".join([*self.changes, *(finding.advice for finding in self.findings)])
-        return list(dict.fromkeys(_FLAG.findall(text)))
+        """What to add to the server's command line, or to its environment (NAME=value): all that ``changes`` names."""
+        return list(dict.fromkeys(_FLAG.findall(" ".join(self.changes))))
 
 
 @dataclass(slots=True)

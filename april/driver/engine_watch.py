@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.state import RolloutCore
-from april.core.versions import PolicyVersion
 from april.driver.user_code import describe, own_cancellation
+from april.driver.weight_updates import WeightUpdates
 from april.engines.protocol import Engine, Health
 
 log = logging.getLogger("april")
@@ -23,9 +23,6 @@ PROBE_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 2.0
 """Between two looks at the load of an engine that works."""
 
-Heal = Callable[[Engine], Awaitable[PolicyVersion | None]]
-"""Gives an engine the present weights; None: nobody knows where they are."""
-
 
 class EngineWatch:
     """Asks the engines; ``post`` takes events, ``spawn`` starts background tasks."""
@@ -36,13 +33,13 @@ class EngineWatch:
         core: RolloutCore,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        heal: Heal,
+        weights: WeightUpdates,
     ) -> None:
         self._engines = engines
         self._core = core
         self._post = post
         self._spawn = spawn
-        self._heal = heal
+        self._weights = weights
         self._looking = False
         self._remote = [name for name, engine in engines.items() if engine.capabilities.remote]
 
@@ -61,19 +58,30 @@ class EngineWatch:
                 if not self._core.attempts:
                     return
                 states = self._core.engines.states
-                names = [n for n in self._remote if states[n].in_flight and not states[n].quarantined]
-                for name, health in zip(names, await asyncio.gather(*map(self._ask, names)), strict=True):
-                    # what does not answer here fails by its requests
-                    if health is not None and health.ok:
-                        self._note(name, health)
+                await self.look_at([n for n in self._remote if states[n].in_flight])
         finally:
             self._looking = False
 
+    def step_begins(self) -> None:
+        """Look at all servers at once: one that was started anew while nobody used it has broken nothing."""
+        if self._remote:
+            self._spawn(self.look_at())
+
+    async def look_at(self, names: Sequence[str] | None = None) -> None:
+        """Ask servers (None: all of them) once for their load and their weights."""
+        states, moves = self._core.engines.states, self._weights.moves
+        names = [n for n in (self._remote if names is None else names) if not states[n].quarantined]
+        for name, health in zip(names, await asyncio.gather(*map(self._ask, names)), strict=True):
+            # what does not answer here fails by its requests; of a weight update on its way nothing can be said
+            if health is not None and health.ok and moves == self._weights.moves and moves % 2 == 0:
+                self._note(name, health)
+
     def _note(self, name: str, health: Health) -> None:
         if not health.current:
-            log.warning("engine %s has not the weights that it was given: %s", name, health.detail)
-            self._post(ev.EngineStale(name))
-            self._post(ev.EngineFailed(name))
+            if self._core.engines.states[name].version is not None:
+                log.warning("engine %s has not the weights that it was given: %s", name, health.detail)
+                self._post(ev.EngineStale(name))
+                self._post(ev.EngineFailed(name))
         elif (load := health.load) is not None:
             self._post(ev.EngineLoad(name, load.running, load.waiting, load.kv_usage, load.preemptions))
 
@@ -85,29 +93,38 @@ class EngineWatch:
 
     async def _probe_until_well(self, name: str) -> None:
         log.warning("engine %s is quarantined until a probe finds it well", name)
+        state = self._core.engines.states[name]
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
+            moves = self._weights.moves
             health = await self._ask(name, warn=True)
-            if health is None or not health.ok:
+            if moves != self._weights.moves or moves % 2:
+                continue  # what it says of its weights is true no more
+            # one that is between two versions says so, and is not well before it has whole ones
+            if health is None or (health.current and not health.ok):
                 continue
-            if health.current and self._core.engines.states[name].version == self._core.clock.current:
+            if health.current and state.version == self._core.clock.current and self._weights.is_open(name):
                 self._post(ev.EngineReady(name))
                 return
-            if await self._take_back(name):
+            if await self._take_back(name, health.current):
                 return
 
-    async def _take_back(self, name: str) -> bool:
+    async def _take_back(self, name: str, current: bool) -> bool:
         """An engine that is well and has other weights: it gets the present ones, or waits for the next update."""
-        self._post(ev.EngineStale(name))
+        state = self._core.engines.states[name]
+        if not current and state.version is not None:
+            self._post(ev.EngineStale(name))
+        if state.in_flight:
+            return False  # first its requests end: they would go on under other weights
         try:
-            version = await self._heal(self._engines[name])
+            version = await self._weights.mend(name, current=current)
         except Exception as error:
             log.warning("engine %s did not take the present weights: %s", name, describe(error))
             return False
         if version is None:
-            log.warning("engine %s was started anew and waits for the next weight update", name)
+            log.warning("engine %s has not the present weights and waits for the next weight update", name)
         else:
-            log.warning("engine %s was started anew and has the weights of version %s again", name, version)
+            log.warning("engine %s has the weights of version %s", name, version)
         self._post(ev.EngineReady(name, version))
         return True
 

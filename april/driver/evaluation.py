@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.sampling import SamplingParams, attempt_seed
-from april.core.tape import AttemptTape, Int32
+from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Prompt, RecordedCall, Sample
+from april.driver.evaluation_requests import EvaluationPool, EvaluationRequest
 from april.driver.llm import AFTER_ITS_END, LLM, Completion, checked_call, completion_of
 from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
 from april.driver.user_calls import Call, Waiting
 from april.driver.user_code import describe
-from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.errors import EngineError, RolloutError, WireError
+from april.engines.protocol import Request
+from april.errors import EngineError, RolloutError
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Evaluator:
 
         Raises:
             RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
-            EngineError: an engine broke off; evaluations are not resumed.
+            EngineError: no engine is left; a request that breaks off begins again on another one, with the same seed.
         """
         functions, calls = self._driver.functions, self._driver.calls
         if functions.reward is None and functions.group_reward is None:
@@ -76,8 +76,7 @@ class Evaluator:
         # a thread each is dear: no more of them than can generate
         plain = self._driver.rollout is not functions.rollout
         threads = asyncio.Semaphore(settings.max_in_flight) if plain else nullcontext()
-        load = dict.fromkeys(self._driver.engines, 0)
-        states = self._driver.core.engines.states
+        pool = EvaluationPool(self._driver)
 
         async def one(sample: Sample) -> Response:
             call: Call
@@ -87,21 +86,13 @@ class Evaluator:
                     raise RolloutError(AFTER_ITS_END)
                 call.stop_clock()
                 try:
-                    return await on_the_least_loaded(params, token_ids)
+                    return await respond(params, token_ids)
                 finally:
                     call.start_clock()
 
-            async def on_the_least_loaded(params: SamplingParams, token_ids: Int32 | None) -> Completion:
+            async def respond(params: SamplingParams, token_ids: Int32 | None) -> Completion:
                 async with places:
-                    well = [name for name in load if not states[name].quarantined]
-                    if not well:
-                        raise EngineError(f"all engines are quarantined: {', '.join(load)}")
-                    name = min(well, key=lambda n: load[n])
-                    load[name] += 1
-                    try:
-                        return await self._generate(self._driver.engines[name], sample, params, token_ids, seed)
-                    finally:
-                        load[name] -= 1
+                    return await self._generate(pool, sample, params, token_ids, seed)
 
             arguments = (sample.group.prompt, LLM(sample.id, sampling, generate))
             waiting = Waiting()
@@ -139,19 +130,19 @@ class Evaluator:
 
         async with self._driver.paused():
             self._driver.weights.raise_if_half_updated()
+            await self._driver.watch.look_at()
             results = await _all(group(i, p) for i, p in enumerate(prompts))
         return EvaluationResult(
             tuple(responses for responses, _ in results), np.array([rewards for _, rewards in results], np.float64)
         )
 
     async def _generate(
-        self, engine: Engine, sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, seed: int
+        self, pool: EvaluationPool, sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, seed: int
     ) -> Completion:
         core, detokenizer = self._driver.core, self._driver.detokenizer
-        vocab_size = engine.capabilities.vocab_size
         prompt, tape = sample.group.prompt.token_ids, sample.tape
         longest = min(len(prompt) + core.settings.max_response_len, core.engines.max_context)
-        token_ids = checked_call(sample, sampling, token_ids, vocab_size, longest, detokenizer is not None)
+        token_ids = checked_call(sample, sampling, token_ids, pool.vocab_size, longest, detokenizer is not None)
         if token_ids is not None:
             have = len(prompt) + len(tape)
             tape.add_environment(token_ids[have:], core.clock.current)
@@ -164,53 +155,20 @@ class Evaluator:
         params = sampling.after(0, attempt_seed(seed, sample.id.group, sample.id.index, start))
         params = params.capped(min(room, params.max_tokens))
         ids = np.concatenate((prompt, tape.tokens))
-        attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
-        attempt, finish, stops = AttemptTape(), None, None
-        if params.stop and detokenizer is not None:
-            stops = StopMatcher(detokenizer.text, params.stop, ids, 0, params.min_tokens)
-        sent = replace(params, stop=())
-        request = Request(attempt_id, ids, sent, sample_key=sample.id, stream=stops is not None)
-        version = core.clock.current
-        streams, loop = self._driver.streams, asyncio.get_running_loop()
-        await streams.sweeps_over(engine.name)
-        patience_s = streams.stall_timeout_s
-        silence = asyncio.timeout(patience_s)
-        try:
-            async with silence, aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    if patience_s is not None:
-                        silence.reschedule(loop.time() + patience_s)
-                    try:
-                        check_chunk(chunk, vocab_size, params.max_tokens - attempt.count, version, version)
-                    except WireError as error:
-                        raise WireError(f"engine {engine.name}: {error}") from None
-                    kept = None if stops is None else stops.feed(chunk.tokens)
-                    attempt.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
-                    finish = chunk.finish
-                    if kept is not None:
-                        if finish is None:
-                            silence.reschedule(None)  # complete, whatever the engine does now
-                            await self._end(engine, attempt_id, chunks)
-                        finish = EngineFinish.STOP
-                        break
-        except TimeoutError:
-            if not silence.expired():
-                raise
-            await streams.ask_abort(engine, (attempt_id,))
-            raise EngineError(f"engine {engine.name} was silent for {patience_s:g} s in an evaluation") from None
-        if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
-            raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
-        tape.add_attempt(attempt, attempt_id, engine.name, params.temperature)
+
+        def begin() -> EvaluationRequest:
+            attempt_id = f"{core.settings.run_id:016x}{EVALUATION_MARK:04x}{next(self._numbers):012x}"
+            stops = None
+            if params.stop and detokenizer is not None:
+                stops = StopMatcher(detokenizer.text, params.stop, ids, 0, params.min_tokens)
+            sent = replace(params, stop=())
+            return EvaluationRequest(
+                self._driver, Request(attempt_id, ids, sent, sample_key=sample.id, stream=stops is not None), stops
+            )
+
+        request, engine, finish = await pool.respond(begin)
+        tape.add_attempt(request.tape, request.request.attempt_id, engine, params.temperature)
         return _complete(sample, start, FinishReason(str(finish)))
-
-
-    async def _end(self, engine: Engine, attempt_id: str, chunks: AsyncIterator[Chunk]) -> None:
-        """Ask for the end of a request whose response is complete, and wait for it: a stream is not closed before."""
-        await self._driver.streams.ask_abort(engine, (attempt_id,))
-        with suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(self._driver.core.settings.abort_deadline_s):
-                async for _ in chunks:
-                    pass
 
 
 def _complete(sample: Sample, start: int, finish: FinishReason) -> Completion:

@@ -103,7 +103,7 @@ class RolloutDriver:
             self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
         )
         self.weights = WeightUpdates(self.engines, self.core, self.post, lambda: self._broken is not None)
-        self.watch = EngineWatch(self.engines, self.core, self.post, self.spawn, self._heal)
+        self.watch = EngineWatch(self.engines, self.core, self.post, self.spawn, self.weights)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._samples.start,
@@ -142,6 +142,7 @@ class RolloutDriver:
             loop = asyncio.get_running_loop()
             self._waiting.batch = loop.create_future()
             self._busy.step_started(loop.time())
+            self.watch.step_begins()
             self.post(ev.StepRequested())
         future = self._waiting.batch
         try:
@@ -306,11 +307,6 @@ class RolloutDriver:
     def _submit(self, command: do.Submit) -> None:
         self.watch.wake()
         self.streams.submit(command)
-
-    async def _heal(self, engine: Engine) -> PolicyVersion | None:
-        """Give the present weights to an engine that came back with others, if april knows where they are."""
-        async with self._exclusive:
-            return None if self._broken is not None else await self.weights.repeat(engine)
 
     def _report_drop(self, command: do.ReportDrop) -> None:
         # rejections and staleness are policies at work, failures are for people to see

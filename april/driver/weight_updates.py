@@ -19,6 +19,9 @@ from april.errors import EngineBusy, EngineError, EngineUnreachable
 
 log = logging.getLogger("april")
 
+QUARANTINED_PATIENCE_S = 2.0
+"""Longest wait of a weight update for an engine that is not well anyway to pause."""
+
 T = TypeVar("T")
 Errors = dict[str, BaseException | None]
 """What a call of every engine came to: None, or the error."""
@@ -40,8 +43,17 @@ class WeightUpdates:
         self._closed = closed
         self.half_updated: str | None = None
         """Why nothing may be generated: the engines hold different weights."""
+        self.moves = 0
+        """Grows when an update begins and when it ends; odd while one runs."""
+        self._changing = asyncio.Lock()
         self._path: str | None = None
-        self._transferred = False
+        self._known = True
+        """The present weights are those of ``_path``, or, where that is None, those of every server's start."""
+        self._healing: dict[str, asyncio.Event] = {}
+        self._unopened: set[str] = set()
+        """Engines that may still be paused."""
+        self._torn: set[str] = set()
+        """Engines that were asked to load something and have not said that they did."""
 
     async def change(
         self,
@@ -58,25 +70,47 @@ class WeightUpdates:
 
         Raises whatever ``transfer`` raises, and EngineError; the version stays then.
         """
-        dead: set[str] = set()
+        async with self._changing:
+            self.moves += 1
+            try:
+                await self._change(version, path, transfer, then)
+            finally:
+                self.moves += 1
+
+    async def _change(
+        self,
+        version: PolicyVersion,
+        path: str | None,
+        transfer: Callable[[], Awaitable[None]] | None,
+        then: Callable[[], None],
+    ) -> None:
+        while len(self._healing) == len(self._engines):
+            await next(iter(self._healing.values())).wait()
+        # an engine that gets the present weights at this moment gets the new ones afterwards: nobody waits for it
+        dead = set(self._healing)
         try:
-            paused = await self.on_all_engines("pause", lambda engine: engine.pause())
+            asked = set(self._engines) - dead
+            self._unopened |= asked
+            paused = await self.on_all_engines("pause", lambda engine: engine.pause(), without=dead, hurry=True)
             dead |= self._leave_out({name: error for name, error in paused.items() if error is not None})
             _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
                 await transfer()
-            await self._give(version, path, then, dead)
-            self._path, self._transferred = path, transfer is not None or path is None
+            await self._give(version, path, transfer is not None, then, dead)
         finally:
             # an engine that stays paused would hold up everything for ever
             resuming = self.on_all_engines("resume", lambda engine: engine.resume(), without=dead)
             results, cancelled = await _to_its_end(resuming)
-            if self._core.clock.current == version:
-                # the update is done, whatever a single engine makes of its resumption
-                dead |= self._leave_out({name: error for name, error in results.items() if error is not None})
-                results = {name: error for name, error in results.items() if name not in dead}
+            self._unopened -= {name for name, error in results.items() if error is None}
+            failed = {name: error for name, error in results.items() if error is not None}
             if not self._closed():  # closed engines need not resume
-                _raise_first(results)
+                left_out = self._leave_out(failed)
+                if self._core.clock.current == version:
+                    # the update is done, whatever a single engine makes of its resumption
+                    failed = {name: error for name, error in failed.items() if name not in left_out}
+                for name in failed:
+                    self._post(ev.EngineFailed(name))
+                _raise_first(failed)
             if cancelled is not None:
                 raise cancelled
 
@@ -90,29 +124,43 @@ class WeightUpdates:
         return set(failed)
 
     async def _give(
-        self, version: PolicyVersion, path: str | None, then: Callable[[], None], dead: set[str]
+        self, version: PolicyVersion, path: str | None, written: bool, then: Callable[[], None], dead: set[str]
     ) -> None:
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
         patience_s = self._core.settings.outage_deadline_s
         loading = self.on_all_engines("update_weights", lambda e: e.update_weights(version, path), patience_s, dead)
         results, cancelled = await _to_its_end(loading)
+        self._note_torn(results, loads=path is not None)
         lost = {n: e for n, e in results.items() if isinstance(e, (EngineUnreachable, EngineBusy))}
         if len(lost) < len(results):
             dead |= self._leave_out(lost)
         results = {name: error for name, error in results.items() if name not in dead}
-        self._note_half_update(results)
+        self._note_half_update(results, written)
         _raise_first(results)
+        self._path, self._known = path, path is not None and not written
         then()
         self._post(ev.WeightsUpdated(version, tuple(results) if dead else None))
         if cancelled is not None:
             raise cancelled
 
-    def _note_half_update(self, results: Errors) -> None:
-        """Engines with different weights must not generate for one version."""
+    def _note_torn(self, results: Errors, *, loads: bool) -> None:
+        """What an engine has of which nobody knows what it made of an update must be told to the core."""
+        for name, error in results.items():
+            if error is None:
+                self._torn.discard(name)
+            elif not isinstance(error, EngineBusy):
+                if loads:
+                    self._torn.add(name)
+                if isinstance(error, EngineUnreachable):
+                    self._post(ev.EngineStale(name))
+                    self._post(ev.EngineFailed(name))
+
+    def _note_half_update(self, results: Errors, written: bool) -> None:
+        """Engines with different weights must not generate for one version, nor those of a transfer for an old one."""
         failed = {name: error for name, error in results.items() if error is not None}
         if not failed:
             self.half_updated = None
-        elif len(failed) < len(results):
+        elif written or len(failed) < len(results):
             done = [name for name in results if name not in failed]
             why = "; ".join(f"{name}: {describe(error)}" for name, error in failed.items())
             self.half_updated = (
@@ -125,27 +173,50 @@ class WeightUpdates:
         if self.half_updated is not None:
             raise EngineError(self.half_updated)
 
-    async def repeat(self, engine: Engine) -> PolicyVersion | None:
-        """Give the present weights to one engine that came back with others; None: april does not know where they are.
+    async def mend(self, name: str, *, current: bool) -> PolicyVersion | None:
+        """Give one engine that came back what it lacks: the present weights (not ``current``), or its resumption.
 
-        Before the first update the weights are those with which all servers were started.
+        None: april does not know where the present weights are, so it waits for the next update. Before the first
+        update they are those with which all servers were started.
 
         Raises:
             EngineError: the engine did not take them.
         """
-        version = self._core.clock.current
-        if self._transferred or self.half_updated is not None:
-            return None
+        engine, states, given = self._engines[name], self._core.engines.states, None
+        while True:
+            async with self._changing:  # not in the middle of an update
+                version, path = self._core.clock.current, self._path
+                if given == version or (current and states[name].version == version):
+                    if name in self._unopened:
+                        await self._open(engine)
+                    return version
+                if not self._known or self.half_updated is not None or (path is None and name in self._torn):
+                    return None
+                self._healing[name] = asyncio.Event()
+            try:
+                await self._load(engine, version, path)
+                given = version
+            finally:
+                self._healing.pop(name).set()
+
+    def is_open(self, name: str) -> bool:
+        """Whether an engine was resumed since it was last paused."""
+        return name not in self._unopened or self.moves % 2 == 1
+
+    async def _load(self, engine: Engine, version: PolicyVersion, path: str | None) -> None:
         settings = self._core.settings
-        async with asyncio.timeout(settings.abort_deadline_s):
-            await engine.pause()
+        self._unopened.add(engine.name)
         try:
-            async with asyncio.timeout(settings.outage_deadline_s):
-                await engine.update_weights(version, self._path)
+            await self._in_time(engine, "pause", engine.pause, settings.abort_deadline_s)
+            seconds = settings.outage_deadline_s
+            await self._in_time(engine, "update_weights", lambda: engine.update_weights(version, path), seconds)
+            self._torn.discard(engine.name)
         finally:
-            async with asyncio.timeout(settings.abort_deadline_s):
-                await engine.resume()
-        return version
+            await self._open(engine)
+
+    async def _open(self, engine: Engine) -> None:
+        await self._in_time(engine, "resume", engine.resume, self._core.settings.abort_deadline_s)
+        self._unopened.discard(engine.name)
 
     async def on_all_engines(
         self,
@@ -153,29 +224,40 @@ class WeightUpdates:
         method: Callable[[Engine], Coroutine[Any, Any, None]],
         patience_s: float | None = None,
         without: set[str] | None = None,
+        *,
+        hurry: bool = False,
     ) -> Errors:
         """Call all engines at once and wait for every one of them; the errors by engine.
 
         One without an answer after ``patience_s`` (None: abort_deadline_s) has failed: nobody waits for ever for an
-        engine that hangs.
+        engine that hangs. ``hurry``: quarantined engines have QUARANTINED_PATIENCE_S, if there are others.
         """
         seconds = self._core.settings.abort_deadline_s if patience_s is None else patience_s
-
-        async def call(engine: Engine) -> None:
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    await method(engine)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise EngineUnreachable(
-                    f"engine {engine.name} has not answered {what} in {seconds:g} s"
-                ) from None
-
         engines = {name: engine for name, engine in self._engines.items() if name not in (without or ())}
-        results = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
+        states = self._core.engines.states
+        ill = {name for name in engines if hurry and states[name].quarantined}
+        if len(ill) == len(engines):
+            ill = set()
+
+        def call(name: str, engine: Engine) -> Coroutine[Any, Any, None]:
+            limit = min(seconds, QUARANTINED_PATIENCE_S) if name in ill else seconds
+            return self._in_time(engine, what, lambda: method(engine), limit)
+
+        results = await asyncio.gather(*(call(n, e) for n, e in engines.items()), return_exceptions=True)
         return dict(zip(engines, results, strict=True))
+
+    async def _in_time(
+        self, engine: Engine, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
+    ) -> None:
+        """EngineUnreachable if it takes longer."""
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                await method()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineUnreachable(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
@@ -190,7 +272,7 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.Can
     return task.result(), cancelled
 
 
-def _raise_first(results: Errors) -> None:
+def _raise_first(results: Mapping[str, BaseException | None]) -> None:
     for error in results.values():
         if error is not None:
             raise error

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
+from april.errors import RequestRefused
+
 
 class Admission:
     """Closed while weights change. Requests wait before it, and can be aborted there."""
@@ -29,7 +31,11 @@ class Admission:
 
     @asynccontextmanager
     async def request(self, attempt_id: str) -> AsyncIterator[bool]:
-        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent."""
+        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent.
+
+        Raises:
+            RequestRefused: the id is in use; servers end both requests when one of them is aborted.
+        """
         admitted = self.is_open or await self.wait(attempt_id)
         if not admitted:
             yield False
@@ -46,7 +52,11 @@ class Admission:
         return self._open
 
     async def wait(self, attempt_id: str) -> bool:
-        """Until it may enter; False: it was aborted while it waited, and must not be sent."""
+        """Until it may enter; False: it was aborted while it waited, and must not be sent.
+
+        Raises RequestRefused for an id that is in use.
+        """
+        self._require_new(attempt_id)
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting[attempt_id] = turn
@@ -58,9 +68,14 @@ class Admission:
         return True
 
     def enter(self, attempt_id: str) -> None:
-        """Its request is sent now."""
+        """Its request is sent now; raises RequestRefused for an id that is in use."""
+        self._require_new(attempt_id)
         self._inside.add(attempt_id)
         self._idle.clear()
+
+    def _require_new(self, attempt_id: str) -> None:
+        if attempt_id in self._inside or attempt_id in self._waiting:
+            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
 
     def leave(self, attempt_id: str) -> None:
         """Its request has ended."""

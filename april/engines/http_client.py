@@ -55,7 +55,7 @@ class HttpClient:
     """
 
     def __init__(
-        self, url: str, *, name: str, api_key: str | None = None, keepalive_s: float = 4.0,
+        self, url: str, *, name: str, api_key: str | None = None, keepalive_s: float = 2.0,
         connect_timeout_s: float = 10.0,
     ) -> None:  # fmt: skip
         self.url = checked_url(url)

@@ -7,6 +7,7 @@ of the answer pile up here and take them together; what has arrived can be taken
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
 from april.core.versions import PolicyVersion
@@ -39,12 +40,13 @@ class ServerStream(Piling):
 
     Args:
         stream: the answer comes as server-sent events.
-        needs_done: without the mark at its end a stream has broken off.
+        needs_done: without the mark at its end a stream has broken off; what ends the request counts only then, for
+            the server's own count of tokens comes after it.
     """
 
     __slots__ = (
-        "_admission", "_answer", "_chunks", "_client", "_done", "_ended", "_inside", "_needs_done", "_pieces",
-        "_reader", "_request", "_route", "_splitter", "_stream", "over", "waiting",
+        "_admission", "_answer", "_chunks", "_client", "_done", "_ended", "_inside", "_last", "_needs_done",
+        "_pieces", "_reader", "_request", "_route", "_splitter", "_stream", "over", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,8 @@ class ServerStream(Piling):
         self._splitter: EventSplitter | None = None
         self._pieces: list[bytes] = []
         self._chunks: deque[Chunk] = deque()
+        self._last: Chunk | None = None
+        """What ends the request, until it is sure."""
         self._inside = self._done = self._ended = False
         self.over = False
         self.waiting = 0
@@ -162,6 +166,7 @@ class ServerStream(Piling):
     def _whole(self) -> bool:
         """The answer has ended."""
         self._read()
+        self._rest()
         if self._answer is not None:
             self._answer.close()
             self._answer = None
@@ -178,26 +183,57 @@ class ServerStream(Piling):
         if not pieces or reader is None or reader.failure is not None:
             return
         if self._splitter is None:
-            self._chunks += reader.read_all(pieces)
+            self._payloads(pieces)
             return
         try:
             payloads = self._splitter.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         except EngineError as error:
             reader.failure = error
             return
-        if payloads and payloads[-1] == _DONE:
-            self._done = True
-            payloads.pop()
-        self._chunks += reader.read_all(payloads)
+        self._payloads(payloads)
 
     def _broke(self, error: EngineError) -> None:
         """The connection has broken: what came before counts."""
         self._read()
         reader = self._reader
         assert reader is not None
+        self._keep_last(sure=False)
         if reader.failure is None:
             reader.failure = error
         self.over = True
+
+    def _rest(self) -> None:
+        """What the end of the answer says of the chunks before it."""
+        splitter, reader = self._splitter, self._reader
+        assert reader is not None
+        if splitter is not None and reader.failure is None:
+            try:
+                self._payloads(splitter.end())
+            except EngineError as error:
+                reader.failure = error
+        if reader.failure is None:
+            sure = splitter is None or self._done or not self._needs_done
+            self._keep_last(sure=sure)
+            if not sure:
+                reader.failure = EngineUnreachable(
+                    f"{self._client.url}{self._route}: the stream broke off; has the server died?"
+                )
+
+    def _keep_last(self, *, sure: bool) -> None:
+        """Its tokens are good in any case; that they are the last ones is not."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._chunks.append(last if sure else replace(last, finish=None))
+
+    def _payloads(self, payloads: list[bytes]) -> None:
+        reader = self._reader
+        assert reader is not None
+        if payloads and payloads[-1] == _DONE:
+            self._done = True
+            payloads.pop()
+        self._chunks += reader.read_all(payloads)
+        if self._chunks and self._chunks[-1].finish is not None:
+            self._last = self._chunks.pop()
 
     def _end(self) -> bool:
         """Everything was taken: False if the answer was whole."""
@@ -206,17 +242,6 @@ class ServerStream(Piling):
         self._ended = True
         reader = self._reader
         assert reader is not None
-        if self._splitter is not None and reader.failure is None:
-            if rest := self._splitter.end():
-                self._done |= rest == [_DONE]
-                self._chunks += reader.read_all([p for p in rest if p != _DONE])
-                if self._chunks:
-                    self._ended = False
-                    return True
-            if self._needs_done and not self._done:
-                raise EngineUnreachable(
-                    f"{self._client.url}{self._route}: the stream broke off; has the server died?"
-                )
         if reader.failure is not None:
             raise reader.failure
         if reader.finish is None:

@@ -22,7 +22,7 @@ from april.engines.server_pool import api_key, connect_all
 from april.engines.server_stream import ServerStream
 from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
-from april.engines.sglang_wire import ReplyReader, request_body
+from april.engines.sglang_wire import ReplyReader, request_body, rid_of
 from april.engines.sglang_worker import HalfUpdated, SglangWorker
 from april.errors import EngineError, RequestRefused
 
@@ -127,7 +127,7 @@ class SglangEngine:
         ignored. Never everything at once: other clients may use the server."""
         self._admission.abort(attempt_ids)
         inside = self._admission.inside
-        rids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        rids = [rid_of(i) for i in (list(inside) if attempt_ids is None else attempt_ids) if i in inside]
         if rids:
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 

@@ -67,6 +67,11 @@ _LIST_DECODER = msgspec.json.Decoder(list[Reply])
 _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
+def rid_of(attempt_id: str) -> str:
+    """Name of an attempt at the server, which aborts all that begin alike: with its end marked, no other one does."""
+    return f"{attempt_id}."
+
+
 def request_body(request: Request, *, stream: bool, stream_interval: int | None, seed: int | None) -> bytes:
     """JSON for ``/generate``.
 
@@ -93,7 +98,7 @@ def request_body(request: Request, *, stream: bool, stream_interval: int | None,
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
     body = {
-        "rid": request.attempt_id,
+        "rid": rid_of(request.attempt_id),
         "input_ids": request.token_ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
@@ -182,7 +187,7 @@ class ReplyReader:
         meta = reply.meta_info
         if meta is None:
             raise _said(reply, payload)
-        if meta.id != self._attempt_id:
+        if meta.id != rid_of(self._attempt_id):
             raise WireError(f"attempt {self._attempt_id} got the answer of {meta.id[:64]!r}")
         if self.finish is not None or self.failure is not None:
             raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")

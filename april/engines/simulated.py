@@ -23,6 +23,7 @@ from april.engines.protocol import (
     Capabilities,
     Chunk,
     EngineFinish,
+    EngineLoad,
     Float32,
     Health,
     Int32,
@@ -118,6 +119,8 @@ class SimulatedEngine:
         version: policy version of the weights at the start.
         stream_interval_s: hand tokens over at least this often; None: only when a request ends or weights change.
         weight_update_s: how long ``update_weights`` takes. A path is accepted and not read.
+        admission_reserve: tokens of KV that stay free per running sequence when a request is admitted.
+        remote: it is asked for its load while it works, as a server is.
         check_prefix: refuse a resumed request whose response tokens are not those that this engine would have made.
     """
 
@@ -135,6 +138,8 @@ class SimulatedEngine:
         stream_interval_s: float | None = None,
         weight_update_s: float = 0.0,
         check_prefix: bool = True,
+        admission_reserve: int = 128,
+        remote: bool = False,
     ) -> None:
         if vocab_size < 2 or not 0 <= eos_token_id < vocab_size:
             raise ValueError(f"need vocab_size >= 2 and eos_token_id inside it, not {vocab_size}, {eos_token_id}")
@@ -147,14 +152,16 @@ class SimulatedEngine:
             max_context=min(max_context, cost.kv_capacity_tokens or max_context),
             max_in_flight=max_running,
             updates_from_disk=True,
+            remote=remote,
         )
+        self._kv_capacity = cost.kv_capacity_tokens
         self._length_of = length_of
         self._eos = eos_token_id
         self._version = version
         self._stream_interval_s = stream_interval_s
         self._weight_update_s = weight_update_s
         self._check_prefix = check_prefix
-        self._decoder = SimulatedDecoder(cost, max_running, start_s=-math.inf)
+        self._decoder = SimulatedDecoder(cost, max_running, -math.inf, admission_reserve)
         self._streams: dict[str, _Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._stream_timer: asyncio.TimerHandle | None = None
@@ -243,7 +250,10 @@ class SimulatedEngine:
             "waiting": float(self._decoder.waiting),
             "kv_tokens": float(self._decoder.kv_tokens),
         }
-        return Health(ok=True, detail="paused" if self._paused else "", counters=counters)
+        capacity = self._kv_capacity
+        usage = self._decoder.kv_tokens / capacity if capacity else 0.0
+        load = EngineLoad(self._decoder.running, self._decoder.waiting, usage, self._decoder.counters().preemptions)
+        return Health(ok=True, detail="paused" if self._paused else "", counters=counters, load=load)
 
     async def close(self) -> None:
         """Streams that are still open raise EngineError."""

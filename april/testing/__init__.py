@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from april.testing.fake_engine import FakeEngine
     from april.testing.fake_tokens import conversation, fake_logprobs, fake_response
     from april.testing.fault_script import ALL_FAULTS, STREAM_FAULTS, Fault, FaultKind, FaultScript, Fired
+    from april.testing.recording_proxy import RecordingProxy
     from april.testing.records import AbortRecord, AttemptRecord
     from april.testing.same_loop import Rollouts, rollouts
     from april.testing.virtual_clock import VirtualClockLoop, VirtualDeadlock, run_virtual
@@ -22,6 +23,7 @@ _HOMES = {
     "april.testing.fake_engine": ("FakeEngine",),
     "april.testing.fake_tokens": ("conversation", "fake_logprobs", "fake_response"),
     "april.testing.fault_script": ("ALL_FAULTS", "STREAM_FAULTS", "Fault", "FaultKind", "FaultScript", "Fired"),
+    "april.testing.recording_proxy": ("RecordingProxy",),
     "april.testing.records": ("AbortRecord", "AttemptRecord"),
     "april.testing.same_loop": ("Rollouts", "rollouts"),
     "april.testing.virtual_clock": ("VirtualClockLoop", "VirtualDeadlock", "run_virtual"),
@@ -40,6 +42,7 @@ __all__ = [
     "FaultKind",
     "FaultScript",
     "Fired",
+    "RecordingProxy",
     "Rollouts",
     "VirtualClockLoop",
     "VirtualDeadlock",

@@ -84,10 +84,14 @@ class RecordingProxy:
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
+        self._running = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
     def __repr__(self) -> str:
-        running = sum(not e.done for e in self.exchanges)
-        return f"<RecordingProxy {self._url} -> {self._server}: {len(self.exchanges)} requests, {running} running>"
+        return (
+            f"<RecordingProxy {self._url} -> {self._server}: {len(self.exchanges)} requests, {self._running} running>"
+        )
 
     @property
     def url(self) -> str:
@@ -104,6 +108,10 @@ class RecordingProxy:
         if named is not None:
             return named
         return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
+
+    async def quiet(self) -> None:
+        """Until no exchange is under way, and so every hang-up is noted."""
+        await self._quiet.wait()
 
     # ---------------------------------------------------------------- life
 
@@ -150,6 +158,8 @@ class RecordingProxy:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         exchange = self._exchange(request, body)
+        self._running += 1
+        self._quiet.clear()
         try:
             return await self._answer(request, body, exchange)
         except asyncio.CancelledError:
@@ -157,6 +167,9 @@ class RecordingProxy:
             raise
         finally:
             exchange.done = True
+            self._running -= 1
+            if not self._running:
+                self._quiet.set()
 
     def _exchange(self, request: web.Request, body: bytes) -> Exchange:
         """What the request is; those that ask for tokens are kept."""
@@ -167,7 +180,8 @@ class RecordingProxy:
         if not isinstance(value, dict):
             return Exchange(request.path, frozenset(), (b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
-        ids = frozenset(n for n in names if isinstance(n, str))
+        # april marks the end of the names that it gives to SGLang
+        ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
         exchange = Exchange(request.path, ids, _content(value))
         self.exchanges.append(exchange)
         for name in ids:

@@ -136,9 +136,12 @@ class Rollouts:
             EngineError: an engine could not be paused or could not load; the version stays. Ask again later.
         """
 
+        if transfer is None:
+            return await self._loop.run_async(self._driver.update_weights(path))
+
         async def hand_over() -> None:
             with inside_user_code():
-                result = transfer() if transfer is not None else None
+                result = transfer()
                 if inspect.isawaitable(result):
                     await result
 

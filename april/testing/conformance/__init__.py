@@ -10,11 +10,13 @@ needs the ``cli`` extra.
 from april.testing.conformance.check import Check
 from april.testing.conformance.matrix import semantics_matrix
 from april.testing.conformance.run import CHECKS, check_named, run
-from april.testing.conformance.subject import Reference, Subject, Weights, Witness
+from april.testing.conformance.servers import hugging_face, served
+from april.testing.conformance.subject import Answer, Reference, Subject, Weights, Witness
 from april.testing.conformance.verdicts import Outcome, Report, Verdict
 
 __all__ = [
     "CHECKS",
+    "Answer",
     "Check",
     "Outcome",
     "Reference",
@@ -24,6 +26,8 @@ __all__ = [
     "Weights",
     "Witness",
     "check_named",
+    "hugging_face",
     "run",
     "semantics_matrix",
+    "served",
 ]

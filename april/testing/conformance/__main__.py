@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +64,10 @@ async def _run(
     console: Console, checks: list[Check], kind: str, urls: list[str], model: str | None, other: str | None,
     second: str | None, name: str, options: dict[str, Any], fields: dict[str, Any],
 ) -> Report:  # fmt: skip
+    task_here = asyncio.current_task()
+    assert task_here is not None
+    # who ends the suite gets the server back with its weights
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task_here.cancel)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("opening", total=len(checks))

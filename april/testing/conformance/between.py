@@ -33,7 +33,6 @@ class Between:
         self.ends: dict[str, EngineFinish | None] = {}
         """How each attempt ended; None: broken off, or not yet."""
         self._chunks: dict[str, list[Int32]] = {}
-        self.versions_given = 0
 
     @property
     def name(self) -> str:
@@ -91,7 +90,6 @@ class Between:
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """See the protocol."""
         await self.engine.update_weights(PolicyVersion(version.incarnation, version.n + self._shift), path)
-        self.versions_given += 1
 
     async def health(self) -> Health:
         """See the protocol."""

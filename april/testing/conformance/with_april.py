@@ -12,6 +12,7 @@ import numpy as np
 from april.config import Config
 from april.core.batch import Batch
 from april.core.types import DropReason, FinishReason, Prompt
+from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.stop_strings import GAP
 from april.engines.protocol import Int32
@@ -21,7 +22,7 @@ from april.testing.conformance.check import check
 from april.testing.conformance.lost import compare
 from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
-from april.testing.same_loop import rollouts
+from april.testing.same_loop import Rollouts, rollouts
 
 LENGTH = 48
 GROUPS, SAMPLES, OVER = 2, 8, 16
@@ -145,8 +146,8 @@ async def thousand_aborts(bench: Bench) -> Figures:
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate(max_tokens=_budget(bench, llm.sample_id.group, llm.sample_id.index))
 
-    paths = [bench.subject.now.path, None if subject.other is None else subject.other.path]
-    from_disk = bench.engine.capabilities.updates_from_disk and None not in paths
+    both = subject.other is not None and None not in (subject.other.path, subject.now.path)
+    from_disk = bench.engine.capabilities.updates_from_disk and both
     before = None if subject.made is None else await subject.made()
     given = updates = 0
     async with rollouts(
@@ -156,7 +157,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
             batch = await bench.within(run.next_batch(), "a step")
             given += _exact(batch, [between])
             updates += 1
-            await bench.within(run.weight_update(paths[updates % 2] if from_disk else None), "a weight update")
+            await _update(bench, run, between, from_disk)
             bench.say(f"{between.aborted} of {subject.aborts} requests aborted, {updates} weight updates")
             if updates > 8 and between.aborted < 4 * updates:
                 raise NotTested(f"only {between.aborted} requests could be caught; raise Subject.long_tokens")
@@ -168,10 +169,6 @@ async def thousand_aborts(bench: Bench) -> Figures:
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
-    # the engine goes on under the version that it has
-    bench.version = type(bench.version)(bench.version.incarnation, bench.version.n + between.versions_given)
-    if from_disk and updates % 2 and subject.other is not None:
-        bench.weights = subject.other
     held = [(request, between.tokens(i), between.ends[i]) for i, request in between.requests.items()]
     figures: Figures = {
         "aborted": between.aborted, "requests": len(held), "weight updates": updates,
@@ -184,6 +181,16 @@ async def thousand_aborts(bench: Bench) -> Figures:
         sent = figures.get("seen on the wire", figures["tokens handed over"])
         figures["made and never sent"] = int(await subject.made() - before) - int(sent)
     return figures
+
+
+async def _update(bench: Bench, run: Rollouts, between: Between, from_disk: bool) -> None:
+    """The other one of the two sets of weights, under the next version; the bench knows which, however a check ends."""
+    now, other = bench.subject.now, bench.subject.other
+    weights = other if from_disk and other is not None and bench.weights is now else now
+    if from_disk:
+        bench.weights = weights
+    await bench.within(run.weight_update(weights.path if from_disk else None), "a weight update")
+    bench.version = PolicyVersion(bench.version.incarnation, bench.version.n + 1)
 
 
 def _exact(batch: Batch, engines: Sequence[Between]) -> int:

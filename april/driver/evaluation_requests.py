@@ -1,0 +1,163 @@
+"""Requests of an evaluation: which engine they go to, and how they end when something fails or nobody waits any more.
+
+Invariant: a stream is closed only after its engine was asked to end the request and had abort_deadline_s to do so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from typing import cast
+
+from april.core import events as ev
+from april.core.engine_table import FIRST_REST_S, LONGEST_REST_S, RESTS_BEFORE_QUARANTINE
+from april.core.tape import AttemptTape
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.stop_strings import StopMatcher
+from april.driver.wire_checks import check_chunk
+from april.engines.protocol import Chunk, Engine, EngineFinish, Request
+from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+
+
+class EvaluationPool:
+    """Engines that are well and have the present weights, the least loaded one first."""
+
+    def __init__(self, driver: RolloutDriver) -> None:
+        self._driver = driver
+        self._load = dict.fromkeys(driver.engines, 0)
+        self._resting: dict[str, float] = {}
+        """Until when an engine wants to be left alone, in loop time."""
+        self.vocab_size = min(e.capabilities.vocab_size for e in driver.engines.values())
+
+    async def respond(self, begin: Callable[[], EvaluationRequest]) -> tuple[EvaluationRequest, str, EngineFinish]:
+        """A request that ended in order, its engine, and why it ended.
+
+        An engine that is busy is left alone for a while; one that breaks off is quarantined, and the request begins
+        again on another one.
+
+        Raises:
+            EngineError: no engine is left, or the request failed again and again.
+        """
+        failures = rests = 0
+        failure: EngineError | None = None
+        while True:
+            name = await self._pick(failure)
+            request = begin()
+            self._load[name] += 1
+            try:
+                return request, name, await request.run(self._driver.engines[name])
+            except EngineBusy as busy:
+                rests += 1
+                if rests > RESTS_BEFORE_QUARANTINE:
+                    raise
+                seconds = max(busy.retry_after_s or 0.0, FIRST_REST_S * 2.0 ** (rests - 1))
+                self._resting[name] = asyncio.get_running_loop().time() + min(seconds, LONGEST_REST_S)
+            except (WireError, RequestRefused):
+                raise
+            except (EngineError, OSError) as error:
+                failures += 1
+                failure = error if isinstance(error, EngineError) else EngineError(f"engine {name}: {error!r}")
+                self._driver.post(ev.EngineFailed(name))
+                if failures >= self._driver.core.settings.max_attempt_failures:
+                    raise failure from error
+            finally:
+                self._load[name] -= 1
+
+    async def _pick(self, failure: EngineError | None) -> str:
+        """The engine for the next request; waits while all that are well want to be left alone."""
+        core, loop = self._driver.core, asyncio.get_running_loop()
+        while True:
+            states = core.engines.states
+            well = [n for n, s in states.items() if not s.quarantined and s.version == core.clock.current]
+            if not well:
+                if failure is not None:
+                    raise failure
+                all_ill = all(s.quarantined for s in states.values())
+                what = "quarantined" if all_ill else "quarantined or have other weights"
+                raise EngineError(f"all engines are {what}: {', '.join(states)}")
+            awake = [n for n in well if self._resting.get(n, 0.0) <= loop.time()]
+            if awake:
+                return min(awake, key=lambda n: self._load[n])
+            await asyncio.sleep(min(self._resting[n] for n in well) - loop.time())
+
+
+class EvaluationRequest:
+    """One request and what it has brought."""
+
+    def __init__(self, driver: RolloutDriver, request: Request, stops: StopMatcher | None) -> None:
+        self._driver = driver
+        self.request = request
+        self._stops = stops
+        self.tape = AttemptTape()
+        self._heard = 0.0
+        """When something came last, in loop time."""
+        self._complete = False
+
+    async def run(self, engine: Engine) -> EngineFinish:
+        """Why it ended; raises EngineError if it did not end in order, and whatever the engine raises."""
+        streams, loop = self._driver.streams, asyncio.get_running_loop()
+        patience_s = streams.stall_timeout_s
+        await streams.sweeps_over(engine.name)
+        self._heard = loop.time()
+        # a task of its own: whoever leaves here does not close the stream before its request has ended
+        reader = loop.create_task(self._read(engine))
+        try:
+            while not reader.done():
+                left = None
+                if patience_s is not None and not self._complete:
+                    left = self._heard + patience_s - loop.time()
+                    if left <= 0:
+                        raise EngineError(
+                            f"engine {engine.name} was silent for {patience_s:g} s in an evaluation"
+                        )
+                await asyncio.wait([reader], timeout=left)
+            finish = reader.result()
+        finally:
+            if not reader.done():
+                await self._give_up(engine, reader)
+        if finish not in (EngineFinish.STOP, EngineFinish.LENGTH):
+            raise EngineError(f"engine {engine.name} ended an evaluation request with {finish}")
+        return finish
+
+    async def _read(self, engine: Engine) -> EngineFinish | None:
+        loop, version = asyncio.get_running_loop(), self._driver.core.clock.current
+        vocab_size, budget = engine.capabilities.vocab_size, self.request.sampling.max_tokens
+        finish: EngineFinish | None = None
+        async with aclosing(cast("AsyncGenerator[Chunk, None]", engine.generate(self.request))) as chunks:
+            async for chunk in chunks:
+                self._heard = loop.time()
+                try:
+                    check_chunk(chunk, vocab_size, budget - self.tape.count, version, version)
+                except WireError as error:
+                    await self._end(engine, chunks)
+                    raise WireError(f"engine {engine.name}: {error}") from None
+                kept = None if self._stops is None else self._stops.feed(chunk.tokens)
+                self.tape.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
+                finish = chunk.finish
+                if kept is not None:
+                    if finish is None:
+                        self._complete = True  # whatever the engine does now
+                        await self._end(engine, chunks)
+                    return EngineFinish.STOP
+        return finish
+
+    async def _end(self, engine: Engine, chunks: AsyncGenerator[Chunk, None]) -> None:
+        """Ask for the end of the request, and wait for it."""
+        await self._driver.streams.ask_abort(engine, (self.request.attempt_id,))
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(self._driver.core.settings.abort_deadline_s):
+                async for _ in chunks:
+                    pass
+
+    async def _give_up(self, engine: Engine, reader: asyncio.Task[EngineFinish | None]) -> None:
+        """Nobody waits any more, or the engine is silent: the request is ended, and only then its stream closed."""
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._driver.core.settings.abort_deadline_s):
+                    await self._driver.streams.ask_abort(engine, (self.request.attempt_id,))
+                    await asyncio.wait([reader])
+        finally:
+            reader.cancel()
+            reader.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.wait([reader], timeout=self._driver.core.settings.abort_deadline_s)

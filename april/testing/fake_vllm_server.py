@@ -1,0 +1,489 @@
+"""A fake vLLM server on a real loopback socket: the protocol with its quirks, faults on purpose, no model, no clock.
+
+Generation goes one token per so many turns of the event loop, or by :meth:`FakeVllmServer.step` alone. What was asked
+and must not be asked is in ``violations``; every request is in ``runs``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from pathlib import PurePath
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from april.testing.fake_vllm_faults import AT_ONCE, PlannedVllmFault, VllmFault, spoiled_vllm
+from april.testing.fake_vllm_runs import FakeVllmRun
+
+TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GUARDED = ("/v1/", "/inference/")
+"""What a key guards; the developer routes stay open."""
+
+
+class FakeVllmServer:
+    """Speaks as vLLM 0.32 does.
+
+    Args:
+        weights: name of the weights; a load takes the last part of its path, and fails if that begins with "missing".
+        developer: VLLM_SERVER_DEV_MODE=1.
+        scale_out: ``--enable-scale-out``.
+        processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
+        api_key: guards the generation routes, and nothing else.
+        logprobs: "processed", "raw" (vLLM's default), or "temperature".
+        says_logprobs: ``/server_info`` has the mode (with ``developer``).
+        stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
+        mean_length: mean of the (geometric) response lengths.
+        turns: of the event loop per token.
+    """
+
+    def __init__(
+        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
+        developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
+        logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
+        turns: int = 1, model: str = "fake",
+    ) -> None:  # fmt: skip
+        self.weights, self.label, self.model = weights, "default", model
+        self.vocab_size, self.eos, self.context, self.max_running = vocab_size, eos, context, max_running
+        self.developer, self.scale_out, self.processes = developer, scale_out, processes
+        self.logprobs, self.says_logprobs, self.stepped = logprobs, says_logprobs, stepped
+        self.mean_length, self.turns = mean_length, turns
+        self._key = api_key
+        self.faults: list[PlannedVllmFault] = []
+        self.runs: list[FakeVllmRun] = []
+        """Every request that was let in, in the order of arrival."""
+        self.aborts: list[tuple[str, dict[str, Any]]] = []
+        """(route, body) of the calls that abort by id."""
+        self.pauses: list[str] = []
+        """Modes of the calls of ``/pause``."""
+        self.violations: list[str] = []
+        self.pause_mode: str | None = None
+        self.stale_cache = False
+        """Keys and values of older weights are in the cache."""
+        self.resets_refused = 0
+        """So many calls of ``/reset_prefix_cache`` will have no success."""
+        self.alive = False
+        self.starts = 0
+        self._live: list[FakeVllmRun] = []
+        self._queue: deque[FakeVllmRun] = deque()
+        self._changed = asyncio.Event()
+        self._transports: set[asyncio.Transport] = set()
+        self._listener: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._port = 0
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> str:
+        """Open the port (the same one again after a death); returns the URL."""
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._see])
+        app.add_routes([
+            web.post(TOKENS, self._generate), web.post(COMPLETIONS, self._generate),
+            web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
+            web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
+        ])  # fmt: skip
+        if self.developer:
+            app.add_routes([
+                web.post("/abort_requests", self._abort), web.post("/pause", self._pause),
+                web.post("/resume", self._resume), web.get("/is_paused", self._is_paused),
+                web.post("/collective_rpc", self._rpc), web.post("/reset_prefix_cache", self._reset),
+                web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._relabel),
+                web.get("/server_info", self._server_info),
+            ])  # fmt: skip
+        self._runner = web.AppRunner(
+            app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._runner.server, "127.0.0.1", self._port, reuse_address=True
+        )
+        self._port = self._listener.sockets[0].getsockname()[1]
+        self.alive = True
+        self.starts += 1
+        self._ticker = asyncio.create_task(self._tick())
+        return self.url
+
+    @property
+    def url(self) -> str:
+        """Address on loopback."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def close(self) -> None:
+        """As :meth:`die`, and wait for the end."""
+        self.die()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def die(self) -> None:
+        """Break all connections and close the port, as a killed process does."""
+        self.alive = False
+        if self._listener is not None:
+            self._listener.close()
+        for run in self._live:
+            run.dead = True
+            run.news.set()
+        for transport in self._transports:
+            transport.abort()
+        self._transports.clear()
+        self._live.clear()
+        self._queue.clear()
+        self._changed.set()
+
+    async def restart(self, weights: str = "w0") -> None:
+        """A new process with weights as given, the default label, and no requests."""
+        await self.close()
+        self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
+        await self.start()
+
+    @property
+    def running(self) -> list[FakeVllmRun]:
+        """Requests that have a place."""
+        return [run for run in self._live if run.running]
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that the server has not done with."""
+        return len(self._live)
+
+    # ---------------------------------------------------------------- generation
+
+    async def _tick(self) -> None:
+        while True:
+            busy = any(not r.frozen for r in self.running) or (self._queue and len(self.running) < self.max_running)
+            if self.alive and not self.stepped and self.pause_mode is None and busy:
+                self.step()
+                for _ in range(self.turns):
+                    await asyncio.sleep(0)
+            else:
+                await self._wait()
+
+    def go_on(self) -> None:
+        """Generate with the turns of the loop again."""
+        self.stepped = False
+        self._changed.set()
+
+    def step(self, count: int = 1) -> None:
+        """``count`` tokens for every running request; those that wait are given places first."""
+        for _ in range(count):
+            if self.pause_mode is not None:
+                return
+            while self._queue and len(self.running) < self.max_running:
+                self._queue.popleft().running = True
+            for run in self.running:
+                if not run.frozen and not self._fault_at(run):
+                    run.make_token(
+                        self.weights, self.label, self.vocab_size, self.eos, self.mean_length, self.logprobs
+                    )
+                    run.news.set()
+                    if run.finish is not None:
+                        self._leave(run)
+
+    def _fault_at(self, run: FakeVllmRun) -> bool:
+        """Faults that wait for a number of tokens."""
+        if run.fault is None or len(run.ids) < run.fault.after_tokens:
+            return False
+        match run.fault.kind:
+            case VllmFault.SERVER_DIES:
+                self.die()
+            case VllmFault.BREAK_OFF:
+                run.dead = True
+                self._leave(run)
+            case VllmFault.ENGINE_DIES:
+                run.failed = True
+                self._leave(run)
+            case VllmFault.UNASKED_ABORT:
+                self._end(run)
+            case _:
+                return False
+        return True
+
+    def _leave(self, run: FakeVllmRun) -> None:
+        run.running = False
+        if run in self._live:
+            self._live.remove(run)
+        if run in self._queue:
+            self._queue.remove(run)
+        run.news.set()
+        self._changed.set()
+
+    def _end(self, run: FakeVllmRun) -> None:
+        """What an abort does, with the tokens that are there."""
+        if run.hit(VllmFault.ABORT_UNSEEN):
+            run.fault = None
+            return
+        if run.hit(VllmFault.ABORT_NEVER_ENDS):
+            run.frozen = True
+            return
+        if run.hit(VllmFault.LOST_PARTIAL):
+            del run.ids[run.sent :], run.logprobs[run.sent :]
+            run.spans = [(name, a, min(b, run.sent)) for name, a, b in run.spans if a < run.sent]
+        run.finish = "abort"
+        self._leave(run)
+
+    # ---------------------------------------------------------------- requests
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body, token_route = await request.json(), request.path == TOKENS
+        if token_route and not self.scale_out:
+            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
+        refused = self._refusal(body, token_route)
+        if refused is not None:
+            return refused
+        run = self._run_of(body, token_route, request.headers.get("X-Request-Id"))
+        if run.hit(*AT_ONCE):
+            return _at_once(run)
+        if self.stale_cache:
+            self.violations.append(f"{run.engine_id} is served with keys and values of older weights")
+        self._live.append(run)
+        self._queue.append(run)
+        self._changed.set()
+        try:
+            if run.stream:
+                return await self._stream(request, run, bool((body.get("stream_options") or {}).get("include_usage")))
+            return await self._plain(request, run)
+        finally:
+            # also when the client has closed: its tokens are lost
+            self._leave(run)
+
+    def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
+        params = body.get("sampling_params") if token_route else body
+        ids = body.get("token_ids" if token_route else "prompt")
+        if not isinstance(ids, list) or not isinstance(params, dict):
+            return _error(400, "validation errors: 'missing', 'loc': 'body.token_ids', 'msg': 'Field required'")
+        biased = [int(i) for i in params.get("logit_bias", {}) if not 0 <= int(i) < self.vocab_size]
+        if biased:
+            said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
+            return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
+        if body.get("model", self.model) != self.model:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
+        if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
+            self.violations.append(f"a request with {len(ids)} ids cannot be served")
+            return _error(400, f"{len(ids)} prompt tokens cannot be served; the context is {self.context}")
+        if len(ids) + params.get("max_tokens", 16) > self.context:
+            self.violations.append(f"{len(ids)} + {params['max_tokens']} tokens are cut to the context of a server")
+        return None
+
+    def _run_of(self, body: dict[str, Any], token_route: bool, header: str | None) -> FakeVllmRun:
+        """Unknown parameters are ignored without a word, and what is too long is cut."""
+        prompt = body["token_ids" if token_route else "prompt"]
+        params = {"min_tokens": 0, "temperature": 1.0, "max_tokens": 16}
+        params |= body["sampling_params"] if token_route else body
+        params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
+        name = header or body.get("request_id") or f"unnamed{len(self.runs)}"
+        engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
+        run = FakeVllmRun(engine_id, list(prompt), params, bool(body.get("stream")), token_route)
+        run.process = len(self.runs) % self.processes
+        for fault in self.faults:
+            if fault.times and fault.request in (None, len(self.runs)):
+                fault.times -= 1
+                run.fault = fault
+                break
+        self.runs.append(run)
+        return run
+
+    async def _plain(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
+        while run.finish is None and not run.dead and not run.failed:
+            await self._news(run)
+        if run.dead:
+            return _cut(request)
+        if run.failed:
+            return _error(500, "EngineCore encountered an issue.", close=True)
+        text = self._said(run)
+        run.sent = len(run.ids)
+        return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, run: FakeVllmRun, usage: bool) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            while run.sent == len(run.ids) and run.finish is None and not run.dead and not run.failed:
+                await self._news(run)
+            if run.dead:
+                return _cut(request)
+            if run.failed:
+                await response.write(f"data: {_error(500, 'EngineCore encountered an issue.').text}\n\n".encode())
+                break
+            ended, event = run.finish is not None, self._said(run)
+            run.sent = len(run.ids)
+            await self._write(response, run, event)
+            if not event.endswith("}"):
+                return _cut(request)
+            if ended:
+                break
+        if usage and not run.failed:
+            counts = run.usage()
+            counts["completion_tokens"] += bool(run.hit(VllmFault.WRONG_COUNT))
+            await self._write(response, run, json.dumps({"choices": [], "usage": counts}))
+        if not run.hit(VllmFault.NO_DONE):
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _write(self, response: web.StreamResponse, run: FakeVllmRun, event: str) -> None:
+        raw = f"data: {event}\n\n".encode()
+        for i in range(0, len(raw), 1) if run.hit(VllmFault.TRICKLE) else [0]:
+            await response.write(raw[i : i + 1] if run.hit(VllmFault.TRICKLE) else raw)
+            if run.hit(VllmFault.TRICKLE):
+                await asyncio.sleep(0)
+
+    def _said(self, run: FakeVllmRun) -> str:
+        """The next answer as JSON, wrong if the script says so."""
+        if run.hit(VllmFault.REPEATED_LAST) and run.finish == "abort" and run.ids and run.sent == len(run.ids):
+            said = run.answer(self.model, spans=self.developer)
+            run.sent -= 1
+            repeated = run.answer(self.model, spans=self.developer)
+            run.sent += 1
+            return json.dumps(repeated | {"usage": said["usage"]})
+        said = run.answer(self.model, spans=self.developer)
+        due = run.fault is not None and len(run.ids) >= run.fault.after_tokens
+        if run.fault is not None and due and said["choices"][0]["token_ids"]:
+            said = spoiled_vllm(run.fault.kind, said, self.vocab_size, token_route=run.token_route)
+        elif run.hit(VllmFault.NO_FINISH):
+            said["choices"][0]["finish_reason"] = None
+        text = json.dumps(said)
+        return text[: len(text) // 2].rstrip("}") if due and run.hit(VllmFault.TRUNCATED) else text
+
+    async def _news(self, run: FakeVllmRun) -> None:
+        run.news.clear()
+        await run.news.wait()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    @web.middleware
+    async def _see(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._transports.add(request.transport)
+        guarded = self._key is not None and request.path.startswith(GUARDED)
+        if guarded and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    # ---------------------------------------------------------------- control
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """The reply says "aborted" whatever the ids are."""
+        body = await request.json()
+        scale_out = request.path.startswith("/inference")
+        if scale_out and not self.scale_out:
+            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
+        ids = body.get("request_ids")
+        if scale_out and not ids:
+            return _error(400, "request_ids must not be empty")
+        self.aborts.append((request.path, body))
+        for run in [r for r in self._live if r.process == 0 and (not ids or r.engine_id in ids)]:
+            self._end(run)
+        return web.Response() if scale_out else web.json_response({"status": "aborted", "aborted": len(ids or ())})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return _error(400, "mode must be abort, wait or keep", param="query.mode")
+        self.pauses.append(mode)
+        if mode == "abort":
+            for run in list(self._live):
+                self._end(run)
+        while mode == "wait" and self._live:
+            await self._wait()
+        self.pause_mode = mode
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.pause_mode = None
+        self._changed.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.pause_mode is not None})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name = PurePath((body.get("kwargs") or {}).get("weights_path", "missing")).name
+        if body.get("method") != "reload_weights" or name.startswith("missing"):
+            return _error(500, f"reload_weights failed: {name} is not there", close=True)
+        self.weights, self.stale_cache = name, True
+        return web.json_response({"results": [None]})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        if self.resets_refused:
+            self.resets_refused -= 1
+            return web.json_response({"success": False})
+        self.stale_cache = False
+        return web.json_response({"success": True})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _relabel(self, request: web.Request) -> web.Response:
+        self.label = str((await request.json())["new_version"])
+        return web.json_response({"success": True, "new_version": self.label})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        return web.json_response({"vllm_config": {
+            "model_config": model, "scheduler_config": {"policy": "fcfs", "max_num_seqs": self.max_running},
+            "parallel_config": {"data_parallel_size": 1, "_api_process_count": self.processes},
+        }})  # fmt: skip
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.model, "root": "fake/model", "parent": None, "max_model_len": self.context}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Metrics that are collected over several processes know no start."""
+        running = len(self.running)
+        lines = [
+            f'vllm:num_requests_running{{engine="0"}} {running}.0',
+            f'vllm:num_requests_waiting{{engine="0"}} {len(self._queue)}.0',
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {running / self.max_running}',
+        ]
+        if self.processes == 1:
+            lines.append(f"process_start_time_seconds {self.starts}.0")
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def _error(status: int, message: str, *, close: bool = False, param: str | None = None) -> web.Response:
+    said = {"error": {"message": message, "type": "Error", "param": param, "code": status}}
+    response = web.json_response(said, status=status)
+    if close:
+        response.force_close()
+    return response
+
+
+def _at_once(run: FakeVllmRun) -> web.Response:
+    match run.fault.kind if run.fault is not None else None:
+        case VllmFault.BUSY:
+            return _error(503, "The engine is starting.")
+        case VllmFault.LIMITED:
+            response = _error(429, "Too many requests.")
+            response.headers["Retry-After"] = "2"
+            return response
+        case VllmFault.REFUSED:
+            return _error(400, "This request is wrong.")
+        case VllmFault.GIANT:
+            return web.Response(status=500, body=b"x" * (1 << 24))
+        case VllmFault.REDIRECT:
+            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
+        case _:
+            return _error(500, "Internal error", close=True)
+
+
+def _cut(request: web.Request) -> web.Response:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()

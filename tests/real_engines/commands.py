@@ -1,0 +1,62 @@
+"""How the servers are started on a CPU; the flags are the same on a GPU, apart from those about the device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.real_engines.environments import HERE, SGLANG, VLLM, environment
+from tests.real_engines.servers import Server
+
+QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""No look-ups in the hub, no reports to anybody."""
+
+
+def vllm_server(
+    name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256
+) -> Server:
+    """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes; else as a plain user has it."""
+    where = environment(VLLM)
+    command = [
+        str(where / "bin" / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", str(context), "--max-num-seqs", str(in_flight),
+        "--enable-prefix-caching", "--enforce-eager",
+        # a seeded request whose prefill is cut into chunks kills vLLM 0.32 on a CPU (its generators have no offset)
+        "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, 16384)),
+    ]  # fmt: skip
+    if open_routes:
+        command.append("--enable-scale-out")
+    settings = QUIET | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1" if open_routes else "0",
+        "PATH": f"{where / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    return Server(name, command, port, log, "/health", settings)
+
+
+def sglang_server(name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256) -> Server:
+    """One SGLang worker."""
+    where = environment(SGLANG)
+    command = [
+        str(where / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
+        "--attention-backend", "torch_native", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
+        "--context-length", str(context), "--max-total-tokens", "65536", "--max-running-requests", str(in_flight),
+        "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
+        # or it keeps one of two cores busy while it waits
+        "--sleep-on-idle",
+    ]  # fmt: skip
+    settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    return Server(name, command, port, log, "/ready", settings)
+
+
+def router_server(name: str, worker: Server, port: int, log: Path, metrics_port: int) -> Server:
+    """sglang-router in front of one worker, which must be ready before."""
+    command = [
+        str(environment(SGLANG) / "bin" / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1",
+        "--port", str(port), "--worker-urls", worker.url, "--policy", "round_robin",
+        "--prometheus-port", str(metrics_port),
+    ]  # fmt: skip
+    # it imports SGLang, and so torchvision
+    settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu")}
+    return Server(name, command, port, log, "/readiness", settings)

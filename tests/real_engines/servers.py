@@ -1,0 +1,140 @@
+"""Server processes: started together, waited for, shown when they fail, and always stopped.
+
+Invariant: every server is the leader of a process group of its own, and leaving the ``with`` block kills that group: no
+process of it survives, whatever happened inside.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_S = 600.0
+"""Longest start; a minute or two on two cores."""
+STOP_S = 15.0
+TOLD_EVERY_S = 15.0
+SHOWN_LINES = 30
+
+
+class ServerFailed(Exception):
+    """A server did not start; the message has the end of its log."""
+
+
+@dataclass(slots=True)
+class Server:
+    """One process that listens on ``port``, once it is :func:`ready`."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    log: Path
+    ready: str
+    """Path that answers 200 when the server takes requests."""
+    environment: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+    _started: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def age_s(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
+
+    def start(self) -> None:
+        """Start the process; its output goes to the log."""
+        self._started = time.monotonic()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | self.environment,
+            )  # fmt: skip
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests; raises ServerFailed if it has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise ServerFailed(f"{self.name} ended with status {self._process.returncode}:\n{self.last_lines()}")
+        try:
+            with urllib.request.urlopen(self.url + self.ready, timeout=5.0) as reply:  # noqa: S310 - our own server
+                return bool(reply.status == 200)
+        except OSError:  # nobody listens yet, or it says that it is not ready
+            return False
+
+    def kill(self) -> None:
+        """``kill -9`` of all its processes."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Ask it to end, then kill what is left of its group."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self.kill()
+
+    def join(self, longest_s: float) -> None:
+        """Wait for its end; raises subprocess.TimeoutExpired."""
+        if self._process is not None:
+            self._process.wait(longest_s)
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        with suppress(OSError):
+            return "\n".join(self.log.read_text("utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
+        return ""
+
+
+@contextmanager
+def running(servers: Iterable[Server]) -> Iterator[None]:
+    """Start servers, all at once, and stop them at the end."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        yield
+
+
+def until_ready(servers: Sequence[Server]) -> None:
+    """Wait for servers that were started.
+
+    Raises:
+        ServerFailed: one has ended, or was not ready in time.
+    """
+    began = told = time.monotonic()
+    left = list(servers)
+    while left:
+        now = time.monotonic()
+        for server in [s for s in left if s.is_ready()]:
+            print(f"  {server.name}: ready after {server.age_s:.0f} s at {server.url}", flush=True)
+            left.remove(server)
+        if left and now - began > START_S:
+            raise ServerFailed(f"{left[0].name} was not ready after {START_S:g} s:\n{left[0].last_lines()}")
+        if left and now - told > TOLD_EVERY_S:
+            told = now
+            print(f"  waiting for {', '.join(s.name for s in left)}, {now - began:.0f} s so far", flush=True)
+        time.sleep(0.5)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

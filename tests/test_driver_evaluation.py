@@ -1,0 +1,142 @@
+"""Evaluations on engines that are busy, die or lose their weights, and evaluations that nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_driver_pool import Server, pool
+
+import april
+from april.errors import EngineBusy
+from april.testing import rollouts, run_virtual
+
+PROMPTS = [[i + 1, 5] for i in range(6)]
+
+
+class Busy(Server):
+    """Refuses its first requests."""
+
+    refusals = 0
+
+    async def generate(self, request: Any) -> Any:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineBusy(f"{self.name} has too much to do", 7.0)
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def ends(*engines: Server) -> set[str]:
+    """Why evaluation requests ended."""
+    return {r.end for e in engines for r in e.attempts.values() if r.evaluation}
+
+
+def test_a_cancelled_evaluation_ends_its_requests_before_it_closes_their_streams() -> None:
+    """The engine is told; no stream is closed under a request that still runs, and training goes on."""
+
+    async def program() -> None:
+        a = Server("a", lengths=50)
+        async with pool([a]) as run:
+            evaluation = asyncio.create_task(run.evaluate(PROMPTS))
+            await asyncio.sleep(5.5)
+            evaluation.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await evaluation
+            assert not a.open_streams
+            assert ends(a) == {"abort"}
+            assert {i for x in a.aborts for i in x.attempt_ids or ()} == set(a.attempts)
+            await run.next_batch()
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_a_failing_evaluation_ends_its_other_requests() -> None:
+    """One reward raises: the rest is aborted, not cut."""
+
+    def reward(prompt: Any, response: Any) -> float:
+        if len(response.tokens) < 10:
+            raise ValueError("too short")
+        return 1.0
+
+    async def program() -> None:
+        a = Server("a", lengths=lambda request: 5 if request.token_ids[0] == 1 else 50)
+        config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
+        async with rollouts(config, engines=[a], prompts=PROMPTS, reward=reward) as run:
+            with pytest.raises(april.RolloutError, match="evaluation prompt 0: the reward function raised"):
+                await run.evaluate(PROMPTS)
+            assert ends(a) <= {"abort", "stop"}
+
+    run_virtual(program())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> None:
+    """Nothing has failed: the request goes to another engine, or waits as long as it was asked to."""
+
+    async def program() -> None:
+        a, b = Busy("a", lengths=20), Server("b", lengths=20)
+        a.refusals = 2
+        async with pool([a] if alone else [a, b]) as run:
+            result = await run.evaluate(PROMPTS)
+            assert [len(r.tokens) for (r,) in result.responses] == [20] * 6
+            assert not run.scheduler._driver.core.engines.states["a"].quarantined
+            if alone:
+                assert asyncio.get_running_loop().time() == pytest.approx(7.0 + 20.0)
+
+    run_virtual(program())
+
+
+def test_an_evaluation_request_begins_again_when_its_engine_dies() -> None:
+    """On another engine, with the same seed: the result is that of an evaluation without the death."""
+
+    async def program(death: bool) -> list[list[int]]:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            evaluation = asyncio.create_task(run.evaluate(PROMPTS, seed=3))
+            await asyncio.sleep(5.5)
+            if death:
+                a.die()
+            result = await evaluation
+            seeds: dict[Any, set[int | None]] = {}
+            for record in [*a.attempts.values(), *b.attempts.values()]:
+                seeds.setdefault(record.request.sample_key, set()).add(record.request.sampling.seed)
+            assert [len(s) for s in seeds.values()] == [1] * 6
+            assert len(a.attempts) + len(b.attempts) == (9 if death else 6)
+            return [r.tokens.tolist() for (r,) in result.responses]
+
+    assert run_virtual(program(death=True)) == run_virtual(program(death=False))
+
+
+def test_an_evaluation_fails_when_no_engine_is_left() -> None:
+    """The error is that of the engine."""
+
+    async def program() -> None:
+        a = Server("a", lengths=20)
+        async with pool([a]) as run:
+            evaluation = asyncio.create_task(run.evaluate(PROMPTS))
+            await asyncio.sleep(5.5)
+            a.die()
+            with pytest.raises(april.EngineError, match="engine a died"):
+                await evaluation
+
+    run_virtual(program())
+
+
+def test_an_evaluation_never_uses_an_engine_without_the_present_weights() -> None:
+    """A server that was started anew since its last request is found out before the evaluation begins."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update(transfer=lambda: None)
+            a.restart()
+            await run.evaluate(PROMPTS)
+            assert not a.attempts
+            b.restart()
+            with pytest.raises(april.EngineError, match="all engines are quarantined or have other weights: a, b"):
+                await run.evaluate(PROMPTS)
+
+    run_virtual(program())

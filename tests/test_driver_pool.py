@@ -1,0 +1,384 @@
+"""Servers that die, are started anew or stay paused: found out, given the present weights, and never used before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import april
+from april.core.versions import PolicyVersion
+from april.driver.engine_watch import LOOK_INTERVAL_S
+from april.driver.weight_updates import QUARANTINED_PATIENCE_S
+from april.engines.protocol import Capabilities, Health
+from april.testing import FakeEngine, rollouts, run_virtual
+
+START = "start"
+
+
+class Server(FakeEngine):
+    """An engine behind a server, whose weights have names; ``hangs`` are its methods that do not return."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, chunk_tokens=1, **options)
+        self.weights = START
+        self.lost = False
+        """It has other weights than it was given."""
+        self.hangs: set[str] = set()
+        self.used: set[str] = set()
+        """Weights that wrote tokens."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, remote=True)
+
+    def restart(self, seconds: float = 0.0) -> None:
+        """The process dies; another one is there after ``seconds``, with the weights of the start."""
+        self.die(seconds)
+        self.lose_weights(START)
+
+    def lose_weights(self, weights: str) -> None:
+        """Somebody else gives it other ones; its requests go on."""
+        self.weights, self.lost = weights, True
+
+    async def generate(self, request: Any) -> Any:
+        async for chunk in super().generate(request):
+            if len(chunk.tokens):
+                self.used.add(self.weights)
+            yield chunk
+
+    async def _maybe(self, what: str) -> None:
+        while what in self.hangs:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+
+    async def pause(self) -> None:
+        await self._maybe("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        await self._maybe("resume")
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self._maybe("update_weights")
+        await super().update_weights(version, path)
+        self.weights, self.lost = self.weights if path is None else path, False
+
+    async def health(self) -> Health:
+        return replace(await super().health(), current=not self.lost)
+
+
+def pool(engines: Sequence[Server], n: int = 4, **config: Any) -> Any:
+    """A scheduler on ``engines`` with enough prompts."""
+    settings = april.Config(**({"rollout_batch_size": n, "n_samples_per_prompt": 2, "max_response_len": 60} | config))
+    return rollouts(settings, engines=engines, prompts=[[i + 1, 2] for i in range(400)], reward=lambda p, r: 1.0)
+
+
+async def write() -> None:
+    """A transfer by the trainer."""
+
+
+def used_after(server: Server, seconds: float) -> list[str]:
+    """Ids of requests that a server got after a time."""
+    return [i for i, r in server.attempts.items() if r.started_s > seconds]
+
+
+@pytest.mark.parametrize("path", [None, "first"])
+def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
+    """The probe finds it well with other weights: those of the last path, or at version 0 those of the start."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            if path is not None:
+                await run.weight_update(path)
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(5.5)
+            a.restart(3.0)
+            await step
+            await run.next_batch()
+            assert used_after(a, 8.5)
+            assert a.used == {path or START}
+            assert a.updates[-1][1:] == (run.version, path)
+            assert run.audit().lost == 0
+            run.validate()
+
+    run_virtual(program())
+
+
+def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
+    """Nothing broke, so nothing was probed: the first look of the step comes before its first token."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("first")
+            await run.next_batch()
+            a.restart()
+            await run.next_batch()
+            assert a.weights == "first"
+            assert a.used == {"first"}
+            assert run.audit().lost == 0
+
+    run_virtual(program())
+
+
+def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
+    """Found by the next look; its requests go on elsewhere from what was certain."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(5 * LOOK_INTERVAL_S / 2)
+            a.lose_weights("of others")
+            batch = await step
+            at_a = [r for r in a.attempts.values() if r.started_s < LOOK_INTERVAL_S]
+            ledger = run.ledger()["tokens"]
+            assert ledger.dropped == {"unknown_weights": sum(r.count for r in at_a)}
+            assert len(at_a) == 4
+            certain = {s.attempt_id for x in batch.samples for s in x.segments}
+            assert certain.isdisjoint(r.request.attempt_id for r in at_a)
+            assert [path for _, _, path in a.updates] == ["first", "first"]
+            run.audit()
+            run.validate()
+
+    run_virtual(program())
+
+
+def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
+    """april does not know where these weights are: no request goes there before it has the next ones."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update(transfer=write)
+            await run.next_batch()
+            a.restart(2.0)
+            before = asyncio.get_running_loop().time()  # the first request after it fails, and the probe is slower
+            for _ in range(3):
+                await run.next_batch()
+            assert not used_after(a, before)
+            assert not run.scheduler._driver.core.engines.states["a"].quarantined
+            await run.weight_update(transfer=write)
+            later = asyncio.get_running_loop().time()
+            await run.next_batch()
+            assert [i for i, r in a.attempts.items() if r.started_s >= later]
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_after_load_state_dict_nobody_knows_where_the_weights_are() -> None:
+    """A restarted server is not called current on the ground of the weights it starts with."""
+
+    async def program() -> None:
+        async with pool([Server("a", lengths=20)]) as run:
+            await run.next_batch()
+            await run.weight_update("first")
+            state = run.scheduler._driver.state_dict(None)
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.scheduler._driver.load_state_dict(state)
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            await step
+            await run.next_batch()
+            assert len(a.attempts) == 4
+            await run.weight_update("second")
+            await run.next_batch()
+            assert len(a.attempts) == 8
+
+    run_virtual(program())
+
+
+def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
+    """The caller left while engines loaded: the version is the new one, and so is the path that heals."""
+
+    async def program() -> None:
+        a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
+        async with pool([a, b]) as run:
+            await run.weight_update("first")
+            update = asyncio.create_task(run.weight_update("second"))
+            await asyncio.sleep(1.0)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert run.version.n == 2
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            await step
+            await run.next_batch()
+            assert a.weights == "second"
+
+    run_virtual(program())
+
+
+def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
+    """It is left out; when its load of the old weights is over, it gets the new ones."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            a.hangs = {"update_weights"}
+            await step
+            before = asyncio.get_running_loop().time()
+            await run.weight_update("second")
+            assert asyncio.get_running_loop().time() == before
+            a.hangs = set()
+            for _ in range(2):
+                batch = await run.next_batch()
+            assert [path for _, _, path in a.updates] == ["first", "first", "second"]
+            assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
+            assert a.used == {"first", "second"}
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
+    """There is nobody else to go on with."""
+
+    async def program() -> None:
+        a = Server("a", lengths=20, weight_update_s=10.0)
+        async with pool([a]) as run:
+            await run.weight_update("first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            await asyncio.sleep(2.0)
+            assert await run.weight_update("second") == PolicyVersion(0, 2)
+            await step
+            assert [path for _, _, path in a.updates][:3] == ["first", "first", "second"]
+            assert a.weights == "second"
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
+    """A dead machine answers nothing, not even with an error: the others train on after a moment."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.die(1000.0)
+            a.hangs = {"pause", "update_weights", "resume"}
+            await step
+            before = asyncio.get_running_loop().time()
+            await run.weight_update("first")
+            assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
+
+    run_virtual(program())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bool) -> None:
+    """The update is done; the engine has the weights and is still paused: the probe resumes it."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a] if alone else [a, b]) as run:
+            a.hangs = {"resume"}
+            if alone:
+                with pytest.raises(april.EngineError, match="has not answered resume"):
+                    await run.weight_update("first")
+            else:
+                await run.weight_update("first")
+            a.hangs = set()
+            async with asyncio.timeout(200):
+                for _ in range(3):
+                    batch = await run.next_batch()
+            assert "a" in {s.engine for x in batch.samples for s in x.segments}
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
+    """A pause that was given up took effect afterwards, and the transfer failed: nothing else would resume it."""
+
+    async def transfer() -> None:
+        a.hangs = set()
+        await a.pause()
+        raise OSError("no route")
+
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+
+    async def program() -> None:
+        async with pool([a, b]) as run:
+            a.hangs = {"pause"}
+            with pytest.raises(OSError, match="no route"):
+                await run.weight_update(transfer=transfer)
+            async with asyncio.timeout(200):
+                for _ in range(3):
+                    batch = await run.next_batch()
+            assert "a" in {s.engine for x in batch.samples for s in x.segments}
+
+    run_virtual(program())
+
+
+def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
+    """At version 0 there is no path: what an engine has that broke while it loaded, no label makes the old weights."""
+
+    class Torn(Server):
+        async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+            if path == "broken":
+                self.lose_weights("half")
+                raise april.EngineError("it is between two versions")
+            await super().update_weights(version, path)
+
+        async def generate(self, request: Any) -> Any:
+            if self.weights == "half":
+                raise april.EngineError("it is between two versions")
+            async for chunk in super().generate(request):
+                yield chunk
+
+    async def program() -> None:
+        a = Torn("a", lengths=20)
+        async with pool([a], outage_deadline_s=50.0) as run:
+            with pytest.raises(april.EngineError, match="between two versions"):
+                await run.weight_update("broken")
+            with pytest.raises(april.RolloutError, match="no engine with the current weights"):
+                await run.next_batch()
+            assert not a.attempts
+            await run.weight_update("good")
+            await run.next_batch()
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_one_of_two_engines_dies_with_64_in_flight() -> None:
+    """All finish on the other one; no token that had reached april is generated again."""
+
+    async def program() -> None:
+        lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}
+        a, b = Server("a", lengths=lengths), Server("b", lengths=lengths)
+        async with pool([a, b], n=32) as run:
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(10.5)
+            assert a.open_streams + b.open_streams == 64
+            a.die()
+            batch = await step
+            assert len(batch.samples) == 64
+            assert sum(len(s.tokens) for s in batch.samples) == a.handed_over_tokens + b.handed_over_tokens
+            assert sum(len(s.tokens) for s in batch.samples) == sum(lengths.values())
+            ledger = run.ledger()["tokens"]
+            assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
+            assert batch.metrics["failed_attempts"] == 32
+            run.audit()
+
+    run_virtual(program())

@@ -1,0 +1,245 @@
+"""One server over HTTP: every failure has its type, nothing is followed, cut short or told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from sglang_fixtures import run, until
+
+from april.engines import http_client
+from april.engines.http_client import HttpClient, error_text
+from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
+
+KEY = "very-secret-key"
+
+
+class Answers:
+    """A server that gives ``answer`` to everything, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+        self.seen: list[web.Request] = []
+        self.breaks = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        self.seen.append(request)
+        if self.breaks and request.transport is not None:
+            self.breaks -= 1
+            request.transport.abort()
+            return web.Response()
+        await self.hold.wait()
+        return self.answer() if callable(self.answer) else web.json_response({"fine": True})
+
+
+@asynccontextmanager
+async def served(key: str | None = KEY) -> AsyncIterator[tuple[Answers, HttpClient]]:
+    answers = Answers()
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", answers.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    client = HttpClient(f"http://127.0.0.1:{port}", name="one", api_key=key)
+    try:
+        yield answers, client
+    finally:
+        answers.hold.set()
+        await client.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(400, RequestRefused), (401, RequestRefused), (404, RequestRefused), (429, EngineBusy), (500, EngineError),
+     (502, EngineError), (503, EngineBusy)],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True], ids=["call", "events"])
+def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool) -> None:
+    """With the server's own words in the message, and the time it asks to wait, at most a minute."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.json_response(
+                {"error": {"message": "said so"}}, status=status, headers={"Retry-After": "999"}
+            )
+
+            async def ask() -> None:
+                if not stream:
+                    await client.json("POST", "/x", {})
+                    return
+                async with client.events("/x", b"{}"):
+                    pass
+
+            with pytest.raises(EngineError, match=f"{status}: said so") as caught:
+                await ask()
+            assert type(caught.value) is error
+            if isinstance(caught.value, EngineBusy):
+                assert caught.value.retry_after_s == 60.0
+
+    run(program)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_redirects_are_refused(status: int) -> None:
+    """The request, and its key, go nowhere else."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.Response(status=status, headers={"Location": client.url + "/else"})
+            with pytest.raises(EngineError, match="redirect"):
+                await client.call("POST", "/x", {})
+            with pytest.raises(EngineError, match="redirect"):
+                async with client.events("/x", b"{}"):
+                    pass
+            assert len(answers.seen) == 2
+
+    run(program)
+
+
+def test_a_broken_connection_is_tried_again_only_where_it_may() -> None:
+    """A call that may be made twice is made twice, no other."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.breaks = 1
+            assert await client.json("POST", "/x", {}, retry=True) == {"fine": True}
+            assert len(answers.seen) == 2
+            answers.breaks = 1
+            with pytest.raises(EngineUnreachable, match="is the server alive"):
+                await client.call("POST", "/x", {})
+            assert len(answers.seen) == 3
+            answers.breaks = 2
+            with pytest.raises(EngineUnreachable):
+                await client.call("POST", "/x", {}, retry=True)
+            assert len(answers.seen) == 5
+
+    run(program)
+
+
+def test_nobody_listens() -> None:
+    """A closed port is EngineUnreachable."""
+
+    async def program() -> None:
+        async with served() as (_, client):
+            url = client.url
+        alone = HttpClient(url, name="one", api_key=KEY)
+        with pytest.raises(EngineUnreachable) as caught:
+            await alone.call("GET", "/x", retry=True)
+        assert KEY not in str(caught.value)
+        await alone.close()
+
+    run(program)
+
+
+def test_no_limit_of_connections_and_of_time() -> None:
+    """aiohttp's 100 connections and 300 s would throttle and cut long responses without a word."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.hold.clear()
+            calls = [asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None)) for _ in range(150)]
+            await until(lambda: len(answers.seen) == 150)
+            assert client._session is not None
+            assert client._session.timeout.total is None
+            assert client._session.timeout.sock_read is None
+            answers.hold.set()
+            assert all(reply.ok for reply in await asyncio.gather(*calls))
+
+    run(program)
+
+
+def test_closing_ends_what_is_on_its_way() -> None:
+    """A call in flight breaks with an EngineError, and so does one that comes later; closing twice is fine."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.hold.clear()
+            call = asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None))
+            await until(lambda: len(answers.seen) == 1)
+            await client.close()
+            await client.close()
+            with pytest.raises(EngineError):
+                await call
+            with pytest.raises(EngineError, match="is closed"):
+                await client.call("GET", "/x")
+
+    run(program)
+
+
+def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a good answer nor an error text is read beyond its limit."""
+    monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 10_000)
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.Response(body=b"x" * 20_000)
+            with pytest.raises(EngineError, match="more than 10000 bytes"):
+                await client.call("GET", "/x")
+            answers.answer = lambda: web.Response(status=500, body=b"x" * (1 << 22))
+            reply = await client.call("GET", "/x")
+            assert reply.status == 500
+            assert len(reply.body) < 1 << 20
+            with pytest.raises(EngineError) as caught:
+                client.require_ok(reply, "/x")
+            assert len(str(caught.value)) < 500
+
+    run(program)
+
+
+def test_what_is_no_json() -> None:
+    """A WireError that names the route; an empty answer is None."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.Response(text="<html>")
+            with pytest.raises(WireError, match="/x answered what is no JSON"):
+                await client.json("GET", "/x")
+            answers.answer = lambda: web.Response()
+            assert await client.json("GET", "/x") is None
+
+    run(program)
+
+
+def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As a bearer token; in no repr, message or log line."""
+    caplog.set_level(logging.DEBUG)
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            await client.call("GET", "/x")
+            assert answers.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+            answers.answer = lambda: web.Response(status=401)
+            with pytest.raises(RequestRefused) as caught:
+                await client.json("GET", "/x")
+            assert KEY not in repr(client) + str(caught.value) + repr(caught.value) + caplog.text
+
+    run(program)
+
+
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://u:hush@a:1", "http://a:1/path", "http://a:1?q=1"])
+def test_only_plain_addresses(url: str) -> None:
+    """A password in an address is refused, and not repeated."""
+    with pytest.raises(ConfigError) as caught:
+        HttpClient(url, name="one")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b'{"error":{"message":"m"}}', "m"), (b'{"message":"m"}', "m"), (b'{"detail":"m"}', "m"),
+     (b'{"error":"m"}', "m"), (b" m\n n ", "m n"), (b"", "nothing"), (b"\xff", "\ufffd")],
+)  # fmt: skip
+def test_error_texts(body: bytes, words: str) -> None:
+    """In every shape that servers use."""
+    assert error_text(body) == words

@@ -1,0 +1,132 @@
+"""What the probe finds out about a vLLM server, without disturbing it, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sglang_fixtures import read, request, run, until
+from vllm_fixtures import KNOWN, connected, served
+
+from april.config_engines import VllmEngineConfig
+from april.engines.http_client import HttpClient
+from april.engines.protocol import AbortMeans, LogprobKind
+from april.engines.vllm_offer import VllmOffer, probe_vllm
+from april.errors import ConfigError, EngineError, RequestRefused
+from april.testing.fake_vllm_server import FakeVllmServer
+
+
+async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmOffer:
+    client = HttpClient(server.url, name="probed", api_key=key)
+    try:
+        return await probe_vllm(client, VllmEngineConfig(urls=(server.url,), **config))
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "means", "spans", "disk", "words"),
+    [
+        ({}, AbortMeans.BY_ID, True, True, None),
+        ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
+        ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
+        ({"processes": 2}, AbortMeans.PAUSE, True, True, "--api-server-count 1"),
+        ({"processes": 2, "developer": False}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
+        ({"logprobs": "raw"}, AbortMeans.BY_ID, True, True, "--logprobs-mode processed_logprobs"),
+    ],
+)
+def test_each_kind_of_server(
+    options: dict[str, Any], means: AbortMeans, spans: bool, disk: bool, words: str | None
+) -> None:
+    """Means, spans and routes as they are; whatever is missing is a sentence with the flag that helps."""
+
+    async def program() -> None:
+        async with served(**options) as (server, _):
+            offer = await probed(server, eos_token_ids=(2,))
+            assert (offer.abort_means, offer.spans, offer.updates_from_disk) == (means, spans, disk)
+            assert (offer.version, offer.model, offer.max_model_len) == ("0.32.0", "fake", 4096)
+            assert offer.vocab_size == 512
+            assert (words is None) == (not offer.missing), offer.missing
+            assert words is None or any(words in said for said in offer.missing)
+
+    run(program)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said", "seen"])
+@pytest.mark.parametrize("kind", ["raw", "processed", "temperature"])
+def test_logprob_kind(kind: str, said: bool) -> None:
+    """Out of the server's settings, or seen from requests of one token each; the configuration's word goes first."""
+
+    async def program() -> None:
+        # no server says "temperature" of itself
+        async with served(logprobs=kind, says_logprobs=said and kind != "temperature") as (server, _):
+            server.runs.clear()
+            offer = await probed(server, **KNOWN)
+            assert offer.logprob_kind is LogprobKind(kind)
+            assert all(len(r.ids) == 1 for r in server.runs)
+            assert len(server.runs) == (0 if said and kind != "temperature" else 2)
+            assert (await probed(server, logprobs="raw", **KNOWN)).logprob_kind is LogprobKind.RAW
+
+    run(program)
+
+
+def test_a_server_in_use_is_not_disturbed() -> None:
+    """No abort, no pause, no cache reset, no label: requests of others go on through a probe."""
+
+    async def program() -> None:
+        async with served(mean_length=10**6) as (server, engine):
+            before = server.label
+            reading = asyncio.create_task(read(engine, request(max_tokens=500)))
+            await until(lambda: server.open_requests == 1)
+            server.stale_cache = False
+            await probed(server, **KNOWN)
+            assert (server.aborts, server.pauses, server.label) == ([], [], before)
+            assert (await reading).error is None
+
+    run(program)
+
+
+def test_key() -> None:
+    """Without the key a sentence with the status; the key is in no message and no repr."""
+
+    async def program() -> None:
+        server = FakeVllmServer(api_key="secret-key")
+        await server.start()
+        with pytest.raises((ConfigError, RequestRefused), match="401") as caught:
+            await probed(server, "wrong-secret", **KNOWN)
+        assert "wrong-secret" not in str(caught.value)
+        assert (await probed(server, "secret-key", **KNOWN)).token_route
+        engine = await connected(server, {"api_key": "secret-key"})
+        assert "secret-key" not in repr(engine) + repr(engine.offer) + repr(vars(engine)["_client"])
+        assert (await read(engine, request())).error is None
+        await engine.close()
+        await server.close()
+
+    run(program)
+
+
+def test_a_paused_server_is_not_taken() -> None:
+    """It would answer no request: an error that says how to resume it."""
+
+    async def program() -> None:
+        server = FakeVllmServer()
+        await server.start()
+        server.pause_mode = "keep"
+        with pytest.raises(EngineError, match="is paused; resume it"):
+            await connected(server)
+        await server.close()
+
+    run(program)
+
+
+def test_what_is_wrong_with_the_configuration() -> None:
+    """A model that is not there is named together with those that are."""
+
+    async def program() -> None:
+        async with served() as (server, _):
+            with pytest.raises(ConfigError, match="it serves: fake"):
+                await probed(server, model="other", **KNOWN)
+
+    run(program)
