@@ -14,13 +14,14 @@ class History:
     """Transitions as (event number, sample, what)."""
 
     def __init__(self) -> None:
-        self._log: deque[tuple[int, SampleId, str]] = deque(maxlen=HISTORY_EVENTS)
+        # flat, so that the garbage collector need not walk it
+        self._log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
 
     def note(self, event_number: int, sample: SampleId, what: str) -> None:
         """Remember one transition."""
-        self._log.append((event_number, sample, what))
+        self._log.append((event_number, sample.group, sample.index, what))
 
     def story(self, sample: SampleId) -> str:
         """One line per transition of this sample, oldest first."""
-        lines = [f"  event {number}: {what}" for number, who, what in self._log if who == sample]
+        lines = [f"  event {number}: {what}" for number, group, index, what in self._log if (group, index) == sample]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])

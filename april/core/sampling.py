@@ -30,15 +30,20 @@ class SamplingParams:
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """The same request with ``tokens_held`` tokens of its response already there."""
-        return replace(
-            self,
-            max_tokens=self.max_tokens - tokens_held,
-            min_tokens=max(0, self.min_tokens - tokens_held),
-            seed=seed,
+        return SamplingParams(
+            self.max_tokens - tokens_held,
+            max(0, self.min_tokens - tokens_held),
+            self.temperature,
+            self.top_p,
+            self.stop_token_ids,
+            seed,
+            self.stop,
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:
         """The same request with another token budget (min_tokens never exceeds it)."""
+        if self.max_tokens == max_tokens >= self.min_tokens:
+            return self
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 

@@ -23,7 +23,7 @@ from april.core.scoring import Scoring
 from april.core.setbacks import Setbacks
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
-from april.core.types import DropReason, Group, OnDataEnd, OnLongPrompt, OnStale, SampleId, SampleState
+from april.core.types import DropReason, Group, OnDataEnd, OnLongPrompt, OnStale, Refill, SampleId, SampleState
 from april.core.validation import validate
 from april.core.versions import VersionClock
 from april.errors import InvariantError
@@ -59,6 +59,8 @@ class RolloutCore:
         self.counters, self.leased = books.counters, books.leased
         self.step: Step | None = None
         self.paused = False
+        # nothing is drawn after the beginning of a step, except for groups that were given up
+        self._draws_once = settings.refill is Refill.NONE
         self._check = check
         self._pause_asked = False
         self._long_in_a_row = 0
@@ -234,6 +236,8 @@ class RolloutCore:
         self._start_waiting()
         step = self.step
         assert step is not None
+        if step.filled and self._draws_once and len(self.buffer) >= self.settings.rollout_batch_size:
+            return
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
             open_groups=len(self.buffer) - self.monitor.ready,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.state import RolloutCore
 from april.core.types import Attempt
+from april.core.versions import PolicyVersion
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.failure_log import FailureLog
@@ -24,10 +24,13 @@ from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
 from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Chunk, Engine, EngineFinish, Request
+from april.engines.protocol import Chunk, Engine, EngineFinish, Piling, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WireError
 
 log = logging.getLogger("april")
+
+PIECES_AT_ONCE = 32
+"""Pieces of one answer that may pile up before they are looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +44,14 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     sent: bool = False
     aborted: bool = False
+    chunks: AsyncIterator[Chunk] | None = None
+    """The engine's answer, while it is read."""
+    oldest: PolicyVersion | None = None
+    """Version of the token before the next one."""
+    finish: EngineFinish | None = None
+    stops: StopMatcher | None = None
+    rejected: _Rejected | None = None
+    """What :meth:`AttemptStreams.catch_up` has found to be wrong."""
 
     def late(self) -> None:
         """Nothing has come for too long."""
@@ -100,7 +111,8 @@ class AttemptStreams:
         event: ev.Event
         try:
             # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
-            await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
+            if self._sweeps[attempt.engine]:
+                await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
             event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
@@ -126,8 +138,6 @@ class AttemptStreams:
         """Append the stream's chunks to the attempt's tape; returns why it ended."""
         attempt = stream.attempt
         engine = self._engines[attempt.engine]
-        vocab_size = engine.capabilities.vocab_size
-        oldest = attempt.sample.tape.newest_version
         stops = self._stop_matcher(stream)
         request = Request(
             attempt.id,
@@ -139,30 +149,73 @@ class AttemptStreams:
             stream=stops is not None,
         )
         stream.sent = True
+        stream.oldest, stream.stops = attempt.sample.tape.newest_version, stops
         self._silence.start(stream)
-        finish: EngineFinish | None = None
-        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                if self._open.get(attempt.id) is not stream:
-                    break  # fenced: its tape is closed, whatever the engine makes of the cancellation
-                self._silence.stop(stream)
-                self._silence.start(stream)
-                room = attempt.sampling.max_tokens - attempt.tape.parsed
-                try:
-                    if finish is not None:
-                        raise WireError(f"a chunk came after the one that ended the stream ({finish})")
-                    check_chunk(chunk, vocab_size, room, oldest, self._core.clock.current)
-                    self._append(attempt, chunk, stops)
-                except WireError as error:
-                    raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
-                except RolloutError as error:  # of the tokenizer
-                    raise _Rejected(str(error), len(chunk.tokens)) from error
-                oldest, finish = chunk.version, chunk.finish
-        if finish is None:
+        chunks = stream.chunks = engine.generate(request)
+        try:
+            if isinstance(chunks, Piling):
+                await self._read_piles(stream, chunks)
+            else:
+                async for chunk in chunks:
+                    if self._open.get(attempt.id) is not stream:
+                        break  # fenced: its tape is closed, whatever the engine makes of the cancellation
+                    self._silence.restart(stream)
+                    self._accept(stream, chunk)
+        finally:
+            await chunks.aclose()  # type: ignore[attr-defined]
+        if stream.finish is None:
             raise EngineError("the stream ended without a finish reason")
-        if attempt.tape.count == 0 and not (finish is EngineFinish.ABORT and stream.aborted):
-            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
-        return str(finish)
+        if attempt.tape.count == 0 and not (stream.finish is EngineFinish.ABORT and stream.aborted):
+            raise EngineError(
+                f"the stream ended ({stream.finish}) without a token, and april had not asked for its end"
+            )
+        return str(stream.finish)
+
+    async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
+        """Small pieces are looked at together, each at once only where a stop string may end the response."""
+        most = 1 if stream.stops is not None else PIECES_AT_ONCE
+        attempt_id, streams, heard = stream.attempt.id, self._open, self._silence.restart
+        try:
+            while await chunks.arrived():
+                if streams.get(attempt_id) is not stream:
+                    return
+                if chunks.waiting >= most or chunks.over or stream.rejected is not None:
+                    self._take(stream, chunks)
+                heard(stream)
+        finally:
+            if chunks.waiting and streams.get(attempt_id) is stream:
+                self._take(stream, chunks)  # cut off in the middle: what has come is kept
+
+    def catch_up(self) -> None:
+        """Look at everything that has arrived: whoever reads the tapes now misses nothing."""
+        for stream in self._open.values():
+            if isinstance(stream.chunks, Piling) and stream.chunks.waiting and stream.rejected is None:
+                try:
+                    self._take(stream, stream.chunks)
+                except _Rejected as rejected:
+                    stream.rejected = rejected  # the stream's own task ends it
+
+    def _take(self, stream: _Stream, chunks: Piling) -> None:
+        if stream.rejected is not None:
+            raise stream.rejected
+        for chunk in chunks.take():
+            self._accept(stream, chunk)
+
+    def _accept(self, stream: _Stream, chunk: Chunk) -> None:
+        """A chunk that can be true goes onto the tape; raises _Rejected for others."""
+        attempt = stream.attempt
+        room = attempt.sampling.max_tokens - attempt.tape.parsed
+        try:
+            if stream.finish is not None:
+                raise WireError(f"a chunk came after the one that ended the stream ({stream.finish})")
+            vocab_size = self._engines[attempt.engine].capabilities.vocab_size
+            check_chunk(chunk, vocab_size, room, stream.oldest, self._core.clock.current)
+            self._append(attempt, chunk, stream.stops)
+        except WireError as error:
+            raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
+        except RolloutError as error:  # of the tokenizer
+            raise _Rejected(str(error), len(chunk.tokens)) from error
+        stream.oldest, stream.finish = chunk.version, chunk.finish
 
     def _stop_matcher(self, stream: _Stream) -> StopMatcher | None:
         attempt = stream.attempt

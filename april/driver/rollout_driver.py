@@ -211,6 +211,7 @@ class RolloutDriver:
         self._raise_if_broken()
         if self._loading:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
+        self.streams.catch_up()
         return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
 
     async def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
@@ -343,7 +344,12 @@ class RolloutDriver:
 
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(command.seconds, lambda: self.post(ev.TimerFired(command.timer)))
+
+        def fired() -> None:
+            self.streams.catch_up()  # it may fence attempts, which closes their tapes
+            self.post(ev.TimerFired(command.timer))
+
+        loop.call_later(command.seconds, fired)
 
     # ---------------------------------------------------------------- results
 

@@ -40,6 +40,12 @@ class TimeLimits:
         """It does not run any more; its next start begins from zero."""
         self._deadlines.pop(what, None)
 
+    def restart(self, what: Timed) -> None:
+        """Its time begins again, if it was running."""
+        if what in self._deadlines and self.seconds is not None:
+            self._deadlines[what] = asyncio.get_running_loop().time() + self.seconds
+            self._deadlines.move_to_end(what)
+
     def close(self) -> None:
         """Nothing is late any more, and nothing starts."""
         self._closed = True

@@ -10,6 +10,7 @@ from april.errors import WireError
 
 LOGPROB_EPS = 1e-3
 """float16 and bfloat16 engines round log-probabilities of near-certain tokens to slightly above 0."""
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 def check_chunk(
@@ -21,9 +22,9 @@ def check_chunk(
     log-probabilities <= 0, a version between ``oldest`` (that of the tokens before; None: any) and ``newest``.
     """
     tokens, logprobs = chunk.tokens, chunk.logprobs
-    for array, what, dtype in ((tokens, "tokens", np.int32), (logprobs, "log-probabilities", np.float32)):
+    for array, what, dtype in ((tokens, "tokens", _INT32), (logprobs, "log-probabilities", _FLOAT32)):
         if getattr(array, "dtype", None) != dtype or array.ndim != 1:
-            raise WireError(f"{what} must be a flat array of {dtype.__name__}, got {type(array).__name__}")
+            raise WireError(f"{what} must be a flat array of {dtype}, got {type(array).__name__}")
     count = len(tokens)
     if len(logprobs) != count:
         raise WireError(f"{count} tokens came with {len(logprobs)} log-probabilities")
@@ -34,10 +35,11 @@ def check_chunk(
     if chunk.version > newest or (oldest is not None and chunk.version < oldest):
         since = "any" if oldest is None else str(oldest)
         raise WireError(f"policy version {chunk.version} came where {since} to {newest} was possible")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    # as unsigned numbers, negative ones are too large as well
+    if tokens.view(np.uint32).max() >= vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise WireError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    # written so that NaN fails as well
-    if not (np.isfinite(logprobs).all() and logprobs.max() <= LOGPROB_EPS):
+    # written so that NaN, which is the largest and the smallest of all, fails as well
+    if not (logprobs.max() <= LOGPROB_EPS and logprobs.min() > -np.inf):
         bad_value = logprobs[~(np.isfinite(logprobs) & (logprobs <= LOGPROB_EPS))][0]
         raise WireError(f"log-probability {bad_value} is not a finite number <= 0")

@@ -36,25 +36,52 @@ class Admission:
         Raises:
             RequestRefused: the id is in use; servers end both requests when one of them is aborted.
         """
-        if attempt_id in self._inside or attempt_id in self._waiting:
-            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
+        admitted = self.is_open or await self.wait(attempt_id)
+        if not admitted:
+            yield False
+            return
+        self.enter(attempt_id)
+        try:
+            yield True
+        finally:
+            self.leave(attempt_id)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`enter` is allowed now, without a wait."""
+        return self._open
+
+    async def wait(self, attempt_id: str) -> bool:
+        """Until it may enter; False: it was aborted while it waited, and must not be sent.
+
+        Raises RequestRefused for an id that is in use.
+        """
+        self._require_new(attempt_id)
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting[attempt_id] = turn
             try:
                 if not await turn:
-                    yield False
-                    return
+                    return False
             finally:
                 self._waiting.pop(attempt_id, None)
+        return True
+
+    def enter(self, attempt_id: str) -> None:
+        """Its request is sent now; raises RequestRefused for an id that is in use."""
+        self._require_new(attempt_id)
         self._inside.add(attempt_id)
         self._idle.clear()
-        try:
-            yield True
-        finally:
-            self._inside.discard(attempt_id)
-            if not self._inside:
-                self._idle.set()
+
+    def _require_new(self, attempt_id: str) -> None:
+        if attempt_id in self._inside or attempt_id in self._waiting:
+            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
+
+    def leave(self, attempt_id: str) -> None:
+        """Its request has ended."""
+        self._inside.discard(attempt_id)
+        if not self._inside:
+            self._idle.set()
 
     def abort(self, attempt_ids: Collection[str] | None) -> None:
         """End the wait of these attempts (None: of all); those inside are the server's affair."""

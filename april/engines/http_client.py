@@ -67,7 +67,11 @@ class HttpClient:
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-        self._limits: set[asyncio.Timeout] = set()
+        self._callers: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for this server at the moment, those that read an answer left out."""
+        self._answers: set[Answer] = set()
+        self._cut: dict[asyncio.Task[Any], int] = {}
+        """Those that :meth:`close` has cancelled, and how often others had done so before."""
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
@@ -89,22 +93,33 @@ class HttpClient:
         raw = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         while True:
             try:
-                async with self._until_closed(timeout_s), self._http.request(
-                    method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
-                    allow_redirects=False,
-                ) as response:  # fmt: skip
-                    self._refuse_redirect(response, route)
-                    limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
-                    content = await self._read(response, limit, route)
-                    return Reply(response.status, content, response.headers.get("Retry-After"))
-            except TimeoutError:
-                raise EngineUnreachable(
-                    f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or hung?"
-                ) from None
+                if timeout_s is None:
+                    return await self._exchange(method, route, raw, params)
+                async with asyncio.timeout(timeout_s):
+                    return await self._exchange(method, route, raw, params)
             except _BROKEN as error:
+                if type(error) is TimeoutError and timeout_s is not None:
+                    raise EngineUnreachable(
+                        f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or "
+                        "hung?"
+                    ) from None
                 if not retry:
                     raise self._unreachable(method, route, error) from error
                 retry = False
+
+    async def _exchange(
+        self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None
+    ) -> Reply:
+        with _Calling(self):
+            async with self._http.request(
+                method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
+                allow_redirects=False,
+            ) as response:  # fmt: skip
+                self._refuse_redirect(response, route)
+                limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
+                content = await self._read(response, limit, route)
+                retry_after = None if response.status == 200 else response.headers.get("Retry-After")
+                return Reply(response.status, content, retry_after)
 
     async def json(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
@@ -127,33 +142,47 @@ class HttpClient:
 
     @asynccontextmanager
     async def events(self, route: str, body: bytes) -> AsyncIterator[AsyncIterator[list[bytes]]]:
-        """POST, and the payloads of the server-sent events as they come, in lists of one or more.
+        """POST, and the payloads of the server-sent events as they come, in lists of one or more; see :meth:`post`.
 
         Raises:
-            RequestRefused, EngineBusy, EngineError: the status is not 200.
-            EngineUnreachable: the connection could not be made, or broke.
             WireError: the stream is no event stream, or ends inside an event.
         """
+        answer = await self.post(route, body)
         try:
-            async with self._until_closed(), self._http.post(
-                self.url + route, data=body, headers=_JSON, allow_redirects=False
-            ) as response:  # fmt: skip
-                self._refuse_redirect(response, route)
-                if response.status != 200:
-                    content = await self._read(response, MAX_ERROR_BYTES, route)
-                    self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
-                yield self._payloads(response)
-        except _BROKEN as error:
-            raise self._unreachable("POST", route, error) from error
+            yield self._payloads(answer)
+        finally:
+            answer.close()
 
-    async def _payloads(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    async def _payloads(self, answer: Answer) -> AsyncIterator[list[bytes]]:
         splitter = EventSplitter()
-        async for piece in response.content.iter_any():
+        while piece := await answer.read():
             events = splitter.feed(piece)
             if events:
                 yield events
         if rest := splitter.end():
             yield rest
+
+    async def post(self, route: str, body: bytes) -> Answer:
+        """POST JSON; the answer has begun with status 200, and is read piece by piece. It must be closed.
+
+        Raises:
+            RequestRefused, EngineBusy, EngineError: the status is not 200.
+            EngineUnreachable: the connection could not be made, or broke.
+        """
+        try:
+            with _Calling(self):
+                response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
+                try:
+                    if response.status != 200:
+                        self._refuse_redirect(response, route)
+                        content = await self._read(response, MAX_ERROR_BYTES, route)
+                        self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
+                except BaseException:
+                    response.close()
+                    raise
+        except _BROKEN as error:
+            raise self._unreachable("POST", route, error) from error
+        return Answer(self, route, response)
 
     def require_ok(self, reply: Reply, route: str) -> None:
         """Raise the error that a status other than 200 means."""
@@ -167,29 +196,20 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
         self._closed = True
-        now = asyncio.get_running_loop().time()
-        for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(now)
+        for task in (self._callers | {a.task for a in self._answers if a.reading and a.task}) - self._cut.keys():
+            # aiohttp lets readers of a closed session wait for ever
+            self._cut[task] = task.cancelling()
+            task.cancel()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    @asynccontextmanager
-    async def _until_closed(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Inside for ``timeout_s``, not beyond :meth:`close`: aiohttp lets readers of a closed session wait."""
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                self._limits.add(limit)
-                try:
-                    yield
-                finally:
-                    self._limits.discard(limit)
-        except TimeoutError:
-            if self._closed and limit.expired():
-                raise EngineUnreachable(f"engine {self.name} was closed while a call was on its way") from None
-            raise
+    def _what_cut(self, task: asyncio.Task[Any] | None) -> EngineUnreachable | None:
+        """The reason, if it was :meth:`close` that has cancelled this task, and nobody else."""
+        before = self._cut.pop(task, None) if task is not None else None
+        if task is None or before is None or task.uncancel() > before:
+            return None
+        return EngineUnreachable(f"engine {self.name} was closed while a call was on its way")
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -236,6 +256,67 @@ class HttpClient:
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
         why = str(error) or type(error).__name__
         return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; is the server alive?")
+
+
+class Answer:
+    """The answer to one POST, as it comes; for the task that asked."""
+
+    __slots__ = ("_client", "_more", "_response", "_route", "reading", "task")
+
+    def __init__(self, client: HttpClient, route: str, response: aiohttp.ClientResponse) -> None:
+        self._client = client
+        self._route = route
+        self._response = response
+        self._more = response.content.readany
+        self.task = asyncio.current_task()
+        self.reading = False
+        """Its task waits for more."""
+        client._answers.add(self)
+
+    async def read(self) -> bytes:
+        """What has come since, at least one byte; nothing at the end.
+
+        Raises EngineUnreachable when the connection breaks.
+        """
+        self.reading = True
+        try:
+            return await self._more()
+        except asyncio.CancelledError:
+            if cut := self._client._what_cut(self.task):
+                raise cut from None
+            raise
+        except _BROKEN as error:
+            raise self._client._unreachable("POST", self._route, error) from error
+        finally:
+            self.reading = False
+
+    def close(self) -> None:
+        """The connection is used again if the answer was read to its end."""
+        self._client._answers.discard(self)
+        if self._response.content.is_eof():
+            self._response.release()
+        else:
+            self._response.close()
+
+
+class _Calling:
+    """The present task waits for a server; its client's end becomes an EngineUnreachable."""
+
+    __slots__ = ("_client", "_task")
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._client._callers.add(task)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._client._callers.discard(self._task)
+        if kind is asyncio.CancelledError and (cut := self._client._what_cut(self._task)):
+            raise cut from None
 
 
 def error_text(body: bytes) -> str:

@@ -136,6 +136,33 @@ class Chunk:
     finish: EngineFinish | None = None
 
 
+class Piling:
+    """An iterator of chunks, as ``generate`` returns it, that can also let pieces of an answer pile up.
+
+    Many small pieces cost far less when they are looked at together. Used by one task, either as an iterator or by
+    :meth:`arrived` and :meth:`take`; what has arrived can be taken at any time.
+    """
+
+    __slots__ = ()
+
+    over: bool
+    """The answer is here, whole: nothing but :meth:`take` is left to do."""
+
+    waiting: int
+    """Pieces that have arrived and were not taken."""
+
+    async def arrived(self) -> bool:
+        """Wait until more may be there to :meth:`take`; False: the request has ended and all was taken.
+
+        Raises what the iterator would raise, after all that came before it was taken.
+        """
+        raise NotImplementedError
+
+    def take(self) -> list[Chunk]:
+        """The chunks of everything that has arrived; never waits."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Load of an engine as it tells it itself; requests of others are in it."""

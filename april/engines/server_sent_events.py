@@ -36,6 +36,8 @@ class EventSplitter:
         self._keep(piece[cut + 1 :])
         if self._first:
             text, self._first = text.removeprefix(_BOM), False
+        if not self._data and (plain := _plain(text)) is not None:
+            return plain
         events = []
         for raw in text.split(b"\n")[:-1]:
             line = raw.removesuffix(b"\r")
@@ -67,3 +69,13 @@ class EventSplitter:
         self._size += len(piece)
         if self._size > MAX_EVENT_BYTES:
             raise WireError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
+
+
+def _plain(text: bytes) -> list[bytes] | None:
+    """The payloads of whole events of one data line each, as most servers send them; None: it has something else."""
+    blocks = text.split(b"\n\n")
+    if blocks.pop() or text.count(b"\n") != 2 * len(blocks) or b"\r" in text:
+        return None
+    if not all(block.startswith(b"data: ") for block in blocks):
+        return None
+    return [block[6:] for block in blocks]

@@ -7,23 +7,24 @@ is handed over under a label that the server does not confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Iterable, Sequence
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from april.config_engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.admission import Admission
 from april.engines.http_client import HttpClient
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, EngineLoad, Health, Request
+from april.engines.protocol import Capabilities, Engine, EngineLoad, Health, Request
 from april.engines.server_pool import api_key, connect_all
+from april.engines.server_stream import ServerStream
 from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
 from april.engines.sglang_wire import ReplyReader, request_body, rid_of
 from april.engines.sglang_worker import HalfUpdated, SglangWorker
-from april.engines.wire_arrays import empty_chunk
-from april.errors import EngineError, EngineUnreachable, RequestRefused
+from april.errors import EngineError, RequestRefused
 
 ABORTS_AT_ONCE = 32
 """Abort calls on their way to one server; hundreds at the same time have killed servers."""
@@ -77,51 +78,9 @@ class SglangEngine:
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> ServerStream:
         """One call of ``/generate``; raises RequestRefused for what the server must not be asked."""
-        async with self._admission.request(request.attempt_id) as admitted:
-            if not admitted:
-                yield empty_chunk(self._version, EngineFinish.ABORT)
-                return
-            self._check(request)
-            interval = self._interval(request)
-            body = request_body(
-                request,
-                stream=interval > 0,
-                stream_interval=interval if self.offer.stream_interval and interval else None,
-                seed=self._seed(request),
-            )
-            reader = ReplyReader(
-                request.attempt_id,
-                self._version,
-                incremental=interval > 0 and self.offer.incremental,
-                labels=self.offer.weight_version is not None,
-            )
-            # closed at once when an answer is refused, or the server would go on
-            async with aclosing(self._payloads(body, stream=interval > 0)) as payloads:
-                async for payload in payloads:
-                    for chunk in reader.read(payload):
-                        yield chunk
-                    if reader.failure is not None:
-                        raise reader.failure
-            if reader.finish is None:
-                raise EngineUnreachable(
-                    f"{self._requests.url}/generate ended without a finish reason after {reader.count} tokens of "
-                    f"attempt {request.attempt_id}; has the server died?"
-                )
-
-    async def _payloads(self, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
-        """The answer, or the events of a stream without the mark at its end."""
-        if not stream:
-            reply = await self._requests.call("POST", "/generate", body, timeout_s=None)
-            self._requests.require_ok(reply, "/generate")
-            yield reply.body
-            return
-        async with self._requests.events("/generate", body) as events:
-            async for payloads in events:
-                for payload in payloads:
-                    if payload != b"[DONE]":
-                        yield payload
+        return _SglangStream(self, request, self._interval(request))
 
     def _interval(self, request: Request) -> int:
         """Tokens per event; 0: one answer at the end."""
@@ -149,7 +108,8 @@ class SglangEngine:
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+        # as unsigned numbers, negative ones are too large as well
+        if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
                 f"{self.name}; is the tokenizer that of the model?"
@@ -260,6 +220,39 @@ class SglangEngine:
     async def adopt(self) -> None:
         """Tell every worker what april calls the weights that it has."""
         await _all(worker.set_label(str(self._version)) for worker in self.workers)
+
+
+class _SglangStream(ServerStream):
+    """One request; ``interval``: tokens per event, 0 for one answer at the end."""
+
+    __slots__ = ("_engine", "_interval")
+
+    def __init__(self, engine: SglangEngine, request: Request, interval: int) -> None:
+        super().__init__(
+            engine._requests, engine._admission, request, "/generate", stream=interval > 0, needs_done=False
+        )
+        self._engine = engine
+        self._interval = interval
+
+    def _prepare(self) -> tuple[ReplyReader, bytes]:
+        engine, request, offer, interval = self._engine, self._request, self._engine.offer, self._interval
+        engine._check(request)
+        body = request_body(
+            request,
+            stream=self._stream,
+            stream_interval=interval if offer.stream_interval and interval else None,
+            seed=engine._seed(request),
+        )
+        reader = ReplyReader(
+            request.attempt_id,
+            engine._version,
+            incremental=self._stream and offer.incremental,
+            labels=offer.weight_version is not None,
+        )
+        return reader, body
+
+    def _weights(self) -> PolicyVersion:
+        return self._engine._version
 
 
 async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:

@@ -311,9 +311,9 @@ def _spans(answer: GenerateReply) -> bool:
 def _kind(greedy: GenerateReply, narrow: GenerateReply) -> LogprobKind:
     assert greedy.meta_info is not None
     assert narrow.meta_info is not None
-    (raw, token, _), = greedy.meta_info.output_token_logprobs
-    (said, other, _), = narrow.meta_info.output_token_logprobs
-    if token != other or raw > -5 * SAME_LOGPROB:
+    (first,), (second,) = greedy.meta_info.output_token_logprobs, narrow.meta_info.output_token_logprobs
+    raw, said = first.logprob, second.logprob
+    if first.token != second.token or raw > -5 * SAME_LOGPROB:
         return LogprobKind.UNKNOWN  # a near certain token looks the same in all of them
     if abs(said - raw) < SAME_LOGPROB:
         return LogprobKind.RAW

@@ -6,6 +6,7 @@ server repeats (cumulative streams, the echo of the last token at an abort) is d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 
 
-class Finish(msgspec.Struct):
+class Finish(msgspec.Struct, gc=False):
     """``finish_reason``; ``status_code`` is set where the server gave the request up (a time limit, for instance)."""
 
     type: str
@@ -26,12 +27,19 @@ class Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-class Span(msgspec.Struct):
+class Span(msgspec.Struct, gc=False):
     """Tokens [start, end) of the reply were generated under ``version``."""
 
     version: str
     start: int
     end: int
+
+
+class Scored(msgspec.Struct, array_like=True, gc=False):
+    """One token; what follows in the list (its text) is not looked at."""
+
+    logprob: float
+    token: int
 
 
 class Meta(msgspec.Struct):
@@ -42,7 +50,7 @@ class Meta(msgspec.Struct):
     completion_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
-    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_logprobs: list[Scored] = []
 
 
 class Reply(msgspec.Struct):
@@ -54,7 +62,8 @@ class Reply(msgspec.Struct):
     message: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Reply)
+DECODER = msgspec.json.Decoder(Reply)
+_LIST_DECODER = msgspec.json.Decoder(list[Reply])
 _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
@@ -126,12 +135,41 @@ class ReplyReader:
         # tokens that came under another label than the request was sent with: the last event says whose they are
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
+        # tokens that are no chunk yet; nothing outside of a call sees any
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
         self.count = 0
         """Tokens handed over, those held back not among them."""
         self.finish: EngineFinish | None = None
         """Why the request has ended."""
         self.failure: EngineError | None = None
         """To be raised once the chunks that came with it are handed over."""
+
+    def read_all(self, payloads: list[bytes]) -> list[Chunk]:
+        """:meth:`read` of several; where one is wrong, those before it count, and ``failure`` says what is wrong."""
+        chunks: list[Chunk] = []
+        try:
+            for payload, reply in zip(payloads, self._decoded(payloads), strict=False):
+                self._reply(reply, payload, chunks)
+        except EngineError as error:
+            self.failure = self.failure or error
+        self._flush(chunks)
+        return chunks
+
+    def _decoded(self, payloads: list[bytes]) -> Iterable[Reply]:
+        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
+        if len(payloads) > 1:
+            try:
+                return _LIST_DECODER.decode(b"[%b]" % b",".join(payloads))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                pass
+        return map(self._decode, payloads)
+
+    def _decode(self, payload: bytes) -> Reply:
+        try:
+            return DECODER.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
 
     def read(self, payload: bytes) -> list[Chunk]:
         """The chunks of one answer or event; the last one has ``finish`` if the request has ended.
@@ -140,10 +178,12 @@ class ReplyReader:
             WireError: the answer cannot be true.
             RequestRefused, EngineBusy, EngineError: the server says that it failed.
         """
-        try:
-            reply = _DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
+        chunks: list[Chunk] = []
+        self._reply(self._decode(payload), payload, chunks)
+        self._flush(chunks)
+        return chunks
+
+    def _reply(self, reply: Reply, payload: bytes, chunks: list[Chunk]) -> None:
         meta = reply.meta_info
         if meta is None:
             raise _said(reply, payload)
@@ -153,15 +193,22 @@ class ReplyReader:
             raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
         ids, logprobs = self._fresh(reply, meta)
         if meta.finish_reason is not None:
-            return self._end(meta, meta.finish_reason, ids, logprobs)
-        if self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
+            self._flush(chunks)
+            chunks += self._end(meta, meta.finish_reason, ids, logprobs)
+        elif self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
             self._held_ids += ids
             self._held_logprobs += logprobs
-            return []
-        if not ids:
-            return []
-        self.count += len(ids)
-        return [chunk_of(ids, logprobs, self._version)]
+        else:
+            self.count += len(ids)
+            self._ids += ids
+            self._logprobs += logprobs
+
+    def _flush(self, chunks: list[Chunk]) -> None:
+        """Tokens of several events are one chunk."""
+        if self._ids:
+            ids, logprobs = self._ids, self._logprobs
+            self._ids, self._logprobs = [], []
+            chunks.append(chunk_of(ids, logprobs, self._version))
 
     def _fresh(self, reply: Reply, meta: Meta) -> tuple[list[int], list[float]]:
         """Token ids and log-probabilities behind those that were read before."""
@@ -191,10 +238,9 @@ class ReplyReader:
             )
         if not new:
             return [], []
-        logprobs, named, _ = zip(*scored, strict=True)
-        if list(named) != ids:
+        if [one.token for one in scored] != ids:
             raise self._wrong("has log-probabilities of other tokens than its ids")
-        return ids, list(logprobs)
+        return ids, [one.logprob for one in scored]
 
     def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         """The last tokens, split by the weights that made them."""
@@ -238,7 +284,9 @@ class ReplyReader:
             if version is None or (span.start < self.count and version != self._version and span.end > span.start):
                 self.failure = self._foreign(span.version)
                 return chunks
-            if end > start:
+            if ids and end - start == len(ids):
+                chunks.append(chunk_of(ids, logprobs, version))
+            elif end > start:
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
 

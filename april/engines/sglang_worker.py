@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from april.engines.http_client import HttpClient, Reply, error_text
+from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient, Reply, error_text
 from april.engines.protocol import EngineLoad
 from april.engines.sglang_offer import SglangOffer
-from april.errors import EngineError, WireError
+from april.errors import EngineError, EngineUnreachable, WireError
 
 log = logging.getLogger("april")
 
@@ -60,12 +60,20 @@ class SglangWorker:
                 body = {"rid": left.popleft()}
                 try:
                     self.client.require_ok(
-                        await self.client.call("POST", "/abort_request", body, retry=True), "/abort_request"
+                        await self.client.call("POST", "/abort_request", body, timeout_s=None, retry=True),
+                        "/abort_request",
                     )
                 except EngineError as error:
                     errors.append(error)
 
-        await asyncio.gather(*(ask() for _ in range(min(at_once, len(left)))))
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await asyncio.gather(*(ask() for _ in range(min(at_once, len(left)))))
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"{self.client.url} has not answered {len(rids)} aborts in {CONTROL_TIMEOUT_S:g} s; is it overloaded "
+                "or hung?"
+            ) from None
         if errors:
             raise errors[0]
 

@@ -7,11 +7,12 @@ is handed over under a label that the server does not confirm where it can.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -21,12 +22,12 @@ from april.engines.openai import OpenAIEngine
 from april.engines.openai_metrics import read_metrics
 from april.engines.openai_probe import OpenAIOffer
 from april.engines.openai_wire import TokenShape
-from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, EngineFinish, Health, Request
+from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinish, Health, Request
 from april.engines.server_pool import connect_all
+from april.engines.server_stream import ServerStream
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
-from april.engines.wire_arrays import empty_chunk
-from april.errors import EngineError, EngineUnreachable, RequestRefused
+from april.errors import EngineError, RequestRefused
 
 ABORT_RESEND_S = 1.0
 """While a pause waits for attempts to end; the server may not have known them yet."""
@@ -79,75 +80,9 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: Request) -> ServerStream:
         """One call; raises RequestRefused for what the server must not be asked."""
-        async with self._admission.request(request.attempt_id) as admitted:
-            if not admitted:
-                yield empty_chunk(self._version, EngineFinish.ABORT)
-                return
-            self._check(request)
-            try:
-                again = True
-                while again:
-                    again = False
-                    reader = ReplyReader(self.offer.route, request.attempt_id, self._version, spans=self.offer.spans)
-                    async with aclosing(self._chunks(request, reader)) as chunks:
-                        async for chunk in chunks:
-                            aborted = chunk.finish is EngineFinish.ABORT
-                            again = aborted and reader.count == 0 and self._swept_along(request)
-                            if not again:
-                                yield chunk
-            finally:
-                self._unwanted.discard(request.attempt_id)
-
-    async def _chunks(self, request: Request, reader: ReplyReader) -> AsyncGenerator[Chunk, None]:
-        """The answer of the server, chunk by chunk; the last one when the server's own count has confirmed it."""
-        last: Chunk | None = None
-        route, stream = self.offer.route, self._stream or request.stream
-        body = request_body(route, self.offer.model, request, stream=stream, priority=self.offer.priorities)
-        try:
-            async with aclosing(self._payloads(route, body, stream=stream)) as payloads:
-                async for payload in payloads:
-                    for chunk in reader.read(payload):
-                        if chunk.finish is None:
-                            yield chunk
-                        else:
-                            last = chunk
-                    if reader.failure is not None:
-                        raise reader.failure
-        except EngineUnreachable:
-            if last is not None:
-                # nothing was wrong with its tokens
-                yield replace(last, finish=None)
-            raise
-        if last is None:
-            raise EngineUnreachable(
-                f"{self._client.url}{route} ended without a finish reason after {reader.count} tokens of attempt "
-                f"{request.attempt_id}; has the server died?"
-            )
-        yield last
-
-    async def _payloads(self, route: str, body: bytes, *, stream: bool) -> AsyncGenerator[bytes, None]:
-        """The answer, or the events of a stream without the mark at its end, which must be there."""
-        if not stream:
-            reply = await self._client.call("POST", route, body, timeout_s=None)
-            self._client.require_ok(reply, route)
-            yield reply.body
-            return
-        done = False
-        async with self._client.events(route, body) as events:
-            async for payloads in events:
-                for payload in payloads:
-                    if payload == b"[DONE]":
-                        done = True
-                    else:
-                        yield payload
-        if not done:
-            raise EngineUnreachable(f"{self._client.url}{route}: the stream broke off; has the server died?")
-
-    def _swept_along(self, request: Request) -> bool:
-        """Whether a pause has ended this request before its first token, and nobody wanted that: it is sent again."""
-        return self._capabilities.abort_means is AbortMeans.PAUSE and request.attempt_id not in self._unwanted
+        return _VllmStream(self, request, stream=self._stream or request.stream)
 
     def _check(self, request: Request) -> None:
         """The server shortens what is too long without a word."""
@@ -156,7 +91,8 @@ class VllmEngine:
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        if int(ids.min()) < 0 or int(ids.max()) >= limit.vocab_size:
+        # as unsigned numbers, negative ones are too large as well
+        if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
                 f"{self.name}; is the tokenizer that of the model?"
@@ -334,6 +270,41 @@ class VllmEngine:
         """A control call that may be made twice."""
         reply = await self._client.call("POST", route, body, params=params, retry=True)
         self._client.require_ok(reply, route)
+
+
+class _VllmStream(ServerStream):
+    """One request."""
+
+    __slots__ = ("_engine", "_replies")
+
+    def __init__(self, engine: VllmEngine, request: Request, *, stream: bool) -> None:
+        super().__init__(
+            engine._client, engine._admission, request, engine.offer.route, stream=stream, needs_done=True
+        )
+        self._engine = engine
+
+    def _prepare(self) -> tuple[ReplyReader, bytes]:
+        engine, request, offer = self._engine, self._request, self._engine.offer
+        engine._check(request)
+        self._replies = ReplyReader(offer.route, request.attempt_id, engine._version, spans=offer.spans)
+        body = request_body(offer.route, offer.model, request, stream=self._stream, priority=offer.priorities)
+        return self._replies, body
+
+    def _again(self) -> bool:
+        """A pause has ended this request before its first token, and nobody wanted that."""
+        engine, replies = self._engine, self._replies
+        return (
+            replies.finish is EngineFinish.ABORT
+            and replies.count == 0
+            and engine._capabilities.abort_means is AbortMeans.PAUSE
+            and self._request.attempt_id not in engine._unwanted
+        )
+
+    def _left(self) -> None:
+        self._engine._unwanted.discard(self._request.attempt_id)
+
+    def _weights(self) -> PolicyVersion:
+        return self._engine._version
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:

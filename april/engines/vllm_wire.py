@@ -6,6 +6,7 @@ has a word for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -63,13 +64,13 @@ def request_body(route: str, model: str, request: Request, *, stream: bool, prio
     return msgspec.json.encode(body)
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
 
 
-class _Scored(msgspec.Struct):
+class _Scored(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
 
@@ -110,8 +111,10 @@ class _TextReply(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_TOKEN_DECODER = msgspec.json.Decoder(_TokenReply)
+TOKEN_DECODER = msgspec.json.Decoder(_TokenReply)
+_TOKEN_LIST_DECODER = msgspec.json.Decoder(list[_TokenReply])
 _TEXT_DECODER = msgspec.json.Decoder(_TextReply)
+_TEXT_LIST_DECODER = msgspec.json.Decoder(list[_TextReply])
 
 
 class ReplyReader:
@@ -124,17 +127,51 @@ class ReplyReader:
 
     def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, spans: bool) -> None:
         self._decoder: msgspec.json.Decoder[_TokenReply] | msgspec.json.Decoder[_TextReply] = (
-            _TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
+            TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
+        )
+        self._list_decoder: msgspec.json.Decoder[list[_TokenReply]] | msgspec.json.Decoder[list[_TextReply]] = (
+            _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER
         )
         self._attempt_id = attempt_id
         self._version = version
         self._spans = spans
+        # tokens that are no chunk yet; nothing outside of a call sees any
+        self._ids: list[int] = []
+        self._scores: list[float] = []
         self.count = 0
         """Tokens handed over."""
         self.finish: EngineFinish | None = None
         """Why generation ended, once the server has said it."""
         self.failure: EngineError | None = None
         """To be raised once the chunks that came with it are handed over."""
+
+    def read_all(self, payloads: list[bytes]) -> list[Chunk]:
+        """:meth:`read` of several; where one is wrong, those before it count, and ``failure`` says what is wrong."""
+        chunks: list[Chunk] = []
+        try:
+            for payload, reply in zip(payloads, self._decoded(payloads), strict=False):
+                self._reply(reply, payload, chunks)
+                if self.failure is not None:
+                    break
+        except EngineError as error:
+            self.failure = error
+        self._flush(chunks)
+        return chunks
+
+    def _decoded(self, payloads: list[bytes]) -> Iterable[_TokenReply | _TextReply]:
+        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
+        if len(payloads) > 1:
+            try:
+                return self._list_decoder.decode(b"[%b]" % b",".join(payloads))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                pass
+        return map(self._decode, payloads)
+
+    def _decode(self, payload: bytes) -> _TokenReply | _TextReply:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
 
     def read(self, payload: bytes) -> list[Chunk]:
         """The chunks of one answer or event; the last of a request has its finish.
@@ -143,35 +180,54 @@ class ReplyReader:
             WireError: the answer cannot be true.
             RequestRefused, EngineBusy, EngineError: the server says that it failed.
         """
-        try:
-            reply = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
-        if reply.choices is None:
-            raise self._said(payload)
         chunks: list[Chunk] = []
-        for choice in reply.choices:
-            chunks += self._choice(choice)
-        said = reply.usage.completion_tokens if reply.usage is not None else None
-        if said is not None and self.finish is not None and self.failure is None and said != self.count:
-            raise self._wrong(f"says {said} tokens and came with {self.count}")
+        self._reply(self._decode(payload), payload, chunks)
+        self._flush(chunks)
         return chunks
 
-    def _choice(self, choice: _TokenChoice | _TextChoice) -> list[Chunk]:
+    def _reply(self, reply: _TokenReply | _TextReply, payload: bytes, chunks: list[Chunk]) -> None:
+        if reply.choices is None:
+            raise self._said(payload)
+        for choice in reply.choices:
+            self._choice(choice, chunks)
+        if reply.usage is not None:
+            said = reply.usage.completion_tokens
+            if said is not None and self.finish is not None and self.failure is None and said != self.count:
+                raise self._wrong(f"says {said} tokens and came with {self.count}")
+
+    def _choice(self, choice: _TokenChoice | _TextChoice, chunks: list[Chunk]) -> None:
         ids = choice.token_ids or []
-        logprobs = _logprobs(choice)
         if ids and self.finish is not None:
             raise self._wrong(f"has {len(ids)} tokens more after it ended")
-        if len(ids) != len(logprobs):
-            raise self._wrong(f"has {len(ids)} tokens with {len(logprobs)} log-probabilities")
-        if isinstance(choice, _TokenChoice) and choice.logprobs is not None:
-            for i, scored in zip(ids, choice.logprobs.content or (), strict=True):
-                if i != scored.token_id:
-                    raise self._wrong("has log-probabilities of other tokens than its ids")
+        logprobs = self._logprobs(choice, ids)
         if choice.finish_reason is None:
             self.count += len(ids)
-            return [chunk_of(ids, logprobs, self._version)] if ids else []
-        return self._end(choice, ids, logprobs)
+            self._ids += ids
+            self._scores += logprobs
+        else:
+            self._flush(chunks)
+            chunks += self._end(choice, ids, logprobs)
+
+    def _logprobs(self, choice: _TokenChoice | _TextChoice, ids: list[int]) -> list[float]:
+        """Of these ids; none where the server has sent none."""
+        said = choice.logprobs
+        if isinstance(said, _TokenLogprobs):
+            content = said.content or []
+            if len(content) == len(ids) and [scored.token_id for scored in content] != ids:
+                raise self._wrong("has log-probabilities of other tokens than its ids")
+            logprobs = [scored.logprob for scored in content]
+        else:
+            logprobs = (said.token_logprobs if said is not None else None) or []
+        if len(ids) != len(logprobs):
+            raise self._wrong(f"has {len(ids)} tokens with {len(logprobs)} log-probabilities")
+        return logprobs
+
+    def _flush(self, chunks: list[Chunk]) -> None:
+        """Tokens of several events are one chunk."""
+        if self._ids:
+            ids, scores = self._ids, self._scores
+            self._ids, self._scores = [], []
+            chunks.append(chunk_of(ids, scores, self._version))
 
     def _end(self, choice: _Choice, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         finish = _FINISHES.get(choice.finish_reason or "")
@@ -204,7 +260,9 @@ class ReplyReader:
                 self.failure = foreign_weights(self._attempt_id, str(self._version), span.version)
                 return chunks
             start, end = max(span.start - self.count, 0), span.end - self.count
-            if end > start:
+            if ids and end - start == len(ids):
+                chunks.append(chunk_of(ids, logprobs, version))
+            elif end > start:
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
 
@@ -226,10 +284,3 @@ class ReplyReader:
     def _wrong(self, what: str) -> WireError:
         return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
 
-
-def _logprobs(choice: _TokenChoice | _TextChoice) -> list[float]:
-    if choice.logprobs is None:
-        return []
-    if isinstance(choice.logprobs, _TokenLogprobs):
-        return [scored.logprob for scored in choice.logprobs.content or ()]
-    return choice.logprobs.token_logprobs or []

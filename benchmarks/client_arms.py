@@ -1,0 +1,199 @@
+"""The two clients of ``client_cost``: april whole, and plain asyncio with aiohttp and msgspec, making the same calls.
+
+The plain one has one task per request, as a user without a library would write it: april's bodies, april's typed
+structs, arrays kept. It checks nothing and knows no version, no abort and no books. Both clients check, outside of what
+is measured, that every array they kept is what the server sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import numpy as np
+
+import april
+from april.config_engines import SglangEngineConfig, VllmEngineConfig
+from april.core.sampling import SamplingParams, attempt_seed
+from april.engines import sglang_wire, vllm_wire
+from april.engines.protocol import Float32, Int32, Request
+from benchmarks.arm_result import ArmResult, Round, measured
+from benchmarks.bare_client import Kept, check_kept
+from benchmarks.canned_replies import MODEL, TOKENS_PER_EVENT, VLLM
+from benchmarks.generate_wire import JSON_HEADERS, VOCAB_SIZE, make_prompts
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What a client process does: ``rounds`` times ``in_flight`` requests at once."""
+
+    kind: str
+    stream: bool
+    in_flight: int
+    response_tokens: int
+    prompt_len: int
+    rounds: int
+    samples_per_prompt: int
+
+    @property
+    def route(self) -> str:
+        """Where requests go."""
+        return vllm_wire.TOKEN_ROUTE if self.kind == VLLM else "/generate"
+
+    def body(self, request: Request) -> bytes:
+        """What april sends."""
+        if self.kind == VLLM:
+            return vllm_wire.request_body(self.route, MODEL, request, stream=self.stream, priority=False)
+        interval = TOKENS_PER_EVENT[self.kind] if self.stream else None
+        return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None)
+
+
+class _Pace(asyncio.Protocol):
+    """Lets the server make its next step once this loop has found the events of the one before."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(b"GET /pace HTTP/1.1\r\n\r\n")
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(b"n")
+
+
+async def keep_pace(url: str) -> asyncio.BaseTransport:
+    """Join the server's lock-step from the running loop."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
+    transport, _ = await asyncio.get_running_loop().create_connection(_Pace, address.hostname, address.port)
+    return transport
+
+
+# ---------------------------------------------------------------- plain
+
+
+def run_bare(url: str, case: Case) -> ArmResult:
+    """Raises RuntimeError when an array differs from what was sent."""
+    return asyncio.run(_run_bare(url, case))
+
+
+async def _run_bare(url: str, case: Case) -> ArmResult:
+    prompts = make_prompts(case.in_flight, case.prompt_len, case.samples_per_prompt)
+    costs: list[Round] = []
+    total = 0
+    pace = await keep_pace(url)
+    async with open_session() as session:
+        for number in range(case.rounds):
+            gc.collect()
+            with measured(costs):
+                calls = (bare_call(session, url, case, number, i, prompt) for i, prompt in enumerate(prompts))
+                kept = await asyncio.gather(*calls)
+            total += check_kept(prompts, kept, case.response_tokens)
+            del kept
+    pace.close()
+    return ArmResult("bare", case.in_flight, case.response_tokens, case.prompt_len, costs, total)
+
+
+def open_session() -> aiohttp.ClientSession:
+    """With the settings of april's."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+        headers={"Accept-Encoding": "identity"},
+        trust_env=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        read_bufsize=1 << 18,
+    )
+
+
+async def bare_call(
+    session: aiohttp.ClientSession, url: str, case: Case, number: int, index: int, prompt: Int32
+) -> tuple[Int32, Float32]:
+    """One request; tokens int32 [T] and log-probabilities float32 [T] of its answer."""
+    sampling = SamplingParams(case.response_tokens, seed=attempt_seed(number, index, 0, 0))
+    body = case.body(Request(attempt_id(number, index), prompt, sampling))
+    read = _read_vllm if case.kind == VLLM else _read_sglang
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    async with session.post(url + case.route, data=body, headers=JSON_HEADERS, allow_redirects=False) as response:
+        if response.status != 200:
+            raise RuntimeError(f"request {index} was answered {response.status}: {await response.read()!r}")
+        if not case.stream:
+            read(await response.read(), tokens, logprobs)
+        else:
+            rest = b""
+            async for piece in response.content.iter_any():
+                *events, rest = (rest + piece).split(b"\n\n")
+                for event in events:
+                    if event != b"data: [DONE]":
+                        read(event[6:], tokens, logprobs)
+    return np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32)
+
+
+def attempt_id(number: int, index: int) -> str:
+    """As long as april's."""
+    return f"{number:016x}{index:016x}"
+
+
+def _read_vllm(payload: bytes, tokens: list[int], logprobs: list[float]) -> None:
+    for choice in vllm_wire.TOKEN_DECODER.decode(payload).choices or ():
+        tokens += choice.token_ids or ()
+        if choice.logprobs is not None:
+            logprobs += [scored.logprob for scored in choice.logprobs.content or ()]
+
+
+def _read_sglang(payload: bytes, tokens: list[int], logprobs: list[float]) -> None:
+    reply = sglang_wire.DECODER.decode(payload)
+    tokens += reply.output_ids
+    if reply.meta_info is not None:
+        logprobs += [scored.logprob for scored in reply.meta_info.output_token_logprobs]
+
+
+# ---------------------------------------------------------------- april
+
+
+def run_april(url: str, case: Case) -> ArmResult:
+    """``RolloutScheduler`` with the configured engine; one ``next_batch`` per round. Raises as :func:`run_bare`."""
+    groups = case.in_flight // case.samples_per_prompt
+    config = april.Config(
+        rollout_batch_size=groups,
+        n_samples_per_prompt=case.samples_per_prompt,
+        max_response_len=case.response_tokens,
+        engine=engine_config(url, case),
+    )
+    costs: list[Round] = []
+    total = 0
+    with april.RolloutScheduler(config, prompts=prompts_of(case, case.rounds), reward=None) as scheduler:
+        pace = scheduler._thread.run(keep_pace(url))  # it must answer on the loop that reads the streams
+        for number in range(case.rounds):
+            if number:
+                scheduler.weight_update()  # commits the batch before; not measured
+            gc.collect()
+            with measured(costs):
+                batch = scheduler.next_batch()
+            kept: Kept = [(sample.tokens, sample.logprobs) for sample in batch.samples]
+            total += check_kept([sample.prompt.token_ids for sample in batch.samples], kept, case.response_tokens)
+            del batch, kept
+        scheduler._thread.call(pace.close)
+    return ArmResult("april", case.in_flight, case.response_tokens, case.prompt_len, costs, total)
+
+
+def engine_config(url: str, case: Case) -> VllmEngineConfig | SglangEngineConfig:
+    """vLLM streams where tokens may not be lost; SGLang where its server does it well."""
+    common: dict[str, Any] = {"urls": (url,), "vocab_size": VOCAB_SIZE, "eos_token_ids": (), "logprobs": "processed"}
+    if case.kind == VLLM:
+        return VllmEngineConfig(**common, max_token_loss=1 if case.stream else None)
+    return SglangEngineConfig(**common)
+
+
+def prompts_of(case: Case, rounds: int) -> Iterator[april.Prompt]:
+    """The groups of all rounds."""
+    arrays = make_prompts(case.in_flight, case.prompt_len, case.samples_per_prompt)[:: case.samples_per_prompt]
+    for _ in range(rounds):
+        for token_ids in arrays:
+            yield april.Prompt(token_ids=token_ids)
