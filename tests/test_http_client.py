@@ -177,6 +177,21 @@ def test_closing_ends_what_is_on_its_way() -> None:
     run(program)
 
 
+def test_closing_between_two_pieces() -> None:
+    """Who reads on after the client was closed gets an EngineError, too."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.Response(body=b"x" * 1000)
+            answer = await client.post("/x", b"{}")
+            await client.close()
+            with pytest.raises(EngineUnreachable, match="was closed"):
+                await answer.read()
+            answer.close()
+
+    run(program)
+
+
 def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a good answer nor an error text is read beyond its limit."""
     monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 10_000)

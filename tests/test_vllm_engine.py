@@ -122,11 +122,13 @@ def test_requests_of_others_are_not_hit() -> None:
     run(program)
 
 
-def test_swept_along_is_sent_again() -> None:
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_swept_along_is_sent_again(stream: bool) -> None:
     """With several processes one abort pauses all: a request that nobody wanted ended, without tokens, goes on."""
 
     async def program() -> None:
-        async with served(processes=2, stepped=True, max_running=1) as (server, engine):
+        config = {"max_token_loss": 0} if stream else {}
+        async with served(processes=2, stepped=True, max_running=1, config=config) as (server, engine):
             assert engine.capabilities.abort_means is AbortMeans.PAUSE
             asked = [request(), request([*PROMPT, 9])]
             readings = [asyncio.create_task(read(engine, a)) for a in asked]

@@ -278,6 +278,8 @@ class Answer:
 
         Raises EngineUnreachable when the connection breaks.
         """
+        if self._client._closed:
+            raise EngineUnreachable(f"engine {self._client.name} was closed while a call was on its way")
         self.reading = True
         try:
             return await self._more()

@@ -162,9 +162,11 @@ class ReplyReader:
         """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
         if len(payloads) > 1:
             try:
-                return self._list_decoder.decode(b"[%b]" % b",".join(payloads))
+                replies = self._list_decoder.decode(b"[%b]" % b",".join(payloads))
             except (msgspec.DecodeError, UnicodeDecodeError):
-                pass
+                replies = []
+            if len(replies) == len(payloads):  # a broken one may be two values, or half of one
+                return replies
         return map(self._decode, payloads)
 
     def _decode(self, payload: bytes) -> _TokenReply | _TextReply:

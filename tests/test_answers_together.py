@@ -1,0 +1,60 @@
+"""Several answers that are looked at in one go are read like one after the other, broken ones too."""
+
+from __future__ import annotations
+
+import pytest
+
+from april.core.versions import FIRST_VERSION
+from april.engines import sglang_wire, vllm_wire
+from april.engines.protocol import Chunk
+from april.errors import WireError
+
+
+def vllm_event(token: int) -> bytes:
+    return b'{"choices":[{"token_ids":[%d],"logprobs":{"content":[{"token_id":%d,"logprob":-1.0}]}}]}' % (token, token)
+
+
+def sglang_event(token: int) -> bytes:
+    meta = b'{"id":"%b","output_token_logprobs":[[-1.0,%d,null]]}' % (sglang_wire.rid_of("a").encode(), token)
+    return b'{"output_ids":[%d],"meta_info":%b}' % (token, meta)
+
+
+def vllm_reader() -> vllm_wire.ReplyReader:
+    return vllm_wire.ReplyReader(vllm_wire.TOKEN_ROUTE, "a", FIRST_VERSION, spans=False)
+
+
+def sglang_reader() -> sglang_wire.ReplyReader:
+    return sglang_wire.ReplyReader("a", FIRST_VERSION, incremental=True, labels=False)
+
+
+SERVERS = [(vllm_reader, vllm_event), (sglang_reader, sglang_event)]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens.tolist()]
+
+
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyped-def]
+    """The same tokens, in one chunk."""
+    events = [event(token) for token in (7, 8, 9)]
+    together, alone = reader().read_all(events), reader()
+    assert len(together) == 1
+    assert tokens_of(together) == [7, 8, 9] == tokens_of([chunk for e in events for chunk in alone.read(e)])
+
+
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+def test_two_answers_in_one_event(reader, event) -> None:  # type: ignore[no-untyped-def]
+    """No token is passed over without a word: what came before counts, and the broken event is an error."""
+    read = reader()
+    assert tokens_of(read.read_all([event(1), event(2) + b"," + event(3), event(4)])) == [1]
+    assert isinstance(read.failure, WireError)
+
+
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+def test_one_answer_in_two_events(reader, event) -> None:  # type: ignore[no-untyped-def]
+    """Halves that make one answer when put together are still none."""
+    first, second = event(2).split(b":", 1)
+    read = reader()
+    assert tokens_of(read.read_all([event(1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])) == [1]
+    assert isinstance(read.failure, WireError)
