@@ -136,3 +136,20 @@ def test_a_draw_that_raises_is_the_error_of_the_step(error: BaseException) -> No
         with pytest.raises(april.RolloutError, match="the prompt source failed at prompt 1"):
             rollouts.next_batch()
         rollouts.validate()
+
+
+def test_quick_draws_that_end_late_are_handed_over_once() -> None:
+    """A thread tells of its end after its prompts were taken, perhaps in the middle of a slow draw: it is not heard."""
+    prompts = Gated(6)
+    with scheduler(prompts) as rollouts:
+        seen = []
+        for _ in range(3):
+            seen += numbers(rollouts.next_batch())
+            rollouts.weight_update()
+        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
+        assert prompts.held.wait(20)
+        rollouts.validate()
+        prompts.gate.set()
+        thread.join()
+        assert [*seen, *numbers(out[0])] == list(range(8))
+        rollouts.validate()

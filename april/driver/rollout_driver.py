@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,8 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 
+QUICK_DRAW_S = 0.25
+"""Longest wait of the loop for prompts; after the first draw that takes longer it waits for none any more."""
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
 
@@ -80,6 +83,7 @@ class RolloutDriver:
         self.detokenizer = detokenizer
         self._source = source
         self._draws_beside = draws_beside
+        self._draw_patience_s = QUICK_DRAW_S
         """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
         self._drawing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -313,23 +317,37 @@ class RolloutDriver:
             self.post(ev.PromptsDrawn(*source.draw(count)))
             return
 
-        def fetch() -> Draw:
-            with inside_user_code():
-                return source.fetch(count)
+        drawn: list[Draw] = []
+        done, quick = threading.Event(), False
+
+        def fetch() -> None:
+            try:
+                with inside_user_code():
+                    drawn.append(source.fetch(count))
+            finally:
+                done.set()
+
+        def ended(outcome: Outcome) -> None:
+            """The thread has drawn; a closed driver is not interested."""
+            if quick:
+                return
+            self._drawing = False
+            if outcome.error is not None:
+                self._break(outcome.error)
+            else:
+                self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
 
         try:
-            self._threads.run(self._context.copy(), fetch, (), self._drawn)
-            self._drawing = True
+            self._threads.run(self._context.copy(), fetch, (), ended)
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
-
-    def _drawn(self, outcome: Outcome) -> None:
-        """A thread has drawn; a closed driver is not interested."""
-        self._drawing = False
-        if outcome.error is not None:
-            self._break(outcome.error)
+            return
+        # quick prompts come before anything else happens, so that runs with them repeat exactly
+        quick = done.wait(self._draw_patience_s) and bool(drawn)
+        if quick:
+            self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
         else:
-            self.post(ev.PromptsDrawn(*self._source.hand_over(outcome.take())))
+            self._drawing, self._draw_patience_s = True, 0.0
 
     def _submit(self, command: do.Submit) -> None:
         self.watch.wake()
