@@ -208,7 +208,11 @@ class RecordingProxy:
             response.headers.extend(kept)
             if upstream.content_length is not None:
                 response.content_length = upstream.content_length
-            await response.prepare(request)
+            try:
+                await response.prepare(request)
+            except ConnectionError:
+                exchange.closed_early = True
+                return response
             try:
                 async for piece in upstream.content.iter_any():
                     exchange.sent.append(piece)

@@ -12,9 +12,13 @@ from pathlib import Path
 from april.testing.conformance import Report, Verdict, run
 from april.testing.conformance.servers import served
 from tests.real_engines.environments import ROOT, ROUTER_VERSION, SGLANG_VERSION, VLLM, VLLM_VERSION, environment
+from tests.real_engines.models import EOS, VOCAB_SIZE
 from tests.real_engines.servers import Server, ServerFailed
 
-LONG_TOKENS = 1000
+LONG_TOKENS = {"vllm": 2000, "openai": 2000, "sglang": 1000}
+"""By kind of engine: what is to be cut must still run when a busy client asks for it."""
+OPENAI = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,)}
+"""What such a server does not say itself."""
 IN_PROCESS_S = 900.0
 PATIENCE_S = 240.0
 """Before an engine counts as hanging: 80 long responses on a CPU that others use too take their time."""
@@ -59,11 +63,14 @@ async def test_column(column: Column, models: dict[str, Path], aborts: int) -> R
     async def kill() -> None:
         column.server.kill()
 
+    options: dict[str, object] = dict(OPENAI) if column.kind == "openai" else {}
+    if column.router is not None:
+        options["router"] = column.router.url
+
     async with served(
         column.kind, [column.server.url], model=str(models["first"]), other=str(models["second"]), name=column.name,
         second=None if column.second is None else column.second.url, version=column.version,
-        options={} if column.router is None else {"router": column.router.url},
-        kill=kill, aborts=aborts, long_tokens=LONG_TOKENS,
+        options=options, kill=kill, aborts=aborts, long_tokens=LONG_TOKENS[column.kind],
     ) as subject:  # fmt: skip
         return await run(replace(subject, patience_s=PATIENCE_S), watch=lambda check, text, verdict: tell(verdict))
 
