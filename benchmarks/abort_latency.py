@@ -26,6 +26,7 @@ import msgspec
 import april
 from april.driver.loop_thread import LoopThread
 from april.engines.sglang import ABORTS_AT_ONCE
+from april.engines.sglang_wire import rid_of
 from april.engines.vllm_wire import TOKEN_ROUTE, engine_id
 from benchmarks.canned_replies import SGLANG, VLLM
 from benchmarks.client_arms import Case, attempt_id, bare_call, engine_config, open_session, prompts_of
@@ -106,7 +107,7 @@ class BareClient:
 
         async def some() -> None:
             while ids:
-                await ask("/abort_request", {"rid": ids.pop()})
+                await ask("/abort_request", {"rid": rid_of(ids.pop())})
 
         await asyncio.gather(*(some() for _ in range(ABORTS_AT_ONCE)))
 
