@@ -101,7 +101,7 @@ async def _run_bare(url: str, case: Case) -> ArmResult:
 def open_session() -> aiohttp.ClientSession:
     """With the settings of april's."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
