@@ -107,6 +107,15 @@ async def test_a_cancelled_anext_batch_loses_nothing(turns: int) -> None:
         await asyncio.to_thread(rollouts.close)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt even where a shell has started this process in the background, deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_next_batch_loses_nothing() -> None:
     """Ctrl-C while the trainer waits, as in a notebook: the next call returns the batch."""
     started, release = threading.Event(), threading.Event()
