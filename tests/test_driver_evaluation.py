@@ -111,7 +111,7 @@ def test_an_evaluation_request_begins_again_when_its_engine_dies() -> None:
 
 
 def test_an_evaluation_fails_when_no_engine_is_left() -> None:
-    """The error is that of the engine."""
+    """It waits for one to be well again as long as a step would; then the error is that of the engine."""
 
     async def program() -> None:
         a = Server("a", lengths=20)
@@ -121,6 +121,7 @@ def test_an_evaluation_fails_when_no_engine_is_left() -> None:
             a.die()
             with pytest.raises(april.EngineError, match="engine a died"):
                 await evaluation
+            assert asyncio.get_running_loop().time() >= 5.5 + run.scheduler.config.outage_deadline_s
 
     run_virtual(program())
 

@@ -116,7 +116,8 @@ def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
-    """The engine is named after stall_timeout_s without a token, and asked to end the request; training goes on."""
+    """Silent for stall_timeout_s, it is asked to end the request, which is tried again; after max_attempt_failures the
+    engine is named, and training goes on."""
 
     class Silent(FakeEngine):
         async def generate(self, request: Any) -> Any:
@@ -131,7 +132,9 @@ def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) ->
         async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
             with pytest.raises(april.EngineError, match="engine fake was silent for 100 s in an evaluation"):
                 await run.evaluate([[1, 2]])
-            assert asyncio.get_running_loop().time() == 100 + max(after, 1)
+            # the first try has ``after`` tokens, the others one; after each but the last a probe finds the engine well,
+            # which is seen two seconds later
+            assert asyncio.get_running_loop().time() == (100 + max(after, 1)) + 2 * (2 + 100 + 1)
             assert engine.open_streams == 0
             assert engine.aborts
             assert (await run.next_batch()).id == 0

@@ -13,6 +13,7 @@ from typing import cast
 from april.core import events as ev
 from april.core.engine_table import FIRST_REST_S, LONGEST_REST_S, RESTS_BEFORE_QUARANTINE
 from april.core.tape import AttemptTape
+from april.driver.engine_watch import PROBE_INTERVAL_S
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
 from april.driver.wire_checks import check_chunk
@@ -65,12 +66,19 @@ class EvaluationPool:
                 self._load[name] -= 1
 
     async def _pick(self, failure: EngineError | None) -> str:
-        """The engine for the next request; waits while all that are well want to be left alone."""
+        """The engine for the next request; waits while all that are well want to be left alone.
+
+        Waits as well, up to outage_deadline_s, for one of which a probe may find that it is well again.
+        """
         core, loop = self._driver.core, asyncio.get_running_loop()
+        deadline = loop.time() + core.settings.outage_deadline_s
         while True:
             states = core.engines.states
             well = [n for n, s in states.items() if not s.quarantined and s.version == core.clock.current]
             if not well:
+                if any(s.quarantined for s in states.values()) and loop.time() < deadline:
+                    await asyncio.sleep(PROBE_INTERVAL_S)
+                    continue
                 if failure is not None:
                     raise failure
                 all_ill = all(s.quarantined for s in states.values())
