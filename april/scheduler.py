@@ -161,7 +161,8 @@ class RolloutScheduler:
         Args:
             path: directory from which the engines load the new weights, where they can.
             transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
-                Neither: the engines already have them (an embedded engine reads the model in place).
+                Neither: the engines already have them (an embedded engine reads the model in place; servers do not:
+                they only get the new version's name, so give one of the two).
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some

@@ -173,6 +173,8 @@ class VllmEngine:
             await self._empty_cache()
             await self.set_label(version)
         self._version, self._torn = version, ""
+        # a server that was started anew and has these weights now is the present one
+        self._started_s = (await read_metrics(self._client)).started_s
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
