@@ -124,7 +124,7 @@ def test_a_path_where_the_server_has_no_route(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"developer": False}], ids=["label", "start of the process"])
 def test_a_restart_is_seen(options: dict[str, Any]) -> None:
-    """A server that was started anew has not the weights that it was given here."""
+    """A server that was started anew has not the weights that it was given here, until it is given some."""
 
     async def program() -> None:
         async with served(**options) as (server, engine):
@@ -133,6 +133,10 @@ def test_a_restart_is_seen(options: dict[str, Any]) -> None:
             health = await engine.health()
             assert health.ok
             assert not health.current
+            await engine.pause()
+            await engine.update_weights(PolicyVersion(0, 1))
+            await engine.resume()
+            assert (await engine.health()).current
             server.die()
             assert not (await engine.health()).ok
 
