@@ -61,8 +61,8 @@ async def served(key: str | None = KEY) -> AsyncIterator[tuple[Answers, HttpClie
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, RequestRefused), (401, RequestRefused), (404, RequestRefused), (429, EngineBusy), (500, EngineError),
-     (502, EngineError), (503, EngineBusy)],
+    [(400, RequestRefused), (422, RequestRefused), (401, EngineError), (404, EngineError), (429, EngineBusy),
+     (500, EngineError), (502, EngineError), (503, EngineBusy)],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True], ids=["call", "events"])
 def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool) -> None:
@@ -235,7 +235,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) -> Non
             await client.call("GET", "/x")
             assert answers.seen[0].headers["Authorization"] == f"Bearer {KEY}"
             answers.answer = lambda: web.Response(status=401)
-            with pytest.raises(RequestRefused) as caught:
+            with pytest.raises(EngineError) as caught:
                 await client.json("GET", "/x")
             assert KEY not in repr(client) + str(caught.value) + repr(caught.value) + caplog.text
 

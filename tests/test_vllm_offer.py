@@ -13,7 +13,7 @@ from april.config_engines import VllmEngineConfig
 from april.engines.http_client import HttpClient
 from april.engines.protocol import AbortMeans, LogprobKind
 from april.engines.vllm_offer import VllmOffer, probe_vllm
-from april.errors import ConfigError, EngineError, RequestRefused
+from april.errors import ConfigError, EngineError
 from april.testing.fake_vllm_server import FakeVllmServer
 
 
@@ -94,7 +94,7 @@ def test_key() -> None:
     async def program() -> None:
         server = FakeVllmServer(api_key="secret-key")
         await server.start()
-        with pytest.raises((ConfigError, RequestRefused), match="401") as caught:
+        with pytest.raises((ConfigError, EngineError), match="401") as caught:
             await probed(server, "wrong-secret", **KNOWN)
         assert "wrong-secret" not in str(caught.value)
         assert (await probed(server, "secret-key", **KNOWN)).token_route

@@ -189,9 +189,7 @@ class HttpClient:
         if reply.ok:
             return
         said = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
-        if reply.status in (429, 503):
-            raise EngineBusy(said, _seconds(reply.retry_after))
-        raise (RequestRefused if 400 <= reply.status < 500 else EngineError)(said)
+        raise failure_of(reply.status, said, _seconds(reply.retry_after))
 
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
@@ -319,6 +317,13 @@ class _Calling:
         self._client._callers.discard(self._task)
         if kind is asyncio.CancelledError and (cut := self._client._what_cut(self._task)):
             raise cut from None
+
+
+def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
+    """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
+    if status in (429, 503):
+        return EngineBusy(text, retry_after_s)
+    return RequestRefused(text) if status in (400, 413, 422) else EngineError(text)
 
 
 def error_text(body: bytes) -> str:

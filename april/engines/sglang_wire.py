@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text
+from april.engines.http_client import error_text, failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.wire_arrays import chunk_of, empty_chunk
-from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+from april.errors import EngineError, WireError
 
 
 class Finish(msgspec.Struct, gc=False):
@@ -253,7 +253,7 @@ class ReplyReader:
             return chunks
         status = finish.status_code
         if finish.type == "abort" and status is not None and 400 <= status < 600:
-            self.failure = _failure(status, f"the server gave the request up ({status}): {_short(finish.message)}")
+            self.failure = failure_of(status, f"the server gave the request up ({status}): {_short(finish.message)}")
             return chunks
         reason = _FINISHES.get(finish.type)
         if reason is None:
@@ -307,13 +307,7 @@ def _said(reply: Reply, payload: bytes) -> EngineError:
     if reply.error is None and reply.message is None:
         return WireError(f"the server's answer has neither meta_info nor an error ({len(payload)} bytes)")
     code = reply.error.get("code") if isinstance(reply.error, dict) else None
-    return _failure(code if isinstance(code, int) else 500, f"the server refused the request: {error_text(payload)}")
-
-
-def _failure(status: int, text: str) -> EngineError:
-    if status in (429, 503):
-        return EngineBusy(text)
-    return RequestRefused(text) if 400 <= status < 500 else EngineError(text)
+    return failure_of(code if isinstance(code, int) else 500, f"the server refused the request: {error_text(payload)}")
 
 
 def _short(message: str | None) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text
+from april.engines.http_client import error_text, failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.weight_labels import cover, foreign_weights, version_of
 from april.engines.wire_arrays import chunk_of, empty_chunk
-from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+from april.errors import EngineError, WireError
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -279,9 +279,7 @@ class ReplyReader:
                 f"({len(payload)} bytes)"
             )
         code = error.get("code") if isinstance(error, dict) else None
-        if code in (429, 503):
-            return EngineBusy(text)
-        return RequestRefused(text) if isinstance(code, int) and 400 <= code < 500 else EngineError(text)
+        return failure_of(code if isinstance(code, int) else 500, text)
 
     def _wrong(self, what: str) -> WireError:
         return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
