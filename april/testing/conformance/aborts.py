@@ -139,7 +139,8 @@ async def prefix_free_ids(bench: Bench) -> Figures:
     refused = 0
     for stem in (bench.new_id()[:-1] + "-", "c"):
         ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
-        readings = [bench.start(bench.request(i, attempt_id=id)) for i, id in enumerate(ids)]
+        length = bench.subject.long_tokens // 2
+        readings = [bench.start(bench.request(i, length, attempt_id=id)) for i, id in enumerate(ids)]
         await bench.caught(readings)
         started = [r for r in readings if not isinstance(r.error, EngineError)]
         refused += len(readings) - len(started)
