@@ -111,8 +111,8 @@ def _ends(c: Capabilities, kind: ServerKind, given: bool) -> Finding:
         return Finding("ends", Level.OK, "no id but a stop id ends a response, as engine.eos_token_ids says")
     return _limited(
         kind, "ends",
-        "not known which ids end a response, only that the server says so: one that is cut right behind its end, before "
-        "that is said, would be continued",
+        "not known which ids end a response, only that the server says so: one that is cut right behind its end, "
+        "before that is said, would be continued",
         "no response is continued behind its end",
     )  # fmt: skip
 

@@ -32,7 +32,8 @@ _REMEDIES = {
     (ServerKind.VLLM, "processes"): "start the server with --api-server-count 1, or one server per engine",
     (ServerKind.VLLM, "versions"): _DEVELOPER,
     (ServerKind.VLLM, "log-probabilities"): "start the server with --logprobs-mode processed_logprobs",
-    (ServerKind.VLLM, "new weights"): f"{_DEVELOPER}, bound to a private address, as its key does not guard those routes",
+    (ServerKind.VLLM, "new weights"): f"{_DEVELOPER}, bound to a private address, as its key does not guard those "
+    "routes",
     (ServerKind.SGLANG, "abort"): "start the server with --incremental-streaming-output",
     (ServerKind.SGLANG, "versions"): "upgrade SGLang",
     (ServerKind.SGLANG, "log-probabilities"): "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB, or, if that is "

@@ -26,7 +26,8 @@ def checked_url(url: str) -> str:
         # a user, a password or a query may be a secret
         shown, query, _ = url.rpartition("@")[2].partition("?")
         shown += f"{query}..." if query else ""
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {shown!r}{_instead(url, parts, right)}")
+        instead = _instead(url, parts, right)
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {shown!r}{instead}")
     if parts.hostname in _EVERYWHERE:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
