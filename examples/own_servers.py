@@ -4,8 +4,8 @@ Start the servers (docs/servers.md says how), then run this with the directory o
 
     python examples/own_servers.py --kind vllm --urls http://127.0.0.1:8000 --model MODEL --shared-dir /shared/run
 
-``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a stand-in
-that runs without a GPU and leaves the weights as they are, so that everything else can be tried first.
+``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
+stand-in that leaves the weights as they are, so that everything else can be tried first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from april.driver.rewards import Response
 # ---------------------------------------------------------------- yours
 
 
-def prompts() -> Iterator[april.Prompt]:
-    """Token ids of your questions; ``data`` comes back in the reward. A list or a data loader will do as well."""
+def prompts() -> Iterator[dict[str, Any]]:
+    """Token ids of your questions; the rest is ``prompt.data`` in the reward. A list will do as well."""
     for number in itertools.count():
-        yield april.Prompt([3 + number % 97, 5, 7], data={"number": number})
+        yield {"token_ids": [3 + number % 97, 5, 7], "number": number}
 
 
 def reward(prompt: april.Prompt, response: Response) -> float:

@@ -44,7 +44,8 @@ def model(tmp_path: Path) -> Path:
 def arguments(kind: str, servers: list[Any], model: Path, shared: Path) -> list[str]:
     urls = [server if isinstance(server, str) else server.url for server in servers]
     return [
-        "--kind", kind, "--urls", *urls, "--model", str(model), "--shared-dir", str(shared), "--steps", str(STEPS), *KNOWN,
+        "--kind", kind, "--urls", *urls, "--model", str(model), "--shared-dir", str(shared), "--steps", str(STEPS),
+        *KNOWN,
     ]  # fmt: skip
 
 
