@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,27 @@ def test_the_multi_turn_function_in_the_readme_runs() -> None:
     for sample in batch.samples:
         assert (sample.loss_mask == 0).sum() == 3
         assert sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7]
+
+
+def test_the_engine_field_in_the_readme_is_one() -> None:
+    """The lines for servers, copied from the README, make a configuration with two engines, of each kind it names."""
+    code = block('"kind": "vllm"')
+    for kind in ("vllm", "sglang", "openai"):
+        assert f'"{kind}"' in code
+        space: dict[str, Any] = {"april": april}
+        exec(compile(code.replace('"vllm"', f'"{kind}"', 1), "README.md", "exec"), space)  # noqa: S102 - as above
+        assert (space["config"].engine.kind, len(space["config"].engine.urls)) == (kind, 2)
+
+
+def test_the_extras_in_the_readme_are_those_of_the_package() -> None:
+    """Every extra has a row with the packages that it brings; so has the base install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = {"(none)": project["dependencies"], **project["optional-dependencies"]}
+    rows = dict(re.findall(r"^\| `?([\w()]+)`? \| [^|]+ \|([^|]*)\|$", README, re.M))
+
+    for name, packages in wanted.items():
+        named = [re.split(r"[>=<\[]", package)[0] for package in packages]
+        assert rows[name].strip() == ("" if named == ["april-rl"] else ", ".join(named)), name
 
 
 def test_every_command_in_the_readme_is_run_by_ci() -> None:
