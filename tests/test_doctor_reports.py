@@ -221,6 +221,8 @@ def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
         (sentence,) = sentences(report)
         assert f"the servers differ in their {words} ({one}), " in sentence
         assert report.verdict is verdict
+        assert len(report.not_promised) == (verdict is Verdict.LIMITED)
+        assert all(report.not_promised)
     offers.clear()
     report = asyncio.run(examine_urls([one, two], None, PATIENT))
     assert (report.together, report.verdict) == ([], Verdict.EXACT)

@@ -57,7 +57,7 @@ class Finding:
     advice: str = ""
     """What to do about it; empty if nothing."""
     promise: str = ""
-    """What april does not promise because of it, in words that end the sentence "it is not promised that ..."."""
+    """What april does not promise because of it, in words that end "april does not promise that"; for every limit."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Report:
     @property
     def not_promised(self) -> list[str]:
         """What april does not promise with these servers, each once."""
-        return list(dict.fromkeys(f.promise or f.sentence for f in self.all if f.level is Level.LIMITED))
+        return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
