@@ -156,3 +156,25 @@ def test_links_in_the_documents_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_servers_on_the_page_are_started_as_the_suite_starts_them() -> None:
+    """docs/servers.md has, for a CPU, the flags with which the real servers are run, and names those that are more."""
+    page = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    commands = (ROOT / "tests" / "real_engines" / "commands.py").read_text("utf-8")
+    vllm, sglang, router = (
+        part.partition("return Server(")[0] for part in re.split(r"^def \w+_server\(", commands, flags=re.M)[1:]
+    )
+
+    def flags(text: str) -> set[str]:
+        return set(re.findall(r"--[a-z][a-z-]+[a-z]", text))
+
+    def shown(word: str) -> set[str]:
+        (found,) = [b for b in re.findall(r"^```\w*\n(.*?)^```$", page, re.S | re.M) if word in b]
+        return flags(found)
+
+    assert shown("VLLM_CPU_KVCACHE_SPACE") - {"--logprobs-mode", "--scheduling-policy"} == (
+        flags(vllm) - {"--served-model-name"}
+    )
+    assert shown("SGLANG_USE_CPU_ENGINE") == flags(sglang) - {"--enable-metrics"}
+    assert shown("launch_router") == flags(router) - {"--prometheus-port"}
