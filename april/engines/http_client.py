@@ -270,8 +270,10 @@ class HttpClient:
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
-        why = str(error) or type(error).__name__
-        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; is the server alive?")
+        why, hint = str(error) or type(error).__name__, "is the server alive?"
+        if "WRONG_VERSION_NUMBER" in why:
+            hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
+        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; {hint}")
 
 
 class Answer:
