@@ -35,7 +35,7 @@ from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
 from april.driver.user_code import Outcome, describe, inside_user_code
-from april.driver.weight_updates import WeightUpdates
+from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
 from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
@@ -189,8 +189,10 @@ class RolloutDriver:
     ) -> PolicyVersion:
         """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
 
-        Raises whatever ``transfer`` or an engine raises; the version stays then. See :class:`WeightUpdates`.
+        Raises ConfigError, before anything happens, if servers would get nothing; and whatever ``transfer`` or an
+        engine raises: the version stays then. See :class:`WeightUpdates`.
         """
+        path = directory_for(self.engines, path, written=transfer is not None)
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from april.core.state import RolloutCore
 from april.core.versions import PolicyVersion
 from april.driver.user_code import describe
 from april.engines.protocol import Engine
-from april.errors import EngineBusy, EngineError, EngineUnreachable
+from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable
 
 log = logging.getLogger("april")
 
@@ -258,6 +259,23 @@ class WeightUpdates:
             if not limit.expired():
                 raise
             raise EngineUnreachable(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
+
+
+def directory_for(engines: Mapping[str, Engine], path: str | None, *, written: bool) -> str | None:
+    """The path of an update as all engines understand it: absolute for servers, which run in another directory.
+
+    Raises:
+        ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be the old weights
+            under the name of the new ones.
+    """
+    servers = [name for name, engine in engines.items() if engine.capabilities.remote]
+    if servers and path is None and not written:
+        raise ConfigError(
+            f"weight_update: {', '.join(servers)} would keep the old weights under the new version; give path=, a "
+            "directory that every server can read, or transfer=, a function that hands the weights over (one that does "
+            "nothing says that the servers have them already)"
+        )
+    return os.path.abspath(path) if servers and path is not None else path
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
