@@ -15,6 +15,7 @@ from core_world import EOS, Held, Key, Life, Running, Token, World
 from april.core import commands as do
 from april.core import events as ev
 from april.core.admission_cap import AdmissionCap
+from april.core.engine_table import RESTS_BEFORE_QUARANTINE
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -83,6 +84,8 @@ class CorePlayer:
         self.confirmed = {e.name for e in self.engines}
         self.caps = {e.name: AdmissionCap(e.max_in_flight) for e in self.engines}
         self.rests: dict[int, str] = {}
+        self.in_a_row = dict.fromkeys(self.caps, 0)
+        """How often an engine had to rest without a request that it ended in order between."""
         self.busy = ""  # the engine that says so at this moment, soon to be among those that rest
         self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
         self.scored: list[tuple[int, list[tuple[int, int]]]] = []
@@ -133,7 +136,7 @@ class CorePlayer:
             case do.Fence(engine, ids):
                 for attempt_id in ids:
                     assert self.world.running[attempt_id].engine == engine
-                    self.over(attempt_id, "abort")
+                    self.over(attempt_id, "fenced")
             case do.CallCompleted(sample):
                 self.completed(tuple(sample.id), sample.calls[-1])
             case do.ScoreSample(sample):
@@ -416,8 +419,7 @@ class CorePlayer:
             self.quarantined.discard(name)
             if event.version is not None:
                 self.confirmed.add(name)
-            if self.confirmed - self.quarantined:
-                self.outage = 0  # its timer is void
+            self.is_outage_over()
         elif isinstance(event, ev.EngineStale):
             self.confirmed.discard(name)
             for running in self.world.running.values():
@@ -426,6 +428,11 @@ class CorePlayer:
             self.caps[name].report(self.at(name), event.running, event.waiting, event.kv_usage, event.preemptions)
         self.send(event)
         assert name in self.quarantined or not isinstance(event, ev.EngineFailed)
+
+    def is_outage_over(self) -> None:
+        """One engine that is well, has the weights and is not busy for ever: the timer of the outage is void."""
+        if any(self.in_a_row[name] <= RESTS_BEFORE_QUARANTINE for name in self.confirmed - self.quarantined):
+            self.outage = 0
 
     def fire(self, timer: int) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
@@ -447,17 +454,21 @@ class CorePlayer:
         self.gone.append(attempt_id)
         self.aborting.pop(attempt_id, None)
         running = self.world.keep(attempt_id, corrupt=finish == "corrupt")
-        if finish in ("stop", "length", "abort"):
+        if finish in ("stop", "length") or (finish == "abort" and (running.tokens or running.after_stop)):
             self.caps[running.engine].request_ended(self.at(running.engine))
+            self.in_a_row[running.engine] = 0
+            self.is_outage_over()
         if finish == "busy":
-            self.caps[running.engine].refused(self.at(running.engine))
+            alone = running.engine in {*self.rests.values(), *self.quarantined}
+            self.caps[running.engine].refused(self.at(running.engine), again=alone)
+            self.in_a_row[running.engine] += not alone
         if running.dropped is not None:
             return
         life = self.world.life(running.key)
+        if running.doubtful:
+            return
         if finish == "refused":
             self.world.drop_group(running.key[0], "failed")
-        elif running.doubtful:
-            return
         elif running.stopped:
             self.completing(life, "stop")
         elif finish in ("stop", "length"):
@@ -571,8 +582,7 @@ class CorePlayer:
                     world.begin_again(key, "stale")
                 elif key[0] in world.held:
                     world.drop_group(key[0], "stale")
-        if self.confirmed - self.quarantined:
-            self.outage = 0  # its timer is void
+        self.is_outage_over()
         self.send(ev.WeightsUpdated(PolicyVersion(*world.version), engines))
 
     # ---------------------------------------------------------------- looking

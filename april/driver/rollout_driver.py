@@ -364,6 +364,8 @@ class RolloutDriver:
 
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
+        if command.why:
+            log.warning("%s", command.why)
 
         def fired() -> None:
             self.streams.catch_up()  # it may fence attempts, which closes their tapes
