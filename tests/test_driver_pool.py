@@ -279,6 +279,31 @@ def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     run_virtual(program())
 
 
+@pytest.mark.parametrize("what", ["pause", "update_weights"])
+def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
+    """One is being healed, the only other one fails: nobody has the new weights, so there is no new version."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("/first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            a.hangs = {"update_weights"}
+            await step
+            b.hangs = {what}
+            with pytest.raises(april.EngineError, match=f"engine b has not answered {what}"):
+                await run.weight_update("/second")
+            assert run.version == PolicyVersion(0, 1)
+            a.hangs = b.hangs = set()
+            assert await run.weight_update("/third") == PolicyVersion(0, 2)
+            await run.next_batch()
+            run.audit()
+
+    run_virtual(program())
+
+
 def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
     """There is nobody else to go on with."""
 

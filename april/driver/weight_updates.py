@@ -93,7 +93,7 @@ class WeightUpdates:
             asked = set(self._engines) - dead
             self._unopened |= asked
             paused = await self.on_all_engines("pause", lambda engine: engine.pause(), without=dead, hurry=True)
-            dead |= self._leave_out({name: error for name, error in paused.items() if error is not None})
+            dead |= self._leave_out({name: error for name, error in paused.items() if error is not None}, dead)
             _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
                 await transfer()
@@ -105,7 +105,7 @@ class WeightUpdates:
             self._unopened -= {name for name, error in results.items() if error is None}
             failed = {name: error for name, error in results.items() if error is not None}
             if not self._closed():  # closed engines need not resume
-                left_out = self._leave_out(failed)
+                left_out = self._leave_out(failed, dead)
                 if self._core.clock.current == version:
                     # the update is done, whatever a single engine makes of its resumption
                     failed = {name: error for name, error in failed.items() if name not in left_out}
@@ -115,9 +115,9 @@ class WeightUpdates:
             if cancelled is not None:
                 raise cancelled
 
-    def _leave_out(self, failed: Mapping[str, BaseException]) -> set[str]:
-        """Engines that failed and can be done without: quarantined now, until a probe finds them well."""
-        if not failed or len(failed) == len(self._engines):
+    def _leave_out(self, failed: Mapping[str, BaseException], dead: set[str]) -> set[str]:
+        """Engines that failed and can be done without, as not all others are ``dead``: quarantined until a probe."""
+        if len(dead.union(failed)) == len(self._engines):
             return set()
         for name, error in failed.items():
             log.warning("engine %s is left out of the weight update: %s", name, describe(error))
@@ -133,11 +133,11 @@ class WeightUpdates:
         results, cancelled = await _to_its_end(loading)
         self._note_torn(results, loads=path is not None)
         lost = {n: e for n, e in results.items() if isinstance(e, (EngineUnreachable, EngineBusy))}
-        if len(lost) < len(results):
-            dead |= self._leave_out(lost)
+        dead |= self._leave_out(lost, dead)
         results = {name: error for name, error in results.items() if name not in dead}
         self._note_half_update(results, written)
         _raise_first(results)
+        assert results, "an update that reached no engine is none"
         self._path, self._known = path, path is not None and not written
         then()
         self._post(ev.WeightsUpdated(version, tuple(results) if dead else None))
