@@ -183,6 +183,29 @@ def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monkeypatc
     run_virtual(program())
 
 
+def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> None:
+    """Each answer counts as it comes, and each server is asked again in its own time."""
+
+    class Silent(Server):
+        async def health(self) -> Health:
+            await asyncio.sleep(1000)
+            raise AssertionError
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Silent("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("/first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3 * LOOK_INTERVAL_S / 2)
+            a.lose_weights("of others")
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            assert run.scheduler._driver.core.counters["stale_engines"] == 1
+            await step
+            run.audit()
+
+    run_virtual(program())
+
+
 def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
     """april does not know where these weights are: no request goes there before it has the next ones."""
 

@@ -93,6 +93,8 @@ class RolloutDriver:
         self._loading = False
         self._taken: list[int] = []
         self._waiting = _Waiting()
+        self.engines_changed = asyncio.Event()
+        """Set when an engine may have room again, for evaluations that wait for one."""
         self._context = copy_context()
         self._threads = WorkerThreads()
         self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
@@ -370,6 +372,7 @@ class RolloutDriver:
         def fired() -> None:
             self.streams.catch_up()  # it may fence attempts, which closes their tapes
             self.post(ev.TimerFired(command.timer))
+            self.engines_changed.set()
 
         loop.call_later(command.seconds, fired)
 
