@@ -159,10 +159,10 @@ class RolloutScheduler:
         """Tell april that the trainer has updated: commits the leased batches and raises the policy version.
 
         Args:
-            path: directory from which the engines load the new weights, where they can.
+            path: directory from which the engines load the new weights, where they can; servers get it as an absolute
+                path.
             transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
-                Neither: the engines already have them (an embedded engine reads the model in place; servers do not:
-                they only get the new version's name, so give one of the two).
+                Neither: the engines read the model in place, as embedded ones do. Servers do not, so this is refused.
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some
@@ -170,6 +170,7 @@ class RolloutScheduler:
             was found dead before is left out, and gets no requests until a later call has reached it.
 
         Raises:
+            ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
         """

@@ -15,6 +15,7 @@ from core_world import EOS, Held, Key, Life, Running, Token, World
 from april.core import commands as do
 from april.core import events as ev
 from april.core.admission_cap import AdmissionCap
+from april.core.engine_table import RESTS_BEFORE_QUARANTINE
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -77,12 +78,12 @@ class CorePlayer:
         """Requests whose stop string the core has not heard of."""
         self.functions: set[Key] = set()
         self.timers: list[int] = [0]
-        self.outage = 0
-        self.old_version = self.world.version
+        self.outage, self.old_version = 0, self.world.version
         self.quarantined: set[str] = set()
         self.confirmed = {e.name for e in self.engines}
         self.caps = {e.name: AdmissionCap(e.max_in_flight) for e in self.engines}
         self.rests: dict[int, str] = {}
+        self.in_a_row = dict.fromkeys(self.caps, 0)  # refusals of an engine, of which each is a rest
         self.busy = ""  # the engine that says so at this moment, soon to be among those that rest
         self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
         self.scored: list[tuple[int, list[tuple[int, int]]]] = []
@@ -116,8 +117,7 @@ class CorePlayer:
                 life = self.world.life(sample.id)
                 assert life.where == "new"
                 assert sample.id not in self.functions
-                assert self.stepping
-                assert not self.paused
+                assert self.stepping > self.paused
                 life.where = "started"
                 self.functions.add(tuple(sample.id))
             case do.CancelSample(sample):
@@ -133,7 +133,7 @@ class CorePlayer:
             case do.Fence(engine, ids):
                 for attempt_id in ids:
                     assert self.world.running[attempt_id].engine == engine
-                    self.over(attempt_id, "abort")
+                    self.over(attempt_id, "fenced")
             case do.CallCompleted(sample):
                 self.completed(tuple(sample.id), sample.calls[-1])
             case do.ScoreSample(sample):
@@ -163,8 +163,7 @@ class CorePlayer:
                 assert engine not in self.quarantined
                 self.quarantined.add(engine)
             case do.Paused():
-                assert self.paused
-                assert not self.world.running
+                assert self.paused > bool(self.world.running)
             case do.Deliver(batch):
                 check_batch(self, batch)
             case do.EndOfData(kept):
@@ -202,8 +201,7 @@ class CorePlayer:
         world.position += count
         world.exhausted |= count < wanted
         commands = self.send(ev.PromptsDrawn(prompts, count < wanted, error))
-        if error is not None and self.core.step is None:
-            assert not self.stepping
+        assert error is None or self.core.step is not None or not self.stepping
         return commands
 
     def prompt(self, k: int) -> np.ndarray[Any, Any]:
@@ -215,8 +213,7 @@ class CorePlayer:
 
     def room(self, key: Key) -> int:
         """Longest response."""
-        prompt = self.prompt(self.world.held[key[0]].prompt)
-        return min(self.settings.max_response_len, self.context - len(prompt))
+        return min(self.settings.max_response_len, self.context - len(self.prompt(self.world.held[key[0]].prompt)))
 
     def script(self, key: Key, turn: int) -> tuple[list[int] | None, SamplingParams]:
         """What this sample's function asks for in its call number ``turn``: tokens of the environment, or as is."""
@@ -355,23 +352,19 @@ class CorePlayer:
         """A request: what it asks for is exactly what is missing."""
         key = tuple(attempt.sample.id)
         world, life = self.world, self.world.life(key)
-        assert self.stepping, "submitted outside of a step"
-        assert not self.paused, "submitted while nothing may start"
+        assert self.stepping > self.paused, "submitted outside of a step, or while nothing may start"
         assert life.where == "waiting"
         assert life.attempt is None, "two requests for one sample"
         assert attempt.id not in self.all_ids
         assert len(attempt.id) == 32
-        engines = [e.name for e in self.engines if self.has_room(e)]
-        assert attempt.engine in engines
+        assert attempt.engine in (engines := [e.name for e in self.engines if self.has_room(e)])
         assert attempt.engine != life.avoid or len(engines) == 1, "the latest one broke off there"
-        prompt = self.prompt(world.held[key[0]].prompt).tolist()
-        assert attempt.token_ids.tolist() == prompt + [t.id for t in life.tape]
+        assert attempt.token_ids.tolist() == [*self.prompt(world.held[key[0]].prompt), *(t.id for t in life.tape)]
         assert attempt.sampling.max_tokens == self.left(key) > 0
         self.all_ids.add(attempt.id)
         life.attempt = attempt.id
         world.running[attempt.id] = Running(key, attempt.engine, attempt.sampling.max_tokens)
-        starting = sum(x.where == "started" for g in world.held.values() for x in g.lives)
-        assert len(world.running) + starting <= self.settings.max_in_flight
+        assert len(world.running) + len(self.keys("started")) <= self.settings.max_in_flight
 
     def hand_over(self, attempt_id: str, count: int, *, end: bool = False) -> None:
         """An engine gives tokens, ``end``: the last one is EOS if the budget and min_tokens allow it.
@@ -416,16 +409,20 @@ class CorePlayer:
             self.quarantined.discard(name)
             if event.version is not None:
                 self.confirmed.add(name)
-            if self.confirmed - self.quarantined:
-                self.outage = 0  # its timer is void
         elif isinstance(event, ev.EngineStale):
             self.confirmed.discard(name)
             for running in self.world.running.values():
                 running.doubtful |= running.engine == name
         elif isinstance(event, ev.EngineLoad):
             self.caps[name].report(self.at(name), event.running, event.waiting, event.kv_usage, event.preemptions)
+        self.is_outage_over()
         self.send(event)
         assert name in self.quarantined or not isinstance(event, ev.EngineFailed)
+
+    def is_outage_over(self) -> None:
+        """The timer of the outage is void once an engine is well, has the weights and is not busy for ever."""
+        if any(self.in_a_row[name] <= RESTS_BEFORE_QUARANTINE for name in self.confirmed - self.quarantined):
+            self.outage = 0
 
     def fire(self, timer: int) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
@@ -447,17 +444,21 @@ class CorePlayer:
         self.gone.append(attempt_id)
         self.aborting.pop(attempt_id, None)
         running = self.world.keep(attempt_id, corrupt=finish == "corrupt")
-        if finish in ("stop", "length", "abort"):
+        if finish in ("stop", "length") or (finish == "abort" and (running.tokens or running.after_stop)):
             self.caps[running.engine].request_ended(self.at(running.engine))
+            self.in_a_row[running.engine] = 0
+            self.is_outage_over()
         if finish == "busy":
-            self.caps[running.engine].refused(self.at(running.engine))
+            again = running.engine in {*self.rests.values(), *self.quarantined}
+            self.caps[running.engine].refused(self.at(running.engine), again=again)
+            self.in_a_row[running.engine] += not again
         if running.dropped is not None:
             return
         life = self.world.life(running.key)
+        if running.doubtful:
+            return
         if finish == "refused":
             self.world.drop_group(running.key[0], "failed")
-        elif running.doubtful:
-            return
         elif running.stopped:
             self.completing(life, "stop")
         elif finish in ("stop", "length"):
@@ -523,7 +524,7 @@ class CorePlayer:
             self.complete(group_id)
             self.send(ev.Scored(group_id, rewards))
             return
-        bad = wanted[self.handed % len(wanted)][0] if how == "nan" else wanted[0][0]
+        bad = wanted[self.handed % len(wanted) if how == "nan" else 0][0]
         blamed = lives[bad] if lives[bad].where == "scoring" else next(x for x in lives if x.where == "scoring")
         blamed.failures += 1
         if blamed.failures >= self.settings.max_attempt_failures:
@@ -571,8 +572,7 @@ class CorePlayer:
                     world.begin_again(key, "stale")
                 elif key[0] in world.held:
                     world.drop_group(key[0], "stale")
-        if self.confirmed - self.quarantined:
-            self.outage = 0  # its timer is void
+        self.is_outage_over()
         self.send(ev.WeightsUpdated(PolicyVersion(*world.version), engines))
 
     # ---------------------------------------------------------------- looking

@@ -35,15 +35,55 @@ def test_it_goes_up_again_only_when_it_binds_and_there_is_room() -> None:
     assert cap.measured is None
 
 
-def test_an_engine_that_says_nothing_is_tried_one_by_one() -> None:
-    """After a refusal each request that ends in order makes room for one more."""
+def test_preemptions_are_not_set_against_what_is_left_at_the_end_of_a_step() -> None:
+    """They happened while many ran; of the few that run now, and of an idle engine, they say nothing."""
     cap = AdmissionCap(None)
-    cap.refused(4)
-    assert [cap.admits(n) for n in (3, 4)] == [True, False]
-    cap.request_ended(3)
-    assert cap.value == 5
-    cap.refused(0)
-    assert cap.value == 1  # never none at all
+    cap.report(100, 100, 0, 0.9, preemptions=0)
+    assert cap.report(2, 2, 0, 0.1, preemptions=7)
+    assert cap.value == 94
+    assert not cap.report(0, 0, 0, 0.0, preemptions=9)
+    assert not cap.report(0, 40, 5, 0.99, preemptions=12)  # requests of others
+    assert cap.value == 94
+
+
+def test_an_engine_that_refuses_is_tried_with_more_after_a_cap_full_of_requests() -> None:
+    """Each end would provoke the next refusal; an engine that tells its load and refuses for other reasons as well."""
+    for tells in (False, True):
+        cap = AdmissionCap(None)
+        if tells:
+            cap.report(16, 16, 0, 0.9, 0)
+        cap.refused(16)
+        assert [cap.admits(n) for n in (15, 16)] == [True, False]
+        seen = []
+        for _ in range(16 + 18):
+            cap.request_ended((cap.value or 0) - 1)
+            seen.append(cap.value)
+        assert seen == [16] * 15 + [18] * 18 + [20]
+        for _ in range(100):
+            cap.request_ended(3)  # it does not bind
+        assert cap.value == 20
+        cap.refused(0)
+        assert cap.value == 1  # never none at all
+
+
+def test_a_burst_of_refusals_does_not_end_at_one() -> None:
+    """An engine that refuses all of a hundred has not said how much it holds; the next burst may say more."""
+    cap = AdmissionCap(None)
+    for left in range(99, -1, -1):
+        cap.refused(left, again=left < 99)
+    assert cap.value == 25
+    for left in range(24, -1, -1):
+        cap.refused(left, again=left < 24)
+    assert cap.value == 6
+
+
+def test_a_cap_by_refusal_is_given_up_at_the_ceiling() -> None:
+    """It recovers, however it came to be."""
+    cap = AdmissionCap(10)
+    cap.refused(8)
+    for _ in range(8 + 9):
+        cap.request_ended((cap.value or 0) - 1)
+    assert (cap.value, cap.measured) == (10, None)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 300)] * 3, st.floats(0, 1), st.integers(0, 50)), max_size=60))

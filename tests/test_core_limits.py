@@ -253,6 +253,18 @@ def test_outage_is_nobodys_business_when_the_step_has_enough() -> None:
     assert len(m.batches) == 1
 
 
+def test_outage_is_nobodys_business_during_a_pause() -> None:
+    """An evaluation or a long transfer holds the engines: the step has waited for nothing; afterwards it waits anew."""
+    m = broken()
+    timer = outage(m)
+    m.post(ev.PauseRequested())
+    m.post(ev.TimerFired(timer.timer))
+    assert not m.errors
+    (again,) = [c for c in m.post(ev.Resumed()) if isinstance(c, do.StartTimer)]
+    m.post(ev.TimerFired(again.timer))
+    assert len(m.errors) == 1
+
+
 def test_outage_is_nobodys_business_between_steps() -> None:
     """Its timer runs out when no step waits: the next step waits as long as any."""
     m = broken()
@@ -344,7 +356,8 @@ def test_attempt_left_behind_may_be_fenced() -> None:
 
     assert m.core.tokens.as_dict()["dropped"] == {"failed": 7}
     assert first.id not in m.core.attempts
-    assert m.core.engines.states[first.engine].quarantined
+    state = m.core.engines.states[first.engine]
+    assert (state.quarantined, state.failures) == (True, 1)  # a fence is no request that ended in order
 
 
 def test_cap_counts_attempts_left_behind() -> None:

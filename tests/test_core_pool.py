@@ -90,6 +90,78 @@ def test_an_engine_that_is_busy_for_ever_is_probed() -> None:
     assert len(m.batches) == 1
 
 
+def test_an_engine_that_is_busy_for_ever_is_an_outage() -> None:
+    """Probes find it well, and it takes nothing: the step ends with a reason, as without any engine."""
+    m = machine(engines=TWO[:1], outage_deadline_s=50.0)
+    outages: list[int] = []
+    for _ in range(3 * RESTS_BEFORE_QUARANTINE):
+        commands = fail(m, only(m), busy_s=0.0)
+        outages += [t.timer for t in rests(commands) if t.seconds == 50.0]
+        if do.ProbeEngine("a") in commands:
+            m.post(ev.EngineReady("a"))
+        else:
+            m.post(ev.TimerFired(rests(commands)[0].timer))
+    assert len(outages) == 1  # nothing ends it meanwhile
+    fail(m, only(m), busy_s=0.0)
+    m.post(ev.TimerFired(outages[0]))
+    assert "no engine with the current weights has been well for 50 s" in m.errors[0]
+
+
+def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:
+    """It takes requests again: neither the deadline of before nor a request that runs long ends the step."""
+    m = machine(n=2, engines=TWO[:1], outage_deadline_s=50.0)
+    state = m.core.engines.states["a"]
+    state.rests = RESTS_BEFORE_QUARANTINE + 1
+    commands = [c for x in list(m.in_flight.values()) for c in fail(m, x, busy_s=0.0)]
+    outage, rest = sorted(rests(commands), key=lambda t: t.seconds)
+    assert (outage.seconds, rest.seconds) == (50.0, LONGEST_REST_S)
+    m.post(ev.TimerFired(rest.timer))
+    assert len(m.in_flight) == 1  # the cap is what it took, and not less than one
+    m.post(ev.TimerFired(outage.timer))
+    assert not m.errors
+    m.end(only(m).id)
+    assert state.rests == 0
+    m.end(only(m).id)
+    assert len(m.batches) == 1
+
+
+def test_the_first_rest_of_an_engine_is_told() -> None:
+    """Once: a server that is busy now and then is not worth a line each time."""
+    m = machine(engines=TWO[:1])
+    (first,) = rests(fail(m, only(m), busy_s=7.0))
+    assert first.why == "engine a takes no requests for now and is left alone for 7 s: HTTP 503"
+    m.post(ev.TimerFired(first.timer))
+    (again,) = rests(fail(m, only(m), busy_s=7.0))
+    assert again.why == ""
+
+
+def test_requests_that_are_no_attempts_count_as_well() -> None:
+    """An evaluation's refusals make rests and caps, its requests that end in order recover them."""
+    m = machine()
+    state = m.core.engines.states["b"]
+    (timer,) = rests(m.post(ev.EngineBusy("b", "HTTP 429", 3.0, in_flight=2)))
+    assert (timer.seconds, state.rests, state.cap.value) == (3.0, 1, 2)
+    m.post(ev.EngineServed("b", 1))
+    m.post(ev.EngineServed("b", 1))
+    assert (state.rests, state.cap.value) == (0, 3)
+    m.post(ev.EngineLoad("b", 8, 4, 0.99, 0, beside=8))
+    assert state.cap.value == 3
+    m.post(ev.EngineLoad("b", 2, 4, 0.99, 0, beside=8))
+    assert state.cap.value == 1
+
+
+def test_a_request_that_a_server_with_other_weights_refuses_costs_nothing() -> None:
+    """It may have been started anew with another model: the right one is asked."""
+    m = machine(n=1)
+    first = only(m)
+    m.post(ev.EngineStale("a"))
+    fail(m, first, refused=True)
+    assert only(m).engine == "b"
+    assert m.core.prompts.as_dict()["dropped"] == {}
+    m.end(only(m).id)
+    assert len(m.batches) == 1
+
+
 def test_a_burst_of_refusals_counts_once() -> None:
     """Many requests refused in the same moment are one rest, and the cap is what the engine did take."""
     m = machine(n=6, engines=TWO[:1])
@@ -150,6 +222,35 @@ def test_after_a_weight_update_the_least_loaded_engine_goes_first() -> None:
     m.post(ev.WeightsUpdated(PolicyVersion(0, 1)))
     m.post(ev.Resumed())
     assert sorted(x.engine for x in m.in_flight.values()) == ["a", "b"]
+
+
+def test_an_attempt_without_a_token_leaves_nothing_in_a_cache() -> None:
+    """It may never have reached its engine: what an earlier one left elsewhere is better."""
+    m = machine(n=1)
+    m.tokens(only(m).id, 3)
+    sample = only(m).sample
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    m.core.engines.states["a"].resting = True
+    m.post(ev.Resumed())
+    assert only(m).engine == "b"
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    assert sample.cached_on == "a"
+
+
+def test_an_engine_that_was_started_anew_has_nothing_cached() -> None:
+    """Given the present weights again it is the same version, and another cache."""
+    m = machine(n=1, engines=TWO)
+    m.tokens(only(m).id, 3)
+    sample = only(m).sample
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    engines = m.core.engines
+    assert engines.cached_on(sample.cached_on, sample.cached_under) == "a"
+    m.post(ev.EngineStale("a"))
+    m.post(ev.EngineReady("a", PolicyVersion(0, 0)))
+    assert engines.cached_on(sample.cached_on, sample.cached_under) == ""
 
 
 def test_affinity_has_its_price() -> None:

@@ -420,7 +420,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
     def _timer(self, pick: int = 0, pick_too: int = 0) -> None:
         """A timer runs out: the latest abort's, the outage's, or an old one."""
         timer = one_of([max(self.timers), max(self.timers), min(self.timers), *self.timers], pick)
-        needed = self.core.step is not None and not self.core.step.stopping
+        needed = self.core.step is not None and not self.core.step.stopping and not self.paused
+        needed &= not any(r.engine not in self.quarantined for r in self.world.running.values())
         over = timer < 0 and timer == self.outage and needed
         commands = self.fire(timer)
         assert any(isinstance(c, do.Fail) for c in commands) == over

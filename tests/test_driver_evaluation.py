@@ -19,12 +19,14 @@ class Busy(Server):
     """Refuses its first requests."""
 
     refusals = 0
+    most_open = 0
 
     async def generate(self, request: Any) -> Any:
         if self.refusals:
             self.refusals -= 1
             raise EngineBusy(f"{self.name} has too much to do", 7.0)
         async for chunk in super().generate(request):
+            self.most_open = max(self.most_open, self.open_streams)
             yield chunk
 
 
@@ -83,8 +85,75 @@ def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> None:
             result = await run.evaluate(PROMPTS)
             assert [len(r.tokens) for (r,) in result.responses] == [20] * 6
             assert not run.scheduler._driver.core.engines.states["a"].quarantined
-            if alone:
-                assert asyncio.get_running_loop().time() == pytest.approx(7.0 + 20.0)
+            if alone:  # it took four, so that is its cap: the other two wait for places
+                assert asyncio.get_running_loop().time() == pytest.approx(20.0 + 20.0)
+                assert a.most_open == 4
+
+    run_virtual(program())
+
+
+def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
+    """It is that of the engine, whoever asks: it rests as long as it said, also when training was told so."""
+
+    async def program() -> None:
+        a = Busy("a", lengths=20)
+        a.refusals = 1
+        async with pool([a], n=1, n_samples_per_prompt=1) as run:
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(2.0)
+            assert run.scheduler._driver.core.engines.states["a"].resting
+            await run.evaluate(PROMPTS[:1])
+            assert asyncio.get_running_loop().time() == pytest.approx(7.0 + 20.0)
+            assert [r.started_s for r in a.attempts.values() if r.evaluation] == [7.0]
+            await step
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_an_evaluation_respects_the_cap_of_an_engine() -> None:
+    """What its memory holds is no other for an evaluation: four at a time, then two."""
+
+    async def program() -> None:
+        a = Busy("a", lengths=20)
+        async with pool([a]) as run:
+            run.scheduler._driver.core.engines.states["a"].cap.measured = 4
+            await run.evaluate(PROMPTS)
+            assert a.most_open == 4
+            assert asyncio.get_running_loop().time() == pytest.approx(40.0)
+
+    run_virtual(program())
+
+
+def test_an_evaluation_on_an_engine_that_is_busy_for_ever_ends() -> None:
+    """Rests in a row end in an outage, of which the engine's own words are the reason; nobody asks it all the time."""
+
+    async def program() -> None:
+        a = Busy("a", lengths=20)
+        a.refusals = 1 << 30
+        async with pool([a]) as run:
+            with pytest.raises(april.EngineError, match="a has too much to do"):
+                await run.evaluate(PROMPTS)
+            assert 600 < asyncio.get_running_loop().time() < 1000
+            assert (1 << 30) - a.refusals < 50
+
+    run_virtual(program(), limit_s=10_000)
+
+
+def test_servers_are_looked_at_during_an_evaluation() -> None:
+    """One that loses its weights in the middle is found out: its requests begin again where they are right."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("/first")
+            evaluation = asyncio.create_task(run.evaluate(PROMPTS))
+            await asyncio.sleep(1.0)
+            a.lose_weights("of others")
+            await evaluation
+            assert a.weights == "/first"
+            assert len([r for r in [*a.attempts.values(), *b.attempts.values()] if r.evaluation]) == 9
+            assert run.scheduler._driver.core.counters["stale_engines"] == 1
 
     run_virtual(program())
 

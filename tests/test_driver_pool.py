@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def used_after(server: Server, seconds: float) -> list[str]:
     return [i for i, r in server.attempts.items() if r.started_s > seconds]
 
 
-@pytest.mark.parametrize("path", [None, "first"])
+@pytest.mark.parametrize("path", [None, "/first"])
 def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
     """The probe finds it well with other weights: those of the last path, or at version 0 those of the start."""
 
@@ -115,12 +116,12 @@ def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_se
     async def program() -> None:
         a, b = Server("a", lengths=20), Server("b", lengths=20)
         async with pool([a, b]) as run:
-            await run.weight_update("first")
+            await run.weight_update("/first")
             await run.next_batch()
             a.restart()
             await run.next_batch()
-            assert a.weights == "first"
-            assert a.used == {"first"}
+            assert a.weights == "/first"
+            assert a.used == {"/first"}
             assert run.audit().lost == 0
 
     run_virtual(program())
@@ -132,7 +133,7 @@ def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -
     async def program() -> None:
         a, b = Server("a", lengths=20), Server("b", lengths=20)
         async with pool([a, b]) as run:
-            await run.weight_update("first")
+            await run.weight_update("/first")
             step = asyncio.create_task(run.next_batch())
             await asyncio.sleep(5 * LOOK_INTERVAL_S / 2)
             a.lose_weights("of others")
@@ -143,9 +144,64 @@ def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -
             assert len(at_a) == 4
             certain = {s.attempt_id for x in batch.samples for s in x.segments}
             assert certain.isdisjoint(r.request.attempt_id for r in at_a)
-            assert [path for _, _, path in a.updates] == ["first", "first"]
+            assert [path for _, _, path in a.updates] == ["/first", "/first"]
             run.audit()
             run.validate()
+
+    run_virtual(program())
+
+
+def test_an_update_that_gives_servers_nothing_is_refused() -> None:
+    """Their old weights would be called the new version: nothing happens, not even a pause."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
+        async with pool([b, a]) as run:
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(5.5)
+            with pytest.raises(april.ConfigError, match="weight_update: a would keep the old weights under the new"):
+                await run.weight_update()
+            assert run.version == PolicyVersion(0, 0)
+            assert not a.aborts
+            batch = await step
+            assert {len(s.segments) for s in batch.samples} == {1}
+            assert not a.updates
+
+    run_virtual(program())
+
+
+def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server has another working directory than the trainer."""
+    monkeypatch.chdir(tmp_path)
+
+    async def program() -> None:
+        a = Server("a", lengths=20)
+        async with pool([a]) as run:
+            await run.weight_update("weights/1")
+            assert a.weights == str(tmp_path / "weights" / "1")
+
+    run_virtual(program())
+
+
+def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> None:
+    """Each answer counts as it comes, and each server is asked again in its own time."""
+
+    class Silent(Server):
+        async def health(self) -> Health:
+            await asyncio.sleep(1000)
+            raise AssertionError
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Silent("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("/first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3 * LOOK_INTERVAL_S / 2)
+            a.lose_weights("of others")
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            assert run.scheduler._driver.core.counters["stale_engines"] == 1
+            await step
+            run.audit()
 
     run_virtual(program())
 
@@ -179,7 +235,7 @@ def test_after_load_state_dict_nobody_knows_where_the_weights_are() -> None:
     async def program() -> None:
         async with pool([Server("a", lengths=20)]) as run:
             await run.next_batch()
-            await run.weight_update("first")
+            await run.weight_update("/first")
             state = run.scheduler._driver.state_dict(None)
         a, b = Server("a", lengths=20), Server("b", lengths=20)
         async with pool([a, b]) as run:
@@ -190,7 +246,7 @@ def test_after_load_state_dict_nobody_knows_where_the_weights_are() -> None:
             await step
             await run.next_batch()
             assert len(a.attempts) == 4
-            await run.weight_update("second")
+            await run.weight_update("/second")
             await run.next_batch()
             assert len(a.attempts) == 8
 
@@ -203,8 +259,8 @@ def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> N
     async def program() -> None:
         a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
         async with pool([a, b]) as run:
-            await run.weight_update("first")
-            update = asyncio.create_task(run.weight_update("second"))
+            await run.weight_update("/first")
+            update = asyncio.create_task(run.weight_update("/second"))
             await asyncio.sleep(1.0)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -215,7 +271,7 @@ def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> N
             a.restart()
             await step
             await run.next_batch()
-            assert a.weights == "second"
+            assert a.weights == "/second"
 
     run_virtual(program())
 
@@ -226,21 +282,46 @@ def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     async def program() -> None:
         a, b = Server("a", lengths=20), Server("b", lengths=20)
         async with pool([a, b]) as run:
-            await run.weight_update("first")
+            await run.weight_update("/first")
             step = asyncio.create_task(run.next_batch())
             await asyncio.sleep(3.5)
             a.restart()
             a.hangs = {"update_weights"}
             await step
             before = asyncio.get_running_loop().time()
-            await run.weight_update("second")
+            await run.weight_update("/second")
             assert asyncio.get_running_loop().time() == before
             a.hangs = set()
             for _ in range(2):
                 batch = await run.next_batch()
-            assert [path for _, _, path in a.updates] == ["first", "first", "second"]
+            assert [path for _, _, path in a.updates] == ["/first", "/first", "/second"]
             assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
-            assert a.used == {"first", "second"}
+            assert a.used == {"/first", "/second"}
+            run.audit()
+
+    run_virtual(program())
+
+
+@pytest.mark.parametrize("what", ["pause", "update_weights"])
+def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
+    """One is being healed, the only other one fails: nobody has the new weights, so there is no new version."""
+
+    async def program() -> None:
+        a, b = Server("a", lengths=20), Server("b", lengths=20)
+        async with pool([a, b]) as run:
+            await run.weight_update("/first")
+            step = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(3.5)
+            a.restart()
+            a.hangs = {"update_weights"}
+            await step
+            b.hangs = {what}
+            with pytest.raises(april.EngineError, match=f"engine b has not answered {what}"):
+                await run.weight_update("/second")
+            assert run.version == PolicyVersion(0, 1)
+            a.hangs = b.hangs = set()
+            assert await run.weight_update("/third") == PolicyVersion(0, 2)
+            await run.next_batch()
             run.audit()
 
     run_virtual(program())
@@ -252,15 +333,15 @@ def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
     async def program() -> None:
         a = Server("a", lengths=20, weight_update_s=10.0)
         async with pool([a]) as run:
-            await run.weight_update("first")
+            await run.weight_update("/first")
             step = asyncio.create_task(run.next_batch())
             await asyncio.sleep(3.5)
             a.restart()
             await asyncio.sleep(2.0)
-            assert await run.weight_update("second") == PolicyVersion(0, 2)
+            assert await run.weight_update("/second") == PolicyVersion(0, 2)
             await step
-            assert [path for _, _, path in a.updates][:3] == ["first", "first", "second"]
-            assert a.weights == "second"
+            assert [path for _, _, path in a.updates][:3] == ["/first", "/first", "/second"]
+            assert a.weights == "/second"
             run.audit()
 
     run_virtual(program())
@@ -278,7 +359,7 @@ def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
             a.hangs = {"pause", "update_weights", "resume"}
             await step
             before = asyncio.get_running_loop().time()
-            await run.weight_update("first")
+            await run.weight_update("/first")
             assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
 
     run_virtual(program())
@@ -294,9 +375,9 @@ def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bo
             a.hangs = {"resume"}
             if alone:
                 with pytest.raises(april.EngineError, match="has not answered resume"):
-                    await run.weight_update("first")
+                    await run.weight_update("/first")
             else:
-                await run.weight_update("first")
+                await run.weight_update("/first")
             a.hangs = set()
             async with asyncio.timeout(200):
                 for _ in range(3):
@@ -335,7 +416,7 @@ def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
 
     class Torn(Server):
         async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-            if path == "broken":
+            if path == "/broken":
                 self.lose_weights("half")
                 raise april.EngineError("it is between two versions")
             await super().update_weights(version, path)
@@ -350,11 +431,11 @@ def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
         a = Torn("a", lengths=20)
         async with pool([a], outage_deadline_s=50.0) as run:
             with pytest.raises(april.EngineError, match="between two versions"):
-                await run.weight_update("broken")
+                await run.weight_update("/broken")
             with pytest.raises(april.RolloutError, match="no engine with the current weights"):
                 await run.next_batch()
             assert not a.attempts
-            await run.weight_update("good")
+            await run.weight_update("/good")
             await run.next_batch()
             run.audit()
 

@@ -137,7 +137,7 @@ def test_faults_cost_attempts_and_no_tokens() -> None:
             server.faults += [OpenAIFault(kind) for kind in kinds]
         for _ in range(6):
             assert len(rollouts.next_batch().samples) == 6
-            rollouts.weight_update()
+            rollouts.weight_update(transfer=lambda: None)
         assert rollouts.ledger()["tokens"].balanced
         assert not [fault for server in servers for fault in server.faults if fault.times]
     assert_nothing_is_left()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import april
+from april.driver.prompt_source import DRAW_ALLOWANCE_S, QUICK_DRAW_S, DrawPatience
 from april.testing import FakeEngine
 
 
@@ -76,6 +77,43 @@ def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> 
     with scheduler(again) as rollouts:
         rollouts.load_state_dict(state)
         assert numbers(rollouts.next_batch()) == [2, 3]
+
+
+def test_the_patience_for_quick_draws_is_used_up() -> None:
+    """A source that takes just less than the longest wait does not hold up the loop at each draw."""
+    patience = DrawPatience()
+    for _ in range(1000):
+        patience.waited(0.004, found=True)
+    assert patience.left_s == QUICK_DRAW_S
+    patience.waited(0.2, found=True)
+    assert patience.left_s == pytest.approx(QUICK_DRAW_S + DRAW_ALLOWANCE_S - 0.2)
+    patience.waited(patience.left_s, found=False)
+    assert patience.left_s == 0.0
+    patience.waited(0.0, found=True)
+    assert patience.left_s == 0.0, "it would wait again"
+
+
+def test_every_draw_beside_the_loop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was quick or not; one that is not there in time is handed over later."""
+    counted: list[bool] = []
+
+    class Impatient(DrawPatience):
+        def waited(self, seconds: float, *, found: bool) -> None:
+            assert seconds >= 0
+            counted.append(found)
+            super().waited(seconds, found=found)
+
+    monkeypatch.setattr("april.driver.rollout_driver.DrawPatience", Impatient)
+    prompts = Gated(2)
+    with scheduler(prompts) as rollouts:
+        rollouts.next_batch()
+        rollouts.weight_update()
+        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
+        assert prompts.held.wait(20)
+        prompts.gate.set()
+        thread.join()
+        assert numbers(out[0]) == [2, 3]
+    assert len(counted) >= 2
 
 
 def test_a_list_is_drawn_without_a_thread() -> None:

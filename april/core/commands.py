@@ -85,10 +85,11 @@ class ReportDrop:
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Answer with TimerFired(timer) after ``seconds``."""
+    """Answer with TimerFired(timer) after ``seconds``; ``why`` is for whoever watches, if it is not empty."""
 
     timer: int
     seconds: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ prefix again costs about as much as a few requests more slow an engine down."""
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
-"""Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well."""
+"""Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well, and it
+is no longer counted among the engines that can be used, until it takes a request."""
 
 
 @dataclass(slots=True)
@@ -34,9 +35,18 @@ class EngineState:
     resting: bool = False
     """It asked to be left alone for a while."""
     rests: int = 0
-    """In a row."""
+    """In a row, without a request that ended in order between them."""
+    losses: int = 0
+    """Times that it was found without its weights, and so without its cache."""
+    has_rested: bool = False
+    """At some time of the run."""
     kv_usage: float | None = None
     """Share of its key-value memory in use, as it said last; None: it has said nothing."""
+
+    @property
+    def life(self) -> tuple[PolicyVersion | None, int]:
+        """Changes when what it has cached is worth nothing any more."""
+        return self.version, self.losses
 
     @property
     def has_room(self) -> bool:
@@ -71,9 +81,16 @@ class EngineTable:
         near = liked.in_flight <= best.in_flight + AFFINITY_SLACK
         return liked if near and liked.version == version and liked.has_room else best
 
+    def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
+        """The engine that has a prefix cached since ``life``; empty if it no longer has it."""
+        return name if name and self.states[name].life == life else ""
+
     def usable(self, version: PolicyVersion) -> bool:
-        """Whether some engine is well and has confirmed ``version``."""
-        return any(s.version == version and not s.quarantined for s in self.states.values())
+        """Whether some engine is well, has confirmed ``version`` and is not busy for ever."""
+        return any(
+            s.version == version and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
+            for s in self.states.values()
+        )
 
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""
@@ -100,24 +117,29 @@ class EngineTable:
         return True
 
     def well(self, name: str) -> None:
-        """A probe, or a new load of weights, found it well: it begins anew."""
+        """A probe, or a new load of weights, found it well; whether it takes requests, only a request can tell."""
         state = self.states[name]
-        state.quarantined, state.failures, state.rests = False, 0, 0
+        state.quarantined, state.failures = False, 0
 
-    def ended(self, name: str) -> None:
-        """It ended a request in order."""
+    def ended(self, name: str, in_flight: int) -> None:
+        """It ended a request in order, and has ``in_flight`` more of april's."""
         state = self.states[name]
         state.failures = state.rests = 0
-        state.cap.request_ended(state.in_flight)
+        state.cap.request_ended(in_flight)
 
-    def busy(self, name: str, asked_s: float) -> float | None:
-        """It refused a request for now. Seconds to leave it alone; None: it is at rest already, or too often busy."""
+    def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
+        """It refused a request for now, with ``in_flight`` others of april's there. Seconds to leave it alone.
+
+        None: it is at rest already, or was busy so often that a probe shall say whether it is well.
+        """
         state = self.states[name]
-        state.cap.refused(state.in_flight)
-        if state.resting or state.quarantined:
+        alone = state.resting or state.quarantined
+        state.cap.refused(in_flight, again=alone)
+        if alone:
             return None
         state.rests += 1
-        if state.rests > RESTS_BEFORE_QUARANTINE:
+        if state.rests % (RESTS_BEFORE_QUARANTINE + 1) == 0:
             return None
         state.resting = True
-        return min(max(asked_s, FIRST_REST_S * 2.0 ** (state.rests - 1)), LONGEST_REST_S)
+        grown = FIRST_REST_S * 2.0 ** min(state.rests - 1, RESTS_BEFORE_QUARANTINE)
+        return min(max(asked_s, grown), LONGEST_REST_S)

@@ -162,6 +162,29 @@ class EngineLoad:
     waiting: int
     kv_usage: float
     preemptions: int
+    beside: int = 0
+    """Requests of april's among them that are no attempts (of an evaluation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBusy:
+    """An engine takes no requests for now, found by a request that is no attempt (of an evaluation).
+
+    It asks to wait ``busy_s`` (0: it does not say how long), and has ``in_flight`` other requests of april's.
+    """
+
+    engine: str
+    error: str
+    busy_s: float
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServed:
+    """An engine ended a request in order that is no attempt (of an evaluation), and has ``in_flight`` others."""
+
+    engine: str
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +219,8 @@ Event = (
     | EngineStale
     | EngineFailed
     | EngineLoad
+    | EngineBusy
+    | EngineServed
     | BatchCommitted
     | SourceExtended
 )

@@ -156,13 +156,14 @@ class Generation:
         self._books.counters["stalled_attempts"] += 1
         self._books.stop([attempt])
 
-    def attempt_ended(self, event: ev.AttemptEnded) -> None:
-        """An attempt is over, by itself or because it was asked to end."""
+    def attempt_ended(self, event: ev.AttemptEnded, *, fenced: bool = False) -> None:
+        """An attempt is over, by itself or because it was asked to end; ``fenced``: its engine had no part in that."""
         books = self._books
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
-        books.engines.ended(attempt.engine)
+        if not fenced and (event.finish != "abort" or attempt.tape.parsed):  # others may never have reached it
+            books.engines.ended(attempt.engine, books.engines.states[attempt.engine].in_flight)
         self._keep(attempt)
         if attempt.dropped_for is not None:
             return
@@ -221,12 +222,12 @@ class Generation:
             books.out.append(do.ProbeEngine(attempt.engine))
         if attempt.dropped_for is not None:
             return
+        if attempt.doubtful:  # what a server refuses that was started anew, the right one may take
+            self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
+            return
         if event.refused:
             self._queue(attempt.sample, f"refused: {event.error}")
             self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
-            return
-        if attempt.doubtful:
-            self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
             return
@@ -257,4 +258,5 @@ class Generation:
             self._books.tokens.drop(count, attempt.lost_for)
             return
         sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
-        sample.cached_on, sample.cached_under = attempt.engine, self._books.clock.current
+        if count:  # else what an earlier attempt left elsewhere is still the best there is
+            sample.cached_on, sample.cached_under = attempt.engine, self._books.engines.states[attempt.engine].life

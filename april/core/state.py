@@ -91,6 +91,8 @@ class RolloutCore:
             ev.EngineReady: self._engine_ready,
             ev.EngineStale: self._engine_stale,
             ev.EngineFailed: self._engine_failed,
+            ev.EngineBusy: self._engine_busy,
+            ev.EngineServed: self._engine_served,
             ev.EngineLoad: self._engine_load,
             ev.BatchCommitted: self._batch_committed,
             ev.SourceExtended: self._source_extended,
@@ -157,6 +159,8 @@ class RolloutCore:
     def _advance(self) -> None:
         """Do what the present state allows: fail, stop, deliver, or fill."""
         step, out = self.step, self.books.out
+        if self._outage and self.engines.usable(self.clock.current):
+            self._outage = False
         if self._pause_asked and not self.attempts:
             self._pause_asked = False
             out.append(do.Paused())
@@ -268,7 +272,7 @@ class RolloutCore:
                 books.to(sample, SampleState.STARTED, "rollout function started")
                 books.out.append(do.StartSample(sample))
             else:
-                cached = sample.cached_on if sample.cached_under == self.clock.current else ""
+                cached = self.engines.cached_on(sample.cached_on, sample.cached_under)
                 if sample.avoid or cached:
                     engine = self.engines.pick(self.clock.current, sample.avoid, cached) or engine
                 self._generation.submit(sample, engine.limits.name)
@@ -327,7 +331,6 @@ class RolloutCore:
         self.clock.current = event.version
         for name in self.engines.states if event.engines is None else event.engines:
             self.engines.states[name].version = event.version
-        self._outage = self._outage and not self.engines.usable(event.version)
         self._setbacks.replace_too_old()
         if self.step is not None:
             self._plan_deadlines()
@@ -356,18 +359,18 @@ class RolloutCore:
             self.counters["fenced_attempts"] += 1
             if self.engines.failed(attempt.engine, at_once=True):
                 self.books.out.append(do.ProbeEngine(attempt.engine))
-            self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"))
+            self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"), fenced=True)
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
         self.engines.well(event.engine)
         if event.version is not None:
             self.engines.states[event.engine].version = event.version
-        self._outage = self._outage and not self.engines.usable(self.clock.current)
 
     def _engine_stale(self, event: ev.EngineStale) -> None:
         """It gets nothing before it has confirmed weights; what it generates at this moment, nobody knows by which."""
         self.counters["stale_engines"] += 1
-        self.engines.states[event.engine].version = None
+        state = self.engines.states[event.engine]
+        state.version, state.losses = None, state.losses + 1
         doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
         for attempt in doubtful:
             attempt.doubtful = True
@@ -380,22 +383,33 @@ class RolloutCore:
     def _engine_load(self, event: ev.EngineLoad) -> None:
         state = self.engines.states[event.engine]
         state.kv_usage = event.kv_usage
-        if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
+        in_flight = state.in_flight + event.beside
+        if state.cap.report(in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self.counters["lowered_caps"] += 1
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """As in generation; an engine that is busy is left alone for a while."""
         attempt = self.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
-        if attempt is None or event.busy_s is None:
-            return
-        seconds = self.engines.busy(attempt.engine, event.busy_s)
+        if attempt is not None and event.busy_s is not None:
+            in_flight = self.engines.states[attempt.engine].in_flight
+            self._engine_busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
+
+    def _engine_busy(self, event: ev.EngineBusy) -> None:
+        """It rests; one that is busy again and again is probed as well."""
+        name, state = event.engine, self.engines.states[event.engine]
+        seconds = self.engines.busy(name, event.busy_s, event.in_flight)
         if seconds is not None:
+            why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
             self._last_timer -= 1
-            self._rests[self._last_timer] = attempt.engine
-            self.books.out.append(do.StartTimer(self._last_timer, seconds))
-        elif not self.engines.states[attempt.engine].resting:
-            self._engine_failed(ev.EngineFailed(attempt.engine))
+            self._rests[self._last_timer] = name
+            self.books.out.append(do.StartTimer(self._last_timer, seconds, "" if state.has_rested else why))
+            state.has_rested = True
+        elif not state.resting:
+            self._engine_failed(ev.EngineFailed(name))
+
+    def _engine_served(self, event: ev.EngineServed) -> None:
+        self.engines.ended(event.engine, event.in_flight)
 
     def _watch_outage(self) -> None:
         """No engine is well and has the current weights: wait for one, but not for ever."""
@@ -408,8 +422,10 @@ class RolloutCore:
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
             self._outage = False
-            if self.step is None or self.step.stopping:
+            if self.step is None or self.step.stopping or self.paused:
                 return  # nobody waits for an engine
+            if any(s.in_flight and not s.quarantined for s in self.engines.states.values()):
+                return  # one that was busy again and again has taken a request
             seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.books.failure = (
                 f"no engine with the current weights has been well for {seconds:g} s; everything is kept: mend one of "

@@ -212,8 +212,8 @@ class Sample:
         self.avoid = ""
         """Engine on which the latest attempt broke off: another one goes first."""
         self.cached_on = ""
-        """Engine that has its keys and values, as long as the weights are ``cached_under``."""
-        self.cached_under: PolicyVersion | None = None
+        """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
+        self.cached_under: tuple[PolicyVersion | None, int] | None = None
         self.failures = 0
         """Failures of its rollout and reward functions."""
         self.restarts = 0

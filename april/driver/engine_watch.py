@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from april.core import commands as do
@@ -40,41 +40,51 @@ class EngineWatch:
         self._post = post
         self._spawn = spawn
         self._weights = weights
-        self._looking = False
+        self._looking: set[str] = set()
         self._remote = [name for name, engine in engines.items() if engine.capabilities.remote]
+        self.beside = dict.fromkeys(engines, 0)
+        """Requests at each engine that are no attempts of the core: those of an evaluation."""
 
     # ---------------------------------------------------------------- engines that work
 
     def wake(self) -> None:
-        """Something was submitted: look at the servers from time to time, as long as anything is in flight."""
-        if self._remote and not self._looking:
-            self._looking = True
-            self._spawn(self._look())
+        """Something was sent: look at each server from time to time, as long as anything is in flight."""
+        if len(self._looking) < len(self._remote):
+            for name in self._remote:
+                if name not in self._looking:
+                    self._looking.add(name)
+                    self._spawn(self._look(name))
 
-    async def _look(self) -> None:
+    async def _look(self, name: str) -> None:
         try:
             while True:
                 await asyncio.sleep(LOOK_INTERVAL_S)
-                if not self._core.attempts:
+                if not self._core.attempts and not any(self.beside.values()):
                     return
-                states = self._core.engines.states
-                await self.look_at([n for n in self._remote if states[n].in_flight])
+                if self._core.engines.states[name].in_flight or self.beside[name]:
+                    await self._look_at(name)
         finally:
-            self._looking = False
+            self._looking.discard(name)
 
     def step_begins(self) -> None:
         """Look at all servers at once: one that was started anew while nobody used it has broken nothing."""
-        if self._remote:
-            self._spawn(self.look_at())
+        for name in self._remote:
+            self._spawn(self._look_at(name))
 
-    async def look_at(self, names: Sequence[str] | None = None) -> None:
-        """Ask servers (None: all of them) once for their load and their weights."""
-        states, moves = self._core.engines.states, self._weights.moves
-        names = [n for n in (self._remote if names is None else names) if not states[n].quarantined]
-        for name, health in zip(names, await asyncio.gather(*map(self._ask, names)), strict=True):
-            # what does not answer here fails by its requests; of a weight update on its way nothing can be said
-            if health is not None and health.ok and moves == self._weights.moves and moves % 2 == 0:
-                self._note(name, health)
+    async def look_at_all(self) -> None:
+        """Ask all servers once for their load and their weights; what each says counts as soon as it comes."""
+        await asyncio.gather(*map(self._look_at, self._remote))
+
+    async def _look_at(self, name: str) -> None:
+        state, moves = self._core.engines.states[name], self._weights.moves
+        if state.quarantined:
+            return
+        health = await self._ask(name)
+        # what does not answer here fails by its requests, one that was quarantined meanwhile is probed, and of a weight
+        # update on its way nothing can be said
+        if health is None or not health.ok or state.quarantined or moves != self._weights.moves or moves % 2:
+            return
+        self._note(name, health)
 
     def _note(self, name: str, health: Health) -> None:
         if not health.current:
@@ -83,7 +93,8 @@ class EngineWatch:
                 self._post(ev.EngineStale(name))
                 self._post(ev.EngineFailed(name))
         elif (load := health.load) is not None:
-            self._post(ev.EngineLoad(name, load.running, load.waiting, load.kv_usage, load.preemptions))
+            beside = self.beside[name]
+            self._post(ev.EngineLoad(name, load.running, load.waiting, load.kv_usage, load.preemptions, beside))
 
     # ---------------------------------------------------------------- engines that failed
 
@@ -114,7 +125,7 @@ class EngineWatch:
         state = self._core.engines.states[name]
         if not current and state.version is not None:
             self._post(ev.EngineStale(name))
-        if state.in_flight:
+        if state.in_flight or self.beside[name]:
             return False  # first its requests end: they would go on under other weights
         try:
             version = await self._weights.mend(name, current=current)

@@ -11,7 +11,6 @@ from contextlib import aclosing, suppress
 from typing import cast
 
 from april.core import events as ev
-from april.core.engine_table import FIRST_REST_S, LONGEST_REST_S, RESTS_BEFORE_QUARANTINE
 from april.core.tape import AttemptTape
 from april.driver.engine_watch import PROBE_INTERVAL_S
 from april.driver.rollout_driver import RolloutDriver
@@ -22,72 +21,88 @@ from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 
 
 class EvaluationPool:
-    """Engines that are well and have the present weights, the least loaded one first."""
+    """Engines that are well, have the present weights and room, the least loaded one first.
+
+    Rests and caps are those of the core: what is found out here holds for training as well.
+    """
 
     def __init__(self, driver: RolloutDriver) -> None:
         self._driver = driver
-        self._load = dict.fromkeys(driver.engines, 0)
-        self._resting: dict[str, float] = {}
-        """Until when an engine wants to be left alone, in loop time."""
+        self._load = driver.watch.beside
+        self._unusable_since: float | None = None
+        """Loop time since when no engine can be used."""
         self.vocab_size = min(e.capabilities.vocab_size for e in driver.engines.values())
 
     async def respond(self, begin: Callable[[], EvaluationRequest]) -> tuple[EvaluationRequest, str, EngineFinish]:
         """A request that ended in order, its engine, and why it ended.
 
         An engine that is busy is left alone for a while; one that breaks off is quarantined, and the request begins
-        again on another one.
+        again on another one, as it does when its engine was found without its weights meanwhile.
 
         Raises:
             EngineError: no engine is left, or the request failed again and again.
         """
-        failures = rests = 0
+        driver, failures = self._driver, 0
         failure: EngineError | None = None
         while True:
             name = await self._pick(failure)
             request = begin()
+            state = driver.core.engines.states[name]
+            before, busy = state.life, None
             self._load[name] += 1
+            driver.watch.wake()
             try:
-                return request, name, await request.run(self._driver.engines[name])
-            except EngineBusy as busy:
-                rests += 1
-                if rests > RESTS_BEFORE_QUARANTINE:
-                    raise
-                seconds = max(busy.retry_after_s or 0.0, FIRST_REST_S * 2.0 ** (rests - 1))
-                self._resting[name] = asyncio.get_running_loop().time() + min(seconds, LONGEST_REST_S)
+                finish = await request.run(driver.engines[name])
+            except EngineBusy as error:
+                failure = busy = error
             except (WireError, RequestRefused):
-                raise
+                if state.life == before:
+                    raise
             except (EngineError, OSError) as error:
                 failures += 1
                 failure = error if isinstance(error, EngineError) else EngineError(f"engine {name}: {error!r}")
-                self._driver.post(ev.EngineFailed(name))
-                if failures >= self._driver.core.settings.max_attempt_failures:
+                driver.post(ev.EngineFailed(name))
+                if failures >= driver.core.settings.max_attempt_failures:
                     raise failure from error
+            else:
+                driver.post(ev.EngineServed(name, self._load[name] - 1))
+                if state.life == before:
+                    return request, name, finish
             finally:
                 self._load[name] -= 1
+                driver.engines_changed.set()
+            if busy is not None:
+                driver.post(ev.EngineBusy(name, str(busy), busy.retry_after_s or 0.0, self._load[name]))
 
     async def _pick(self, failure: EngineError | None) -> str:
-        """The engine for the next request; waits while all that are well want to be left alone.
+        """The engine for the next request; waits while all that are well are at rest or full.
 
-        Waits as well, up to outage_deadline_s, for one of which a probe may find that it is well again.
+        Waits as well, up to outage_deadline_s, for one of which a probe or a request may find that it is well again.
         """
-        core, loop = self._driver.core, asyncio.get_running_loop()
-        deadline = loop.time() + core.settings.outage_deadline_s
+        core, loop, changed = self._driver.core, asyncio.get_running_loop(), self._driver.engines_changed
+        states = core.engines.states
         while True:
-            states = core.engines.states
-            well = [n for n, s in states.items() if not s.quarantined and s.version == core.clock.current]
-            if not well:
-                if any(s.quarantined for s in states.values()) and loop.time() < deadline:
-                    await asyncio.sleep(PROBE_INTERVAL_S)
-                    continue
+            version = core.clock.current
+            well = [n for n, s in states.items() if not s.quarantined and s.version == version]
+            free = [n for n in well if not states[n].resting and states[n].cap.admits(self._load[n])]
+            if core.engines.usable(version):
+                self._unusable_since = None
+            elif self._unusable_since is None:
+                self._unusable_since = loop.time()
+            waited_s = 0.0 if self._unusable_since is None else loop.time() - self._unusable_since
+            hopeless = not well and not any(s.quarantined for s in states.values())
+            if hopeless or waited_s >= core.settings.outage_deadline_s:
                 if failure is not None:
                     raise failure
                 all_ill = all(s.quarantined for s in states.values())
                 what = "quarantined" if all_ill else "quarantined or have other weights"
                 raise EngineError(f"all engines are {what}: {', '.join(states)}")
-            awake = [n for n in well if self._resting.get(n, 0.0) <= loop.time()]
-            if awake:
-                return min(awake, key=lambda n: self._load[n])
-            await asyncio.sleep(min(self._resting[n] for n in well) - loop.time())
+            if free:
+                return min(free, key=lambda n: self._load[n])
+            changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_INTERVAL_S):
+                    await changed.wait()
 
 
 class EvaluationRequest:

@@ -19,6 +19,24 @@ from april.errors import CheckpointError, ConfigError
 log = logging.getLogger("april")
 
 
+QUICK_DRAW_S = 0.25
+"""Time that the loop has for waiting for draws; after the first that takes longer than what is left, it has none."""
+DRAW_ALLOWANCE_S = 0.005
+"""Gained with each draw, so that quick ones can go on for ever."""
+
+
+class DrawPatience:
+    """How long the loop waits for a draw in a thread beside it."""
+
+    def __init__(self) -> None:
+        self.left_s = QUICK_DRAW_S
+
+    def waited(self, seconds: float, *, found: bool) -> None:
+        """It has waited, and there were prompts or not: slow draws use up what is left, each of them once."""
+        left_s = min(QUICK_DRAW_S, self.left_s + DRAW_ALLOWANCE_S - seconds) if found and self.left_s else 0.0
+        self.left_s = max(0.0, left_s)
+
+
 class Draw(NamedTuple):
     """What one draw has found; ``stand`` is where the source stood after it."""
 

@@ -30,12 +30,12 @@ from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_watch import EngineWatch
-from april.driver.prompt_source import Draw, PromptSource
+from april.driver.prompt_source import Draw, DrawPatience, PromptSource
 from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
 from april.driver.user_code import Outcome, describe, inside_user_code
-from april.driver.weight_updates import WeightUpdates
+from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
 from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
@@ -44,8 +44,6 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 
-QUICK_DRAW_S = 0.25
-"""Longest wait of the loop for prompts; after the first draw that takes longer it waits for none any more."""
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
 
@@ -83,7 +81,7 @@ class RolloutDriver:
         self.detokenizer = detokenizer
         self._source = source
         self._draws_beside = draws_beside
-        self._draw_patience_s = QUICK_DRAW_S
+        self._patience = DrawPatience()
         """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
         self._drawing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +91,8 @@ class RolloutDriver:
         self._loading = False
         self._taken: list[int] = []
         self._waiting = _Waiting()
+        self.engines_changed = asyncio.Event()
+        """Set when an engine may have room again, for evaluations that wait for one."""
         self._context = copy_context()
         self._threads = WorkerThreads()
         self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
@@ -189,8 +189,10 @@ class RolloutDriver:
     ) -> PolicyVersion:
         """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
 
-        Raises whatever ``transfer`` or an engine raises; the version stays then. See :class:`WeightUpdates`.
+        Raises ConfigError, before anything happens, if servers would get nothing; and whatever ``transfer`` or an
+        engine raises: the version stays then. See :class:`WeightUpdates`.
         """
+        path = directory_for(self.engines, path, written=transfer is not None)
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)
@@ -343,11 +345,14 @@ class RolloutDriver:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
         # quick prompts come before anything else happens, so that runs with them repeat exactly
-        quick = done.wait(self._draw_patience_s) and bool(drawn)
+        now = asyncio.get_running_loop().time
+        began = now()
+        quick = done.wait(self._patience.left_s) and bool(drawn)
+        self._patience.waited(now() - began, found=quick)
         if quick:
             self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
         else:
-            self._drawing, self._draw_patience_s = True, 0.0
+            self._drawing = True
 
     def _submit(self, command: do.Submit) -> None:
         self.watch.wake()
@@ -362,10 +367,13 @@ class RolloutDriver:
 
     def _start_timer(self, command: do.StartTimer) -> None:
         loop = asyncio.get_running_loop()
+        if command.why:
+            log.warning("%s", command.why)
 
         def fired() -> None:
             self.streams.catch_up()  # it may fence attempts, which closes their tapes
             self.post(ev.TimerFired(command.timer))
+            self.engines_changed.set()
 
         loop.call_later(command.seconds, fired)
 

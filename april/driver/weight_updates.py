@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from april.core.state import RolloutCore
 from april.core.versions import PolicyVersion
 from april.driver.user_code import describe
 from april.engines.protocol import Engine
-from april.errors import EngineBusy, EngineError, EngineUnreachable
+from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable
 
 log = logging.getLogger("april")
 
@@ -92,7 +93,7 @@ class WeightUpdates:
             asked = set(self._engines) - dead
             self._unopened |= asked
             paused = await self.on_all_engines("pause", lambda engine: engine.pause(), without=dead, hurry=True)
-            dead |= self._leave_out({name: error for name, error in paused.items() if error is not None})
+            dead |= self._leave_out({name: error for name, error in paused.items() if error is not None}, dead)
             _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
                 await transfer()
@@ -104,7 +105,7 @@ class WeightUpdates:
             self._unopened -= {name for name, error in results.items() if error is None}
             failed = {name: error for name, error in results.items() if error is not None}
             if not self._closed():  # closed engines need not resume
-                left_out = self._leave_out(failed)
+                left_out = self._leave_out(failed, dead)
                 if self._core.clock.current == version:
                     # the update is done, whatever a single engine makes of its resumption
                     failed = {name: error for name, error in failed.items() if name not in left_out}
@@ -114,9 +115,9 @@ class WeightUpdates:
             if cancelled is not None:
                 raise cancelled
 
-    def _leave_out(self, failed: Mapping[str, BaseException]) -> set[str]:
-        """Engines that failed and can be done without: quarantined now, until a probe finds them well."""
-        if not failed or len(failed) == len(self._engines):
+    def _leave_out(self, failed: Mapping[str, BaseException], dead: set[str]) -> set[str]:
+        """Engines that failed and can be done without, as not all others are ``dead``: quarantined until a probe."""
+        if len(dead.union(failed)) == len(self._engines):
             return set()
         for name, error in failed.items():
             log.warning("engine %s is left out of the weight update: %s", name, describe(error))
@@ -132,11 +133,11 @@ class WeightUpdates:
         results, cancelled = await _to_its_end(loading)
         self._note_torn(results, loads=path is not None)
         lost = {n: e for n, e in results.items() if isinstance(e, (EngineUnreachable, EngineBusy))}
-        if len(lost) < len(results):
-            dead |= self._leave_out(lost)
+        dead |= self._leave_out(lost, dead)
         results = {name: error for name, error in results.items() if name not in dead}
         self._note_half_update(results, written)
         _raise_first(results)
+        assert results, "an update that reached no engine is none"
         self._path, self._known = path, path is not None and not written
         then()
         self._post(ev.WeightsUpdated(version, tuple(results) if dead else None))
@@ -258,6 +259,23 @@ class WeightUpdates:
             if not limit.expired():
                 raise
             raise EngineUnreachable(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
+
+
+def directory_for(engines: Mapping[str, Engine], path: str | None, *, written: bool) -> str | None:
+    """The path of an update as all engines understand it: absolute for servers, which run in another directory.
+
+    Raises:
+        ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be the old weights
+            under the name of the new ones.
+    """
+    servers = [name for name, engine in engines.items() if engine.capabilities.remote]
+    if servers and path is None and not written:
+        raise ConfigError(
+            f"weight_update: {', '.join(servers)} would keep the old weights under the new version; give path=, a "
+            "directory that every server can read, or transfer=, a function that hands the weights over (one that does "
+            "nothing says that the servers have them already)"
+        )
+    return os.path.abspath(path) if servers and path is not None else path
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:

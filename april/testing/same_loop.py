@@ -135,6 +135,7 @@ class Rollouts:
         """Commit the taken batches and raise the version; ``transfer``, plain or async, runs while engines are paused.
 
         Raises:
+            ConfigError: neither is given, and an engine is behind a server; nothing has happened.
             EngineError: an engine could not be paused or could not load; the version stays. Ask again later.
         """
 

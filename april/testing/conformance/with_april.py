@@ -189,7 +189,8 @@ async def _update(bench: Bench, run: Rollouts, between: Between, from_disk: bool
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
         bench.weights = weights
-    await bench.within(run.weight_update(weights.path if from_disk else None), "a weight update")
+    update = run.weight_update(weights.path) if from_disk else run.weight_update(transfer=lambda: None)
+    await bench.within(update, "a weight update")
     bench.version = PolicyVersion(bench.version.incarnation, bench.version.n + 1)
 
 
