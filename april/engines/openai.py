@@ -116,12 +116,12 @@ class OpenAIEngine:
 
     def _end(self, request: Request, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
         """Why the stream ended; raises if that was too early, or cannot be."""
-        if inbox.closing:
-            # what came first counts: the server's own end, if it was read
-            return stream.finish or EngineFinish.ABORT
-        if inbox.error is not None:
+        if inbox.closing and stream.finish is None:
+            return EngineFinish.ABORT
+        # what came first counts: the server's own end, if it was read; what comes after that is not waited for
+        if inbox.error is not None and not inbox.closing:
             raise inbox.error
-        if stream.finish is None or not stream.done:
+        if stream.finish is None or not (stream.done or inbox.closing):
             missing = "finish reason" if stream.finish is None else "[DONE]"
             raise EngineError(f"the stream of {self.name} ended without {missing} after {stream.count} tokens")
         sampling = request.sampling
@@ -178,7 +178,8 @@ class OpenAIEngine:
             )
         if self._admission.inside:
             raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
-        self._started_s = (await read_metrics(self._client)).started_s
+        # one look at the metrics that fails must not make a later restart invisible
+        self._started_s = (await read_metrics(self._client)).started_s or self._started_s
         self._version = version
 
     async def health(self) -> Health:

@@ -7,15 +7,16 @@ server repeats (cumulative streams, the echo of the last token at an abort) is d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text, failure_of
+from april.engines.http_client import failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.weight_labels import WeightLabels, cover, foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
+from april.engines.wire_errors import failure_said
 from april.errors import EngineError, WireError
 
 
@@ -58,8 +59,6 @@ class Reply(msgspec.Struct):
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
-    error: Any = None
-    message: Any = None
 
 
 DECODER = msgspec.json.Decoder(Reply)
@@ -107,15 +106,6 @@ def request_body(request: Request, *, stream: bool, stream_interval: int | None,
     return msgspec.json.encode(body)
 
 
-def version_of(label: str) -> PolicyVersion | None:
-    """The version that april gave this label; None: it is no label of april's."""
-    incarnation, dot, n = label.partition(".")
-    if dot and incarnation.isdecimal() and n.isdecimal():
-        version = PolicyVersion(int(incarnation), int(n))
-        return version if str(version) == label else None
-    return None
-
-
 class ReplyReader:
     """Reads the answers to one request, in order.
 
@@ -123,13 +113,15 @@ class ReplyReader:
         attempt_id: which the answers must name.
         version: of the weights when the request was sent.
         incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
-        labels: the server knows april's versions; otherwise all tokens are taken for ``version``.
+        labels: of the engine, where the server knows them; otherwise all tokens are taken for ``version``.
     """
 
-    def __init__(self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: bool) -> None:
+    def __init__(
+        self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None
+    ) -> None:
         self._attempt_id = attempt_id
         self._version = version
-        self._label = str(version)
+        self._label = labels.of(version) if labels is not None else ""
         self._incremental = incremental
         self._labels = labels
         # tokens that came under another label than the request was sent with: the last event says whose they are
@@ -188,7 +180,7 @@ class ReplyReader:
     def _reply(self, reply: Reply, payload: bytes, chunks: list[Chunk]) -> None:
         meta = reply.meta_info
         if meta is None:
-            raise _said(reply, payload)
+            raise failure_said(payload, f"attempt {self._attempt_id}")
         if meta.id != rid_of(self._attempt_id):
             raise WireError(f"attempt {self._attempt_id} got the answer of {meta.id[:64]!r}")
         if self.finish is not None or self.failure is not None:
@@ -197,7 +189,7 @@ class ReplyReader:
         if meta.finish_reason is not None:
             self._flush(chunks)
             chunks += self._end(meta, meta.finish_reason, ids, logprobs)
-        elif self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
+        elif self._held_ids or (self._label and meta.weight_version not in (None, self._label)):
             self._held_ids += ids
             self._held_logprobs += logprobs
         else:
@@ -269,7 +261,7 @@ class ReplyReader:
         total = self.count + len(ids)
         if not ids and not self.count:
             return []
-        if not self._labels:
+        if self._labels is None:
             return [chunk_of(ids, logprobs, self._version)] if ids else []
         spans = meta.weight_versions or []
         if not spans:
@@ -277,12 +269,12 @@ class ReplyReader:
                 self.failure = self._foreign(meta.weight_version or "none")
                 return []
             return [chunk_of(ids, logprobs, self._version)] if ids else []
-        if spans[0].start != 0 or spans[-1].end != total or any(a.end != b.start for a, b in pairwise(spans)):
+        if not cover(spans, total):
             raise self._wrong(f"has version spans that do not cover its {total} tokens one after the other")
         chunks: list[Chunk] = []
         for span in spans:
             start, end = max(span.start - self.count, 0), span.end - self.count
-            version = self._version if span.version == self._label else version_of(span.version)
+            version = self._labels.version_of(span.version, self._version)
             if version is None or (span.start < self.count and version != self._version and span.end > span.start):
                 self.failure = self._foreign(span.version)
                 return chunks
@@ -293,21 +285,10 @@ class ReplyReader:
         return chunks
 
     def _foreign(self, label: str) -> EngineError:
-        return EngineError(
-            f"attempt {self._attempt_id} was sent to weights {self._label} and has tokens of weights {label[:64]!r}: "
-            "the server was started anew, or somebody else changes its weights; change them through april only"
-        )
+        return foreign_weights(self._attempt_id, self._label, label)
 
     def _wrong(self, what: str) -> WireError:
         return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
-
-
-def _said(reply: Reply, payload: bytes) -> EngineError:
-    """The error of an event that is no answer."""
-    if reply.error is None and reply.message is None:
-        return WireError(f"the server's answer has neither meta_info nor an error ({len(payload)} bytes)")
-    code = reply.error.get("code") if isinstance(reply.error, dict) else None
-    return failure_of(code if isinstance(code, int) else 500, f"the server refused the request: {error_text(payload)}")
 
 
 def _short(message: str | None) -> str:

@@ -126,6 +126,8 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     kind = await _logprob_kind(client, config, str(card["id"]), settings, is_paused)
     eos = config.eos_token_ids if config.eos_token_ids is not None else _eos(files)
     name = label.get("weight_version") if isinstance(label, dict) else None
+    developer = developer_abort and rpc
+    on_cpu = _on_cpu(settings, str(version.get("version", "")))
     processes = _processes(settings, metrics)
     spans = token_route and name is not None
     abort_route = (
@@ -141,20 +143,21 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         vocab_size=vocab,
         eos_token_ids=eos or (),
         token_route=token_route,
-        developer_routes=developer_abort and rpc,
+        developer_routes=developer,
         abort_route=abort_route,
         processes=processes,
         label=name,
         spans=spans,
-        updates_from_disk=rpc and name is not None,
+        updates_from_disk=developer and name is not None,
         logprob_kind=kind,
         priorities=settings.get("policy") == "priority",
         max_running=settings.get("max_num_seqs"),
         paused=is_paused,
         started_s=metrics.started_s,
         missing=_missing(
-            client.url, token_route=token_route, developer=developer_abort and rpc, abort=bool(abort_route),
-            processes=processes, kind=kind, eos=eos, paused=is_paused, spans=spans,
+            client.url, token_route=token_route, developer=developer, abort=bool(abort_route), processes=processes,
+            kind=kind, eos=eos, paused=is_paused, spans=spans, tied=developer and on_cpu is not False and _tied(files),
+            on_cpu=bool(on_cpu),
         ),
     )  # fmt: skip
 
@@ -206,15 +209,19 @@ def _context(client: HttpClient, config: VllmEngineConfig, card: dict[str, Any])
     return min(limits)
 
 
+_SETTINGS = (
+    "logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count", "device_type",
+)  # fmt: skip
+
+
 def _settings(info: Any) -> dict[str, Any]:
     """The settings of interest of ``/server_info``, flat; empty where the server has no such route."""
     found: dict[str, Any] = {}
     config = info.get("vllm_config") if isinstance(info, dict) else None
-    for part in ("model_config", "scheduler_config", "parallel_config"):
+    for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
         values = config.get(part) if isinstance(config, dict) else None
         if isinstance(values, dict):
-            names = ("logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count")
-            found |= {name: values[name] for name in names if name in values}
+            found |= {name: values[name] for name in _SETTINGS if name in values}
     return found
 
 
@@ -226,6 +233,18 @@ def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
     if metrics.load is not None and metrics.started_s is None:
         return max(2, int(settings.get("data_parallel_size") or 2))
     return 1
+
+
+def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
+    """None: the server does not say, as its settings are not shown."""
+    if "device_type" in settings:
+        return bool(settings["device_type"] == "cpu")
+    return True if "cpu" in version else None
+
+
+def _tied(files: list[dict[str, Any]]) -> bool:
+    """Whether the model's output layer is its embedding, as far as its configuration is on this machine and says so."""
+    return any(file.get("tie_word_embeddings") is True for file in files)
 
 
 async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]]) -> int:
@@ -330,7 +349,7 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
 
 def _missing(
     url: str, *, token_route: bool, developer: bool, abort: bool, processes: int, kind: LogprobKind,
-    eos: tuple[int, ...] | None, paused: bool, spans: bool,
+    eos: tuple[int, ...] | None, paused: bool, spans: bool, tied: bool, on_cpu: bool,
 ) -> tuple[str, ...]:  # fmt: skip
     """What is not as it should be, in plain sentences."""
     said = []
@@ -381,5 +400,11 @@ def _missing(
         said.append(
             "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
             "server's word for it; set engine.eos_token_ids to be sure that no response is continued behind its end."
+        )
+    if tied:
+        said.append(
+            f"{'The server runs on a CPU' if on_cpu else 'If the server runs on a CPU, mind'}: vLLM does not reload a "
+            "model with tied embeddings rightly there (log-probabilities were wrong by 1.2 nats after an update of its "
+            "weights); save the model with tie_word_embeddings false, or do not update its weights."
         )
     return tuple(said)

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text, failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.weight_labels import cover, foreign_weights, version_of
+from april.engines.weight_labels import WeightLabels, cover, foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
+from april.engines.wire_errors import failure_said
 from april.errors import EngineError, WireError
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
@@ -122,10 +122,11 @@ class ReplyReader:
 
     Args:
         version: of the weights when the request was sent.
-        spans: the server says which of april's labels made which token, at the end; otherwise all are ``version``'s.
+        labels: of the engine, where the server says at the end which weights made which token; otherwise all tokens
+            are ``version``'s.
     """
 
-    def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, spans: bool) -> None:
+    def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None) -> None:
         self._decoder: msgspec.json.Decoder[_TokenReply] | msgspec.json.Decoder[_TextReply] = (
             TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
         )
@@ -134,7 +135,7 @@ class ReplyReader:
         )
         self._attempt_id = attempt_id
         self._version = version
-        self._spans = spans
+        self._labels = labels
         # tokens that are no chunk yet; nothing outside of a call sees any
         self._ids: list[int] = []
         self._scores: list[float] = []
@@ -189,7 +190,7 @@ class ReplyReader:
 
     def _reply(self, reply: _TokenReply | _TextReply, payload: bytes, chunks: list[Chunk]) -> None:
         if reply.choices is None:
-            raise self._said(payload)
+            raise failure_said(payload, f"attempt {self._attempt_id}")
         for choice in reply.choices:
             self._choice(choice, chunks)
         if reply.usage is not None:
@@ -251,15 +252,15 @@ class ReplyReader:
     def _by_version(self, spans: list[_Span], ids: list[int], logprobs: list[float]) -> list[Chunk]:
         """The last tokens, split by the weights that made them; those before must be of the version at submission."""
         total = self.count + len(ids)
-        if not self._spans:
+        if self._labels is None:
             return [chunk_of(ids, logprobs, self._version)] if ids else []
         if not cover(spans, total):
             raise self._wrong(f"has version spans that do not cover its {total} tokens one after the other")
         chunks: list[Chunk] = []
         for span in spans:
-            version = version_of(span.version)
+            version = self._labels.version_of(span.version, self._version)
             if version is None or (span.start < self.count and version != self._version):
-                self.failure = foreign_weights(self._attempt_id, str(self._version), span.version)
+                self.failure = foreign_weights(self._attempt_id, self._labels.of(self._version), span.version)
                 return chunks
             start, end = max(span.start - self.count, 0), span.end - self.count
             if ids and end - start == len(ids):
@@ -267,19 +268,6 @@ class ReplyReader:
             elif end > start:
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
-
-    def _said(self, payload: bytes) -> EngineError:
-        """The error of an event that is no answer."""
-        text = f"attempt {self._attempt_id}: the server says: {error_text(payload)}"
-        try:
-            error = msgspec.json.decode(payload)["error"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return WireError(
-                f"attempt {self._attempt_id}: the server's answer has neither choices nor an error "
-                f"({len(payload)} bytes)"
-            )
-        code = error.get("code") if isinstance(error, dict) else None
-        return failure_of(code if isinstance(code, int) else 500, text)
 
     def _wrong(self, what: str) -> WireError:
         return WireError(f"attempt {self._attempt_id}: the server's answer {what}")

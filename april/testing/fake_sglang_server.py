@@ -61,6 +61,10 @@ class FakeSglangServer:
         self.pause_mode: str | None = None
         self.stale_cache = False
         """Keys and values of older weights are in the cache."""
+        self.unanswered: dict[str, int] = {}
+        """Route -> so many calls are obeyed, and their connections break in place of an answer."""
+        self.relabels = True
+        """A weight update sets the label that it names; older servers do not."""
         self.alive = False
         self._live: dict[str, FakeRun] = {}
         self._queue: deque[FakeRun] = deque()
@@ -383,7 +387,11 @@ class FakeSglangServer:
     async def _see(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._transports.add(request.transport)
-        return await handler(request)
+        response = await handler(request)
+        if self.unanswered.get(request.path):
+            self.unanswered[request.path] -= 1
+            return self._cut(request)
+        return response
 
     def _cut(self, request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
@@ -446,7 +454,8 @@ class FakeSglangServer:
             said = f"Failed to get weights iterator: {body['model_path']} is not there"
             return web.json_response({"success": False, "message": said}, status=400)
         self.weights, self.stale_cache = name, True
-        self.label = str(body.get("weight_version") or self.label)
+        if self.relabels:
+            self.label = str(body.get("weight_version") or self.label)
         self.updates.append(body)
         if body.get("flush_cache", True):
             if self.pause_mode == "in_place" and self._live:

@@ -37,19 +37,23 @@ class FakeVllmServer:
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         mean_length: mean of the (geometric) response lengths.
         turns: of the event loop per token.
+        root: directory of the model, as its card says it.
+        without: routes that this version does not have.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
         developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
         logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
-        turns: int = 1, model: str = "fake",
+        turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
+        without: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.weights, self.label, self.model = weights, "default", model
         self.vocab_size, self.eos, self.context, self.max_running = vocab_size, eos, context, max_running
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs, self.stepped = logprobs, says_logprobs, stepped
         self.mean_length, self.turns = mean_length, turns
+        self.root, self.device, self.without = root, device, without
         self._key = api_key
         self.faults: list[PlannedVllmFault] = []
         self.runs: list[FakeVllmRun] = []
@@ -62,6 +66,8 @@ class FakeVllmServer:
         self.pause_mode: str | None = None
         self.stale_cache = False
         """Keys and values of older weights are in the cache."""
+        self.unanswered: dict[str, int] = {}
+        """Route -> so many calls are obeyed, and their connections break in place of an answer."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
         self.alive = False
@@ -365,8 +371,14 @@ class FakeVllmServer:
             self._transports.add(request.transport)
         guarded = self._key is not None and request.path.startswith(GUARDED)
         if guarded and request.headers.get("Authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
+            return web.json_response({"error": f"Unauthorized: {request.headers.get('Authorization')}"}, status=401)
+        if request.path in self.without:
+            return web.Response(status=404)
+        response = await handler(request)
+        if self.unanswered.get(request.path):
+            self.unanswered[request.path] -= 1
+            return _cut(request)
+        return response
 
     # ---------------------------------------------------------------- control
 
@@ -432,10 +444,11 @@ class FakeVllmServer:
         return web.json_response({"vllm_config": {
             "model_config": model, "scheduler_config": {"policy": "fcfs", "max_num_seqs": self.max_running},
             "parallel_config": {"data_parallel_size": 1, "_api_process_count": self.processes},
+            "device_config": {"device": self.device, "device_type": self.device},
         }})  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self.model, "root": "fake/model", "parent": None, "max_model_len": self.context}
+        card = {"id": self.model, "root": self.root, "parent": None, "max_model_len": self.context}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _version(self, request: web.Request) -> web.Response:
