@@ -12,7 +12,7 @@ import vllm_fixtures
 from sglang_fixtures import read, request, run, until
 
 from april.core.versions import PolicyVersion
-from april.engines.protocol import EngineFinish
+from april.engines.protocol import Capabilities, EngineFinish, LogprobKind
 from april.engines.server_engine import PAUSE_DEADLINE_S, ServerEngine
 from april.errors import EngineError, EngineUnreachable
 from april.testing.virtual_clock import run_virtual
@@ -25,14 +25,10 @@ class _Engine(ServerEngine):
     """Requests end at the ``ends_at``-th abort; those of ``fails`` raise."""
 
     def __init__(self, ends_at: int, fails: Sequence[int] = ()) -> None:
-        super().__init__()
+        super().__init__("one", Capabilities(LogprobKind.RAW, 10, 10))
         self._ends_at, self._fails, self.aborts = ends_at, fails, 0
         for name in "ab":
             self._admission.enter(name)
-
-    @property
-    def name(self) -> str:
-        return "one"
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         self.aborts += 1

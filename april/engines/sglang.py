@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 
-import numpy as np
-
 from april.config_engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
@@ -23,8 +21,7 @@ from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
 from april.engines.sglang_wire import ReplyReader, request_body, rid_of
 from april.engines.sglang_worker import HalfUpdated, SglangWorker
-from april.engines.weight_labels import WeightLabels
-from april.errors import EngineError, EngineUnreachable, RequestRefused
+from april.errors import EngineError, EngineUnreachable
 
 ABORTS_AT_ONCE = 32
 """Abort calls on their way to one server; hundreds at the same time have killed servers."""
@@ -53,29 +50,11 @@ class SglangEngine(ServerEngine):
         self, requests: HttpClient, workers: Sequence[SglangWorker], offer: SglangOffer, capabilities: Capabilities,
         max_token_loss: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(requests.name, capabilities)
         self._requests = requests
         self.workers = tuple(workers)
         self.offer = offer
-        self._capabilities = capabilities
         self._max_token_loss = max_token_loss
-        self._labels = WeightLabels()
-        self._torn = ""
-
-    def __repr__(self) -> str:
-        return f"<SglangEngine {self.name} version {self._version} {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        return self._requests.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def _version(self) -> PolicyVersion:
-        return self._labels.present
 
     # ---------------------------------------------------------------- requests
 
@@ -102,33 +81,12 @@ class SglangEngine(ServerEngine):
         group, index = request.sample_key or (0, 0)
         return attempt_seed(0, group, index, len(request.token_ids))
 
-    def _check(self, request: Request) -> None:
-        """The server dies of an id that its vocabulary lacks, and refuses or shortens what is too long."""
-        if self._torn:
-            raise EngineError(self._torn)
-        ids, limit = request.token_ids, self._capabilities
-        if not len(ids):
-            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        # as unsigned numbers, negative ones are too large as well
-        if ids.view(np.uint32).max() >= limit.vocab_size:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
-                f"{self.name}; is the tokenizer that of the model?"
-            )
-        if len(ids) + request.sampling.max_tokens > limit.max_context:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
-                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
-            )
-
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """By rid, at every worker: behind a router nobody says which of them has a request, and an unknown rid is
         ignored. Never everything at once: other clients may use the server."""
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        rids = [rid_of(i) for i in (list(inside) if attempt_ids is None else attempt_ids) if i in inside]
+        rids = [rid_of(i) for i in self._to_abort(attempt_ids)]
         if rids:
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 

@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http_client import HttpClient, error_text
@@ -28,8 +26,7 @@ from april.engines.server_pool import connect_all
 from april.engines.server_stream import ServerStream
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
-from april.engines.weight_labels import WeightLabels
-from april.errors import EngineError, RequestRefused
+from april.errors import EngineError
 
 LOAD_WEIGHTS_S = 3600.0
 """Longest wait for a server to read its weights."""
@@ -52,59 +49,20 @@ class VllmEngine(ServerEngine):
     def __init__(
         self, client: HttpClient, offer: VllmOffer, capabilities: Capabilities, *, stream: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(client.name, capabilities)
         self._client = client
         self.offer = offer
-        self._capabilities = capabilities
         self._stream = stream
-        self._labels = WeightLabels()
-        self._torn = ""
         self._started_s = offer.started_s
         # aborts that somebody asked for; the server's pause ends others along with them
         self._unwanted: set[str] = set()
         self._pausing = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<VllmEngine {self.name} version {self._version} {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        """Host and port of the server."""
-        return self._client.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As probed."""
-        return self._capabilities
-
-    @property
-    def _version(self) -> PolicyVersion:
-        return self._labels.present
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ServerStream:
         """One call; raises RequestRefused for what the server must not be asked."""
         return _VllmStream(self, request, stream=self._stream or request.stream)
-
-    def _check(self, request: Request) -> None:
-        """The server shortens what is too long without a word."""
-        if self._torn:
-            raise EngineError(self._torn)
-        ids, limit = request.token_ids, self._capabilities
-        if not len(ids):
-            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        # as unsigned numbers, negative ones are too large as well
-        if ids.view(np.uint32).max() >= limit.vocab_size:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
-                f"{self.name}; is the tokenizer that of the model?"
-            )
-        if len(ids) + request.sampling.max_tokens > limit.max_context:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
-                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
-            )
 
     # ---------------------------------------------------------------- aborts
 
@@ -113,9 +71,7 @@ class VllmEngine(ServerEngine):
 
         Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
         """
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        ids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        ids = self._to_abort(attempt_ids)
         if not ids:
             return
         if self._capabilities.abort_means is AbortMeans.PAUSE:
@@ -134,8 +90,7 @@ class VllmEngine(ServerEngine):
             EngineError: requests are running, the server cannot load from a directory, or it has failed; if it is
                 between two versions then, it gets no requests before an update succeeds.
         """
-        if self._admission.inside:
-            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
+        self._require_idle()
         if path is not None:
             self._require_loadable(path)
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it

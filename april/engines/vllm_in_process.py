@@ -16,7 +16,7 @@ from april.core.versions import PolicyVersion
 from april.engines.loop_relay import LoopRelay, result_from
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
 from april.engines.server_engine import ServerEngine
-from april.engines.weight_labels import WeightLabels, foreign_weights
+from april.engines.weight_labels import foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 
@@ -55,41 +55,19 @@ class VllmInProcessEngine(ServerEngine):
         ConfigError: the object is no AsyncLLM, or gives logits in place of log-probabilities.
     """
 
+    _abort_again_s = ABORT_AGAIN_S
+
     def __init__(
         self, async_llm: Any, *, name: str = "vllm", loop: asyncio.AbstractEventLoop | None = None,
         stream: bool = False, eos_token_ids: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(name, _capabilities(async_llm, stream, eos_token_ids))
         self._llm = async_llm
-        self._name = name
         self._loop = loop
         self._stream = stream
-        self._capabilities = _capabilities(async_llm, stream, eos_token_ids)
         self._by_priority = getattr(async_llm.vllm_config.scheduler_config, "policy", "fcfs") == "priority"
-        self._labels = WeightLabels()
         self._labelled = False
         self._closed = False
-        self._between = False
-        """An update has begun and not succeeded: its weights are those of no version."""
-
-    def __repr__(self) -> str:
-        return f"<VllmInProcessEngine {self._name}, {self._version}, {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        """As given."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Out of vLLM's configuration."""
-        return self._capabilities
-
-    @property
-    def _version(self) -> PolicyVersion:
-        return self._labels.present
-
-    _abort_again_s = ABORT_AGAIN_S
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One request; see the protocol.
@@ -98,14 +76,12 @@ class VllmInProcessEngine(ServerEngine):
             RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
             EngineError: vLLM died, or its answer cannot be true.
         """
-        self._check_room(request)
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
-            if self._between:
-                raise EngineError(f"engine {self._name}: {_BETWEEN}")
             if not admitted:
                 yield empty_chunk(version, EngineFinish.ABORT)
                 return
+            self._check(request)
             deltas = self._stream or request.stream
             relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, deltas))
             finish = None
@@ -173,18 +149,9 @@ class VllmInProcessEngine(ServerEngine):
             if label != expected:
                 raise foreign_weights(request.attempt_id, expected, label)
 
-    def _check_room(self, request: Request) -> None:
-        used, wanted, room = len(request.token_ids), request.sampling.max_tokens, self._capabilities.max_context
-        if used + wanted > room:
-            raise RequestRefused(
-                f"{used} token ids and max_tokens={wanted} do not fit into the context of {room} tokens of {self._name}"
-            )
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """vLLM ends them with what they have; an id that it does not know yet is to be asked for again."""
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        ids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        ids = self._to_abort(attempt_ids)
         if ids:
             await self._there(lambda: self._llm.abort(ids))
 
@@ -208,11 +175,10 @@ class VllmInProcessEngine(ServerEngine):
             EngineError: requests are running, vLLM would load the directory wrongly, or it could not do it; then it
                 gets no requests before an update succeeds.
         """
-        if self._admission.inside:
-            raise EngineError(f"engine {self._name}: weights were updated while requests run; pause it first")
+        self._require_idle()
         if path is not None and not self._capabilities.updates_from_disk:
             raise EngineError(f"engine {self._name}: {_TIED}")
-        self._between = True
+        self._torn = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self._there(lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
         if not await self._there(self._llm.reset_prefix_cache):
@@ -223,7 +189,7 @@ class VllmInProcessEngine(ServerEngine):
         if hasattr(self._llm, "update_weight_version"):
             await self._there(lambda: self._llm.update_weight_version(self._labels.of(version)))
             self._labelled = True
-        self._labels.present, self._between = version, False
+        self._labels.present, self._torn = version, ""
 
     async def health(self) -> Health:
         """Whether vLLM's engine lives."""
@@ -231,8 +197,8 @@ class VllmInProcessEngine(ServerEngine):
             await self._there(self._llm.check_health)
         except Exception as error:
             return Health(False, f"{type(error).__name__}: {error}")
-        if self._between:
-            return Health(False, _BETWEEN)
+        if self._torn:
+            return Health(False, self._torn)
         return Health(True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:

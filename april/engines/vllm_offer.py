@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,15 +13,20 @@ from april.config_engines import VllmEngineConfig
 from april.engines.http_client import HttpClient, Reply, error_text
 from april.engines.openai_metrics import ServerMetrics, read_metrics
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.server_probe import (
+    NARROW,
+    NO_TOKEN,
+    PROBE_S,
+    eos_of,
+    get_json,
+    has_route,
+    kind_seen,
+    model_files,
+    probe_id,
+)
 from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 
-PROBE_S = 10.0
-"""Longest wait for one answer while a server is probed."""
-_NO_TOKEN = 2**31 - 2
-"""An id that no vocabulary has; the server names the size of its own when it is to be biased."""
-_SAME_LOGPROB = 0.02
-"""Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,
     "processed_logprobs": LogprobKind.PROCESSED,
@@ -102,11 +104,11 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         EngineError: it could not be asked.
     """
     version, models, info, label, paused, metrics = await asyncio.gather(
-        _json(client, "/version"),
-        _json(client, "/v1/models"),
-        _json(client, "/server_info?config_format=json"),
-        _json(client, "/weight_info"),
-        _json(client, "/is_paused"),
+        get_json(client, "/version"),
+        get_json(client, "/v1/models"),
+        get_json(client, "/server_info?config_format=json"),
+        get_json(client, "/weight_info"),
+        get_json(client, "/is_paused"),
         read_metrics(client),
     )
     if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
@@ -117,14 +119,14 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     card = _model_card(client, models, config.model)
     token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
         _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
-        _has(client, "/abort_requests"), _has(client, "/collective_rpc"),
+        has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
     )  # fmt: skip
     settings = _settings(info)
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
-    files = await asyncio.to_thread(_model_files, card.get("root"))
+    files = await asyncio.to_thread(model_files, card.get("root"))
     vocab = await _vocab_size(client, config, str(card["id"]), files)
     kind = await _logprob_kind(client, config, str(card["id"]), settings, is_paused)
-    eos = config.eos_token_ids if config.eos_token_ids is not None else _eos(files)
+    eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
     name = label.get("weight_version") if isinstance(label, dict) else None
     developer = developer_abort and rpc
     on_cpu = _on_cpu(settings, str(version.get("version", "")))
@@ -162,28 +164,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     )  # fmt: skip
 
 
-async def _json(client: HttpClient, route: str) -> Any:
-    """What a GET route says; None: it is not there."""
-    reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
-    if reply.status in (404, 405):
-        return None
-    client.require_ok(reply, route)
-    try:
-        return msgspec.json.decode(reply.body)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{client.url}{route} answered what is no JSON ({error}); is it a vLLM server?"
-        ) from None
-
-
-async def _has(client: HttpClient, route: str) -> bool:
-    """Whether a POST route is there: GET is not allowed on it, and nothing happens."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
-
-
 async def _offers(client: HttpClient, route: str) -> bool:
     """Whether a scale-out route is there and open: a request without content tells."""
-    if not await _has(client, route):
+    if not await has_route(client, route):
         return False
     reply = await client.call("POST", route, b"{}", timeout_s=PROBE_S)
     if reply.status == 401:
@@ -251,7 +234,7 @@ async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, 
     """From the configuration, out of the refusal of a request that can never run, or from the model's files."""
     if config.vocab_size is not None:
         return config.vocab_size
-    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 1.0}}
+    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
     reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     found = re.search(r"[Vv]ocabulary size: (\d+)", error_text(reply.body)) if not reply.ok else None
     if found is not None:
@@ -264,27 +247,6 @@ async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, 
         f"{client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the model's "
         "config.json)"
     )
-
-
-def _model_files(root: Any) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too."""
-    found = []
-    for name in ("config.json", "generation_config.json"):
-        try:
-            found.append(json.loads((Path(str(root)) / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
-    return [f for f in found if isinstance(f, dict)]
-
-
-def _eos(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
-    ids: set[int] = set()
-    for file in files:
-        text = file.get("text_config")
-        for values in (file, text if isinstance(text, dict) else {}):
-            eos = values.get("eos_token_id")
-            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
-    return tuple(sorted(ids)) or None
 
 
 # ---------------------------------------------------------------- of which distribution the log-probabilities are
@@ -306,11 +268,7 @@ class _OneToken(msgspec.Struct):
 async def _logprob_kind(
     client: HttpClient, config: VllmEngineConfig, model: str, settings: dict[str, Any], paused: bool
 ) -> LogprobKind:
-    """As configured, as the server's settings say, or seen from requests of one token.
-
-    With a temperature of 0.5 and a top-p so small that only the greedy token is left, its log-probability is that of
-    the greedy request (raw), 0 (processed), or neither (temperature).
-    """
+    """As configured, as the server's settings say, or seen from requests of one token."""
     if config.logprobs is not None:
         return LogprobKind(config.logprobs)
     if settings.get("logprobs_mode") in _MODES:
@@ -319,20 +277,18 @@ async def _logprob_kind(
         return LogprobKind.UNKNOWN  # a paused server answers no request
     for start in range(3):
         prompt = [start * 7 + i for i in (3, 4, 5)]
-        raw, token = await _one_token(client, model, prompt, {"temperature": 0.0})
-        said, other = await _one_token(client, model, prompt, {"temperature": 0.5, "top_p": 1e-6})
-        if token != other or raw > -5 * _SAME_LOGPROB:
-            continue  # a near certain token looks the same in all of them
-        if abs(said - raw) < _SAME_LOGPROB:
-            return LogprobKind.RAW
-        return LogprobKind.PROCESSED if said > -_SAME_LOGPROB else LogprobKind.TEMPERATURE
+        greedy = await _one_token(client, model, prompt, {"temperature": 0.0})
+        kind = kind_seen(greedy, await _one_token(client, model, prompt, NARROW))
+        if kind is not LogprobKind.UNKNOWN:
+            return kind
     return LogprobKind.UNKNOWN
 
 
-async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[float, int]:
+async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+    """The token and its log-probability."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True, "top_k": 0,
-        "request_id": f"april-probe-{secrets.token_hex(10)}", **params,
+        "request_id": probe_id(), **params,
     }  # fmt: skip
     reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     client.require_ok(reply, COMPLETIONS_ROUTE)
@@ -344,7 +300,7 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
             f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
             f"otherwise: {error}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
-    return logprob, token
+    return token, logprob
 
 
 def _missing(
