@@ -128,7 +128,8 @@ class AnswerReader(Generic[R]):
         chunks: list[Chunk] = []
         for span in spans:
             start, end = max(span.start - self.count, 0), span.end - self.count
-            version = self._labels.version_of(span.version, self._version)
+            known = span.version == self._label
+            version = self._version if known else self._labels.version_of(span.version, self._version)
             if version is None or (span.start < self.count and version != self._version and span.end > span.start):
                 self.failure = self._foreign(span.version)
                 return chunks

@@ -21,6 +21,20 @@ NARROW = {"temperature": 0.5, "top_p": 1e-6}
 """Sampling of which only the greedy token is left, at another temperature than the greedy request's."""
 _SAME_LOGPROB = 0.02
 """Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
+UNKNOWN_KIND = (
+    "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train with "
+    "temperature 1 and without top-p."
+)
+NO_EOS = (
+    "The ids that end a response are not known, as the model's files are not on this machine: april takes the server's "
+    "word for it; set engine.eos_token_ids "
+)
+"""The server's offer says what for."""
+
+
+def least(*limits: int | None) -> int | None:
+    """Of those that are known."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 async def get_json(client: HttpClient, *routes: str) -> Any:

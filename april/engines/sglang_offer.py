@@ -14,12 +14,15 @@ from april.engines.http_client import HttpClient, Reply, error_text
 from april.engines.protocol import Capabilities, LogprobKind
 from april.engines.server_probe import (
     NARROW,
+    NO_EOS,
     NO_TOKEN,
     PROBE_S,
+    UNKNOWN_KIND,
     eos_of,
     get_json,
     has_route,
     kind_seen,
+    least,
     model_files,
     probe_id,
 )
@@ -64,13 +67,12 @@ class SglangOffer:
 
     def capabilities(self, config: SglangEngineConfig) -> Capabilities:
         """For the layers above."""
-        limits = [limit for limit in (self.max_running, config.max_in_flight) if limit is not None]
         return Capabilities(
             self.logprob_kind,
             self.vocab_size,
             self.context_length,
             self.eos_token_ids,
-            min(limits) if limits else None,
+            least(self.max_running, config.max_in_flight),
             updates_from_disk=self.updates_from_disk,
             version_spans=self.spans,
             remote=True,
@@ -316,10 +318,7 @@ def _missing(
             "train with temperature 1, or start the server without that variable."
         )
     elif kind is LogprobKind.UNKNOWN:
-        said.append(
-            "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train "
-            "with temperature 1 and without top-p."
-        )
+        said.append(UNKNOWN_KIND)
     if not deterministic:
         said.append(
             "Seeds do nothing: two requests with the same seed differ; start the server with "
@@ -328,10 +327,7 @@ def _missing(
     if not loads:
         said.append("The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9).")
     if eos is None:
-        said.append(
-            "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
-            "server's word for it; set engine.eos_token_ids if budgets of thinking or stop ids depend on them."
-        )
+        said.append(NO_EOS + "if budgets of thinking or stop ids depend on them.")
     if data_parallel > 1:
         said.append(f"The server runs {data_parallel} data-parallel copies, with which april was not tried.")
     return tuple(said)

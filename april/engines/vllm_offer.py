@@ -15,12 +15,15 @@ from april.engines.openai_metrics import ServerMetrics, read_metrics
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 from april.engines.server_probe import (
     NARROW,
+    NO_EOS,
     NO_TOKEN,
     PROBE_S,
+    UNKNOWN_KIND,
     eos_of,
     get_json,
     has_route,
     kind_seen,
+    least,
     model_files,
     probe_id,
 )
@@ -80,13 +83,12 @@ class VllmOffer:
 
     def capabilities(self, config: VllmEngineConfig) -> Capabilities:
         """For the layers above."""
-        limits = [limit for limit in (self.max_running, config.max_in_flight) if limit is not None]
         return Capabilities(
             self.logprob_kind,
             self.vocab_size,
             self.max_model_len,
             self.eos_token_ids,
-            min(limits) if limits else None,
+            least(self.max_running, config.max_in_flight),
             updates_from_disk=self.updates_from_disk,
             abort_means=self.abort_means,
             version_spans=self.spans,
@@ -348,15 +350,9 @@ def _missing(
             "start the server with --logprobs-mode processed_logprobs."
         )
     elif kind is LogprobKind.UNKNOWN:
-        said.append(
-            "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train "
-            "with temperature 1 and without top-p."
-        )
+        said.append(UNKNOWN_KIND)
     if eos is None:
-        said.append(
-            "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
-            "server's word for it; set engine.eos_token_ids to be sure that no response is continued behind its end."
-        )
+        said.append(NO_EOS + "to be sure that no response is continued behind its end.")
     if tied:
         said.append(
             f"{'The server runs on a CPU' if on_cpu else 'If the server runs on a CPU, mind'}: vLLM does not reload a "
