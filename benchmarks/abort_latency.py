@@ -1,12 +1,15 @@
 """From the decision to abort to the last partial held: april beside a plain aiohttp client making the same calls.
 
     python -m benchmarks.abort_latency --kinds vllm sglang --in-flight 256 --pairs 15
+    python -m benchmarks.abort_latency --kinds vllm --url http://127.0.0.1:8000 --model tiny --vocab-size 512
 
-A server holds all requests until they are aborted and answers each with its tokens so far. vLLM takes all ids in one
-call; SGLang takes one call per request, of which both clients have as many on their way as april. Both clients run in
-this process, each on its own loop, and take turns before the same server, every other pair backwards. april's decision
-is a pause of its driver, which aborts as the end of a step does. The wall time includes the server's work, which is
-the same for both; the CPU is this process's. Ratios are taken within a pair.
+A canned server holds all requests until they are aborted and answers each with its tokens so far: no time passes in it
+but that of its own replies. A real one (``--url``; its model must have no end-of-sequence token) decodes meanwhile, and
+the decision comes once it runs them all. vLLM takes all ids in one call; SGLang takes one call per request, of which
+both clients have as many on their way as april. Both clients run in this process, each on its own loop, and take turns
+before the same server, every other pair backwards. april's decision is a pause of its driver, which aborts as the end
+of a step does. The wall time includes the server's work, which is the same for both; the CPU is this process's. Ratios
+are taken within a pair.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -25,18 +29,25 @@ import msgspec
 
 import april
 from april.driver.loop_thread import LoopThread
+from april.engines.openai_metrics import parse_metrics
 from april.engines.sglang import ABORTS_AT_ONCE
 from april.engines.sglang_wire import rid_of
 from april.engines.vllm_wire import TOKEN_ROUTE, engine_id
-from benchmarks.canned_replies import SGLANG, VLLM
+from benchmarks.canned_replies import MODEL, SGLANG, VLLM
 from benchmarks.client_arms import Case, attempt_id, bare_call, engine_config, open_session, prompts_of
 from benchmarks.client_cost import canned_server, server_counts, server_options
-from benchmarks.generate_wire import JSON_HEADERS, make_prompts
+from benchmarks.generate_wire import JSON_HEADERS
 from benchmarks.open_files import require_open_files
 
 MOST_TOKENS = 4_000
 """Budget of the requests, which nothing reaches."""
 POLL_S = 0.005
+DECODING_S = 0.5
+"""After a real server has taken all requests: each has its first tokens."""
+
+
+Held = Callable[[], int]
+"""How many requests the server has at this moment."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -67,9 +78,9 @@ class Summary(msgspec.Struct, frozen=True):
 class BareClient:
     """Plain requests on a loop of their own."""
 
-    def __init__(self, url: str, case: Case) -> None:
-        self._url, self._case = url, case
-        self._prompts = make_prompts(case.in_flight, case.prompt_len, case.samples_per_prompt)
+    def __init__(self, url: str, case: Case, held: Held) -> None:
+        self._url, self._case, self._held = url, case, held
+        self._prompts = case.prompts()
         self._loop = LoopThread("bare")
         self._session: aiohttp.ClientSession | None = None
         self._turns = 0
@@ -85,8 +96,7 @@ class BareClient:
             asyncio.ensure_future(bare_call(session, self._url, self._case, number, i, prompt))
             for i, prompt in enumerate(self._prompts)
         ]
-        while await asyncio.to_thread(_held, self._url) < len(calls):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(POLL_S)
+        await _until_held(self._held, self._case)
         gc.collect()
         wall, cpu = time.perf_counter(), time.process_time()
         aborts = asyncio.ensure_future(self._abort(session, [attempt_id(number, i) for i in range(len(calls))]))
@@ -121,8 +131,8 @@ class BareClient:
 class AprilClient:
     """A scheduler whose step never ends by itself: what one turn has aborted, the next one continues."""
 
-    def __init__(self, url: str, case: Case) -> None:
-        self._url, self._case = url, case
+    def __init__(self, url: str, case: Case, held: Held) -> None:
+        self._case, self._held = case, held
         config = april.Config(
             rollout_batch_size=case.in_flight // case.samples_per_prompt,
             n_samples_per_prompt=case.samples_per_prompt,
@@ -142,8 +152,7 @@ class AprilClient:
     async def _turn(self) -> Turn:
         driver = self._driver
         await self._pause.__aexit__(None, None, None)
-        while await asyncio.to_thread(_held, self._url) < self._case.in_flight:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(POLL_S)
+        await _until_held(self._held, self._case)
         gc.collect()
         before, self._pause = driver.core.tokens.held, driver.paused()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -155,32 +164,66 @@ class AprilClient:
         self._scheduler.close()
 
 
-def _held(url: str) -> int:
-    return server_counts(url).held
+async def _until_held(held: Held, case: Case) -> None:
+    while await asyncio.to_thread(held) < case.in_flight:  # noqa: ASYNC110 - another process
+        await asyncio.sleep(POLL_S)
+    if case.model != MODEL:
+        await asyncio.sleep(DECODING_S)
 
 
-def measure(kind: str, in_flight: int, abort_tokens: int, pairs: int) -> Summary:
-    """All pairs before one server; raises RuntimeError when a client does not hold every token that was sent."""
+def running(kind: str, url: str) -> int:
+    """Requests that a real server runs."""
+    route = "/metrics" if kind == VLLM else "/v1/loads?include=core"
+    with urllib.request.urlopen(url + route, timeout=30.0) as reply:  # noqa: S310 - the caller's own server
+        said = reply.read()
+    if kind == VLLM:
+        load = parse_metrics(said.decode().splitlines()).load
+        return 0 if load is None else load.running
+    return sum(one["num_running_reqs"] for one in msgspec.json.decode(said)["loads"])
+
+
+def before_canned(kind: str, in_flight: int, abort_tokens: int, pairs: int) -> Summary:
+    """All pairs before one canned server; raises RuntimeError when a client does not hold every token that was sent."""
     case = Case(kind, False, in_flight, MOST_TOKENS, 256, 1, 8)
-    turns: dict[str, list[Turn]] = {"bare": [], "april": []}
     options = [*server_options(case), f"--abort-tokens={abort_tokens}"]
     with canned_server(in_flight + 1, MOST_TOKENS, *options) as url:
-        clients: dict[str, BareClient | AprilClient] = {"bare": BareClient(url, case), "april": AprilClient(url, case)}
-        try:
-            for pair in range(pairs + 1):  # the first opens connections and fills the server's caches
-                for arm in ("bare", "april") if pair % 2 == 0 else ("april", "bare"):
-                    turn = clients[arm].turn()
-                    if turn.tokens != in_flight * abort_tokens:
-                        raise RuntimeError(f"{arm} holds {turn.tokens} tokens of {in_flight} x {abort_tokens}")
-                    turns[arm].append(turn)
-        finally:
-            for client in clients.values():
-                client.close()
-    bare, mine = turns["bare"][1:], turns["april"][1:]
+        turns = take_turns(url, case, pairs, lambda: server_counts(url).held)
+    for arm, taken in turns.items():
+        for turn in taken:
+            if turn.tokens != in_flight * abort_tokens:
+                raise RuntimeError(f"{arm} holds {turn.tokens} tokens of {in_flight} x {abort_tokens}")
+    return summary(case, abort_tokens, turns)
+
+
+def before_real(kind: str, url: str, model: str, vocab_size: int, in_flight: int, pairs: int) -> Summary:
+    """All pairs before a server that runs already, and has room for all requests at once."""
+    case = Case(kind, False, in_flight, MOST_TOKENS - 1_000, 64, 1, 8, model, vocab_size)
+    turns = take_turns(url, case, pairs, lambda: running(kind, url))
+    return summary(case, round(median(t.tokens for t in turns["april"]) / in_flight), turns)
+
+
+def take_turns(url: str, case: Case, pairs: int, held: Held) -> dict[str, list[Turn]]:
+    """Turns of both clients, those of the first pair left out: it opens connections and fills the server's caches."""
+    turns: dict[str, list[Turn]] = {"bare": [], "april": []}
+    clients: dict[str, BareClient | AprilClient] = {}
+    try:
+        clients["bare"], clients["april"] = BareClient(url, case, held), AprilClient(url, case, held)
+        for pair in range(pairs + 1):
+            for arm in ("bare", "april") if pair % 2 == 0 else ("april", "bare"):
+                turns[arm].append(clients[arm].turn())
+    finally:
+        for client in clients.values():
+            client.close()
+    return {arm: taken[1:] for arm, taken in turns.items()}
+
+
+def summary(case: Case, abort_tokens: int, turns: dict[str, list[Turn]]) -> Summary:
+    """Medians, and ratios within pairs."""
+    bare, mine = turns["bare"], turns["april"]
     ratios = [a.wall_s / b.wall_s for a, b in zip(mine, bare, strict=True)]
     cpu = [a.cpu_s / b.cpu_s for a, b in zip(mine, bare, strict=True)]
     return Summary(
-        kind, in_flight, abort_tokens, pairs,
+        case.kind, case.in_flight, abort_tokens, len(bare),
         median(t.wall_s for t in bare) * 1e3, median(t.wall_s for t in mine) * 1e3,
         median(ratios), min(ratios), max(ratios),
         median(t.cpu_s for t in bare) * 1e3, median(t.cpu_s for t in mine) * 1e3, median(cpu),
@@ -210,17 +253,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--abort-tokens", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--url", help="of a real server of the one kind; it must have room for all requests at once")
+    parser.add_argument("--model", help="what that server calls its model")
+    parser.add_argument("--vocab-size", type=int, default=512, help="of that model")
     parser.add_argument("--quick", action="store_true", help="16 in flight, one pair: does it work at all")
     args = parser.parse_args(argv)
     if args.quick:
         args.in_flight, args.abort_tokens, args.pairs = 16, 20, 1
     if args.pairs < 1 or args.in_flight % 8 or args.abort_tokens < 1:
         parser.error("needs --pairs >= 1, --abort-tokens >= 1 and --in-flight in whole groups of 8")
+    if args.url and (len(args.kinds) != 1 or not args.model):
+        parser.error("--url needs --model and one kind")
     require_open_files(2 * args.in_flight)
     rows: list[Summary] = []
     print(HEADER, "|---" * 9 + "|", sep="\n", flush=True)
     for kind in args.kinds:
-        rows.append(measure(kind, args.in_flight, args.abort_tokens, args.pairs))
+        rows.append(
+            before_real(kind, args.url, args.model, args.vocab_size, args.in_flight, args.pairs)
+            if args.url
+            else before_canned(kind, args.in_flight, args.abort_tokens, args.pairs)
+        )
         print(table_row(rows[-1]), flush=True)
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))

@@ -38,16 +38,23 @@ class Case(msgspec.Struct, frozen=True):
     prompt_len: int
     rounds: int
     samples_per_prompt: int
+    model: str = MODEL
+    """As the server calls it."""
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def route(self) -> str:
         """Where requests go."""
         return vllm_wire.TOKEN_ROUTE if self.kind == VLLM else "/generate"
 
+    def prompts(self) -> list[Int32]:
+        """One per request, each [prompt_len] int32."""
+        return make_prompts(self.in_flight, self.prompt_len, self.samples_per_prompt, self.vocab_size)
+
     def body(self, request: Request) -> bytes:
         """What april sends."""
         if self.kind == VLLM:
-            return vllm_wire.request_body(self.route, MODEL, request, stream=self.stream, priority=False)
+            return vllm_wire.request_body(self.route, self.model, request, stream=self.stream, priority=False)
         interval = TOKENS_PER_EVENT[self.kind] if self.stream else None
         return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None)
 
@@ -82,7 +89,7 @@ def run_bare(url: str, case: Case) -> ArmResult:
 
 
 async def _run_bare(url: str, case: Case) -> ArmResult:
-    prompts = make_prompts(case.in_flight, case.prompt_len, case.samples_per_prompt)
+    prompts = case.prompts()
     costs: list[Round] = []
     total = 0
     pace = await keep_pace(url)
@@ -185,7 +192,9 @@ def run_april(url: str, case: Case) -> ArmResult:
 
 def engine_config(url: str, case: Case) -> VllmEngineConfig | SglangEngineConfig:
     """vLLM streams where tokens may not be lost; SGLang where its server does it well."""
-    common: dict[str, Any] = {"urls": (url,), "vocab_size": VOCAB_SIZE, "eos_token_ids": (), "logprobs": "processed"}
+    common: dict[str, Any] = {"urls": (url,), "vocab_size": case.vocab_size, "eos_token_ids": ()}
+    if case.model == MODEL:
+        common["logprobs"] = "processed"  # a canned server cannot be asked for their kind
     if case.kind == VLLM:
         return VllmEngineConfig(**common, max_token_loss=1 if case.stream else None)
     return SglangEngineConfig(**common)
@@ -193,7 +202,7 @@ def engine_config(url: str, case: Case) -> VllmEngineConfig | SglangEngineConfig
 
 def prompts_of(case: Case, rounds: int) -> Iterator[april.Prompt]:
     """The groups of all rounds."""
-    arrays = make_prompts(case.in_flight, case.prompt_len, case.samples_per_prompt)[:: case.samples_per_prompt]
+    arrays = case.prompts()[:: case.samples_per_prompt]
     for _ in range(rounds):
         for token_ids in arrays:
             yield april.Prompt(token_ids=token_ids)

@@ -115,14 +115,32 @@ MISTAKES: list[tuple[Any, str]] = [
         "max_token_loss, vocab_size, max_len, eos_token_ids, logprobs, connect_timeout_s, probe_timeout_s, router",
     ),
     # addresses
-    ({**ONE, "urls": "localhost:8000"}, f"engine.urls.0: {LOOKS} 'localhost:8000'"),
+    ({**ONE, "urls": "localhost:8000"}, f"engine.urls.0: {LOOKS} 'localhost:8000'; write http://localhost:8000"),
+    ({**ONE, "urls": "h:8/v1"}, f"engine.urls.0: {LOOKS} 'h:8/v1'; write http://h:8, without /v1"),
+    (
+        {**ONE, "urls": "http://0.0.0.0:8000"},
+        "engine.urls.0: 0.0.0.0 in 'http://0.0.0.0:8000' is where a server listens, not where it is reached; write "
+        "http://127.0.0.1:8000 if it is on this machine, or else the name of its machine",
+    ),
+    (
+        {**ONE, "urls": "https://[::]"},
+        "engine.urls.0: :: in 'https://[::]' is where a server listens, not where it is reached; write "
+        "https://127.0.0.1 if it is on this machine, or else the name of its machine",
+    ),
     ({**ONE, "urls": [URLS[0], "ftp://h"]}, f"engine.urls.1: {LOOKS} 'ftp://h'"),
-    ({**ONE, "urls": "http://h:8/v1"}, f"engine.urls.0: {LOOKS} 'http://h:8/v1'"),
+    (
+        {**ONE, "urls": "http://h:8/v1"},
+        f"engine.urls.0: {LOOKS} 'http://h:8/v1'; write http://h:8, without /v1: april adds the routes",
+    ),
+    (
+        {**ONE, "urls": "https://h:8/v1/"},
+        f"engine.urls.0: {LOOKS} 'https://h:8/v1/'; write https://h:8, without /v1/: april adds the routes",
+    ),
     ({**ONE, "urls": "http://h:8?key=1"}, f"engine.urls.0: {LOOKS} 'http://h:8?...'"),
     ({**ONE, "urls": "http://h:99999"}, f"engine.urls.0: {LOOKS} 'http://h:99999'"),
     ({**ONE, "urls": ["http://h", "http://h/"]}, "engine.urls names http://h twice; each server is one engine"),
     ({**ONE, "urls": 8000}, "engine.urls: input should be a valid tuple, got 8000"),
-    ({"kind": "sglang", "urls": URLS, "router": "h"}, f"engine.router: {LOOKS} 'h'"),
+    ({"kind": "sglang", "urls": URLS, "router": "h"}, f"engine.router: {LOOKS} 'h'; write http://h:PORT"),
     # ranges
     ({**ONE, "max_in_flight": 0}, "engine.max_in_flight: input should be greater than or equal to 1, got 0"),
     ({**ONE, "max_token_loss": -1}, "engine.max_token_loss: input should be greater than or equal to 0, got -1"),
@@ -167,7 +185,8 @@ def test_a_wrong_address_on_the_command_line(capsys: pytest.CaptureFixture[str])
         from_flags("--engine-kind", "vllm", "--engine-urls", URLS[0], "localhost:8000")
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line == (
-        "train: error: argument --engine-urls: an engine's URL must look like http://host:port, got 'localhost:8000'"
+        "train: error: argument --engine-urls: an engine's URL must look like http://host:port, got 'localhost:8000'; "
+        "write http://localhost:8000"
     )
 
 

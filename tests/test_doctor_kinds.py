@@ -60,11 +60,13 @@ def limits(report: Report) -> list[str]:
 @pytest.mark.parametrize(
     ("lacks", "verdict", "limited", "flags"),
     [
-        ({}, Verdict.EXACT, [], ["--enable-deterministic-inference"]),
-        ({"incremental": False}, Verdict.EXACT, [], ["--incremental-streaming-output"]),
+        ({}, Verdict.EXACT, [], []),
+        ({"incremental": False}, Verdict.LIMITED, ["abort"], ["--incremental-streaming-output"]),
         ({"spans": False}, Verdict.EXACT, [], []),
+        ({"labels": False}, Verdict.LIMITED, ["versions"], []),
         ({"loads": False}, Verdict.EXACT, [], []),
-        ({"logprobs": "raw"}, Verdict.LIMITED, ["log-probabilities"], []),
+        ({"intervals": False}, Verdict.EXACT, [], []),
+        ({"logprobs": "raw"}, Verdict.EXACT, [], []),  # at temperature 1
     ],
     ids=str,
 )
@@ -72,18 +74,30 @@ def test_sglang(lacks: dict[str, Any], verdict: Verdict, limited: Sequence[str],
     """With everything, and without one thing each; nothing forbidden is asked, and nothing is left running."""
     server = FakeSglangServer(**lacks)
 
-    report = report_of(server)
+    report = report_of(server, kind="sglang", eos_token_ids=[2])
 
     (found,) = report.servers
     assert found.kind == "sglang"
     assert report.verdict is verdict
     assert limits(report) == limited
-    assert set(flags) <= set(found.flags)
-    # always: seeds, and EOS of a model whose files are elsewhere
-    assert (len(found.changes) > 2) is bool(lacks)
-    assert report.engine_settings == f"engine: {{kind: sglang, urls: [{found.url}]}}"
+    assert found.flags == flags
+    # always: seeds
+    assert "--enable-deterministic-inference" in found.optional_flags
+    assert (len(found.changes) > 1) is bool(lacks)
     assert server.violations == []
     assert (server.updates, server.aborts, server.pause_mode) == ([], [], None)
+
+
+def test_sglang_by_its_address_alone() -> None:
+    """Nothing says at which temperature is trained, nor which ids end a response; the settings to copy are there."""
+    report = report_of(FakeSglangServer(logprobs="raw"))
+
+    (found,) = report.servers
+    assert limits(report) == ["log-probabilities", "ends"]
+    assert report.not_promised == [
+        "log-probabilities are right at temperatures other than 1", "no response is continued behind its end"
+    ]  # fmt: skip
+    assert report.engine_settings == f"engine: {{kind: sglang, urls: [{found.url}]}}"
 
 
 def test_sglang_that_is_paused() -> None:
@@ -110,7 +124,7 @@ def test_openai(shape: TokenShape, kind: LogprobKind, temperature: float) -> Non
 
     wrong = kind is LogprobKind.RAW and temperature != 1
     assert report.verdict is (Verdict.UNUSABLE if wrong else Verdict.LIMITED)
-    assert limits(report) == ["abort", *["log-probabilities"] * wrong, "new weights"]
+    assert limits(report) == ["abort", "versions", *["log-probabilities"] * wrong, "new weights"]
     assert [f.subject for f in report.together] == ["configuration"] * wrong
 
 
@@ -178,42 +192,55 @@ def vllm_server(
 
 
 @pytest.mark.parametrize(
-    ("server", "verdict", "limited", "flags"),
+    ("server", "verdict", "limited", "flags", "optional"),
     [
         (
-            vllm_server(developer=False, scale_out=False), Verdict.LIMITED,
-            ["abort", "log-probabilities", "new weights"],
-            ["--enable-scale-out", "VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+            {"developer": False, "scale_out": False}, Verdict.LIMITED,
+            ["abort", "versions", "log-probabilities", "new weights"],
+            ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"], ["--enable-scale-out"],
         ),
         (
-            vllm_server(developer=False, scale_out=True), Verdict.LIMITED, ["log-probabilities", "new weights"],
-            ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"],
+            {"developer": False, "scale_out": True}, Verdict.LIMITED, ["versions", "log-probabilities", "new weights"],
+            ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"], [],
         ),
         (
-            vllm_server(developer=True, scale_out=True), Verdict.LIMITED, ["log-probabilities"],
-            ["--logprobs-mode processed_logprobs"],
+            {"developer": True, "scale_out": True}, Verdict.LIMITED, ["log-probabilities"],
+            ["--logprobs-mode processed_logprobs"], [],
         ),
         (
-            vllm_server(developer=True, scale_out=True, mode=PROCESSED, processes=2), Verdict.LIMITED,
-            ["abort"], ["--api-server-count 1"],
+            {"developer": True, "scale_out": True, "mode": PROCESSED, "processes": 2}, Verdict.LIMITED,
+            ["abort"], ["--api-server-count 1"], [],
         ),
-        (vllm_server(developer=True, scale_out=False, mode=PROCESSED), Verdict.EXACT, [], ["--enable-scale-out"]),
-        (vllm_server(developer=True, scale_out=True, mode=PROCESSED), Verdict.EXACT, [], []),
+        ({"developer": True, "scale_out": False, "mode": PROCESSED}, Verdict.EXACT, [], [], ["--enable-scale-out"]),
+        ({"developer": True, "scale_out": True, "mode": PROCESSED}, Verdict.EXACT, [], [], []),
     ],
     ids=["plain", "scale-out", "developer mode", "two processes", "no scale-out", "everything"],
 )  # fmt: skip
-def test_vllm(server: Answer, verdict: Verdict, limited: list[str], flags: list[str]) -> None:
+def test_vllm(
+    server: dict[str, Any], verdict: Verdict, limited: list[str], flags: list[str], optional: list[str], tmp_path: Path
+) -> None:
     """From a server without any flag to one with all of them: each that is missing is named, and no other."""
-    with raw_server(server) as serving_it:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}', "utf-8")
+    with raw_server(vllm_server(**server, root=str(tmp_path))) as serving_it:
         report = asyncio.run(examine_urls([serving_it.url], None, PATIENT))
 
     (found,) = report.servers
     assert (found.kind, found.version, found.model) == ("vllm", "0.32.0", "tiny")
     assert report.verdict is verdict
     assert limits(report) == limited
-    assert found.flags == flags
+    assert (found.flags, found.optional_flags) == (flags, optional)
     changing = ("POST /pause", "POST /resume", "POST /abort_requests", "POST /collective_rpc", "POST /update")
     assert [path for path in serving_it.asked if path.startswith(changing)] == []
+
+
+def test_vllm_with_the_files_of_its_model_elsewhere() -> None:
+    """EOS is not known then, so even a server with every flag is not exact before a setting says it."""
+    with raw_server(vllm_server(developer=True, scale_out=True, mode=PROCESSED)) as server:
+        report = asyncio.run(examine_urls([server.url], None, PATIENT))
+
+    assert report.verdict is Verdict.LIMITED
+    assert limits(report) == ["ends"]
+    assert report.servers[0].flags == []
 
 
 def test_the_example_in_the_documents(tmp_path: Path) -> None:

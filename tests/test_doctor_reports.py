@@ -22,10 +22,13 @@ from april.doctor import examine
 from april.doctor.abilities import abilities
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, verdict_of
+from april.engines.identify import ServerKind
 from april.engines.offers import Offer
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 
 GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
+WELL = Offer(GOOD, "tiny", "0.32.0", "0.0")
+"""Of a server from which nothing is missing."""
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
@@ -55,7 +58,7 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Offer]:
     said: dict[str, Offer] = {}
 
     async def probe(client: Any, config: Any) -> Offer:
-        return said.get(client.url, Offer(GOOD, "tiny", "0.32.0"))
+        return said.get(client.url, WELL)
 
     monkeypatch.setattr(examine, "probe", probe)
     return said
@@ -86,25 +89,83 @@ def sentences(report: Report) -> list[str]:
         ({"updates_from_disk": False}, "new weights", Level.LIMITED),
         ({"streams": False}, "if it dies", Level.REMARK),
         ({"honours_seeds": False}, "seeds", Level.REMARK),
-        ({"max_in_flight": None, "eos_token_ids": ()}, "size", Level.OK),
+        ({"max_in_flight": None}, "size", Level.OK),
+        ({"eos_token_ids": ()}, "ends", Level.LIMITED),
+        ({"notes": ("At an abort up to 49 tokens are lost.",)}, "abort", Level.LIMITED),
+        ({"notes": ("A request that is put back loses up to 49 tokens.",)}, "abort", Level.LIMITED),
+        ({"notes": ("Seeds do nothing.",)}, "seeds", Level.OK),
     ],
 )
 def test_each_capability_has_its_line(change: dict[str, Any], subject: str, level: Level) -> None:
     """One finding per subject, never less and never twice; seeds and streams do not touch exactness."""
-    found = abilities(replace(GOOD, **change))
+    found = abilities(replace(WELL, capabilities=replace(GOOD, **change)), ServerKind.VLLM)
 
-    assert [f.subject for f in found] == [f.subject for f in abilities(GOOD)]
+    assert [f.subject for f in found] == [f.subject for f in abilities(WELL, ServerKind.VLLM)]
     assert next(f for f in found if f.subject == subject).level is level
     assert {f.level for f in found if f.subject != subject} == {Level.OK}
     assert verdict_of(found) is (Verdict.LIMITED if level is Level.LIMITED else Verdict.EXACT)
+    assert all(bool(f.promise) is bool(f.advice) is (f.level is Level.LIMITED) for f in found)
+
+
+def test_weights_without_a_label_are_a_promise_less() -> None:
+    """A server that was started anew is not found by the label then; the flag that gives labels is named."""
+    found = abilities(replace(WELL, weight_version=None), ServerKind.VLLM)
+
+    (limited,) = [f for f in found if f.level is not Level.OK]
+    assert (limited.subject, limited.promise) == ("versions", "every restart of the server is noticed")
+    assert limited.advice == "start the server with VLLM_SERVER_DEV_MODE=1"
+
+
+@pytest.mark.parametrize("kind", [ServerKind.VLLM, ServerKind.SGLANG])
+def test_copies_behind_one_address_are_not_exact(kind: ServerKind) -> None:
+    """A data-parallel server hides its copies: one more finding, and what to start in its place."""
+    notes = ("The server runs 2 data-parallel copies, with which april was not tried.",)
+    found = abilities(replace(WELL, capabilities=replace(GOOD, notes=notes)), kind)
+
+    (limited,) = [f for f in found if f.level is not Level.OK]
+    assert (limited.subject, limited.level) == ("copies", Level.LIMITED)
+    assert limited.advice.startswith("start one server per copy")
+
+
+def test_ends_that_the_configuration_gives(servers: Any, offers: dict[str, Offer]) -> None:
+    """An empty list says that no id ends a response, which is something else than not to know it."""
+    url = servers(vllm_like)
+    offers[url] = replace(WELL, capabilities=replace(GOOD, eos_token_ids=()))
+
+    assert of_config({"kind": "vllm", "urls": url, "eos_token_ids": []}).verdict is Verdict.EXACT
+    report = of_config({"kind": "vllm", "urls": url})
+    assert report.verdict is Verdict.LIMITED
+    assert report.not_promised == ["no response is continued behind its end"]
+    assert "engine.eos_token_ids" in next(f.advice for f in report.servers[0].findings if f.subject == "ends")
+
+
+def test_every_promise_that_is_not_kept_has_a_remedy_or_none() -> None:
+    """For each kind of server, what april's probes can find amiss leads to words that fit that kind."""
+    amiss = replace(
+        GOOD, logprob_kind=LogprobKind.RAW, eos_token_ids=(), updates_from_disk=False, abort_means=AbortMeans.CLOSE,
+        notes=("2 data-parallel copies",),
+    )  # fmt: skip
+    for kind in (ServerKind.VLLM, ServerKind.SGLANG, ServerKind.OPENAI):
+        found = [f for f in abilities(Offer(amiss, "tiny"), kind) if f.level is Level.LIMITED]
+        assert [f.subject for f in found] == [
+            "abort", "versions", "log-probabilities", "new weights", "ends", "copies"
+        ]  # fmt: skip
+        nothing = [f.subject for f in found if f.advice.startswith("nothing gives it on a server of this kind")]
+        assert nothing == (["abort", "versions", "new weights", "copies"] if kind is ServerKind.OPENAI else [])
 
 
 def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, Offer]) -> None:
     """Which is what most configurations say: then the verdict is exact."""
     url = servers(vllm_like)
     for kind in LogprobKind:
-        offers[url] = Offer(replace(GOOD, logprob_kind=kind), "tiny")
-        assert of_config({"kind": "vllm", "urls": url}).verdict is Verdict.EXACT
+        note = "right at temperature 1 only; start the server with --logprobs-mode processed_logprobs."
+        offers[url] = replace(WELL, capabilities=replace(GOOD, logprob_kind=kind, notes=(note,)))
+        report = of_config({"kind": "vllm", "urls": url})
+        assert report.verdict is Verdict.EXACT
+        # the flag would do no harm, and nothing here needs it
+        assert (report.servers[0].flags, report.servers[0].optional_flags) == (
+            [], ["--logprobs-mode processed_logprobs"]
+        )  # fmt: skip
 
 
 def test_the_worst_server_decides() -> None:
@@ -118,16 +179,26 @@ def test_the_worst_server_decides() -> None:
     assert not Report([bad]).verdict.usable
 
 
-def test_flags_are_those_that_the_sentences_name() -> None:
+def test_flags_that_exactness_needs_stand_apart_from_the_others() -> None:
     """Of any sentence, each once, in order, with their values; words around them are none."""
-    server = Examined("u", changes=[
-        "start the server with --logprobs-mode processed_logprobs, or train at temperature 1.",
-        "set VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; or --enable-scale-out alone",
-        "start it with --enable-deterministic-inference if runs must repeat",
-    ])  # fmt: skip
-    assert server.flags == [
-        "--logprobs-mode processed_logprobs", "VLLM_SERVER_DEV_MODE=1", "--enable-scale-out",
-        "--enable-deterministic-inference",
+    server = Examined(
+        "u",
+        findings=[
+            Finding("x", Level.LIMITED, "x", "start the server with --logprobs-mode processed_logprobs, or at 1."),
+            Finding("y", Level.LIMITED, "y", "set VLLM_SERVER_DEV_MODE=1, and bind it"),
+            Finding("z", Level.LIMITED, "z", "one server per copy, each with --dp-size 1, or VLLM_SERVER_DEV_MODE=1"),
+            Finding("r", Level.REMARK, "r", "start it with --stream-interval"),
+        ],
+        changes=[
+            "start the server with --logprobs-mode processed_logprobs, or train at temperature 1.",
+            "set VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; or --enable-scale-out alone",
+            "start it with --enable-deterministic-inference if runs must repeat",
+            "priorities do nothing: start it with --scheduling-policy priority.",
+        ],
+    )
+    assert server.flags == ["--logprobs-mode processed_logprobs", "VLLM_SERVER_DEV_MODE=1", "--dp-size 1"]
+    assert server.optional_flags == [
+        "--enable-scale-out", "--enable-deterministic-inference", "--scheduling-policy priority"
     ]  # fmt: skip
 
 
@@ -138,19 +209,20 @@ def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
     """What must be equal is refused, what had better be is a limit, what will be is a remark."""
     one, two = servers(vllm_like), servers(vllm_like)
     cases = [
-        (Offer(replace(GOOD, vocab_size=1024), "tiny", "0.32.0"), "vocabulary: 512", Verdict.UNUSABLE),
-        (Offer(GOOD, "other", "0.32.0"), "model: tiny", Verdict.LIMITED),
-        (Offer(GOOD, "tiny", "0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
-        (Offer(replace(GOOD, max_context=9), "tiny", "0.32.0"), "context: 4096", Verdict.EXACT),
-        (Offer(GOOD, "tiny", "0.32.0", "7"), "weight version: default", Verdict.EXACT),
+        (replace(WELL, capabilities=replace(GOOD, vocab_size=1024)), "vocabulary: 512", Verdict.UNUSABLE),
+        (replace(WELL, model="other"), "model: tiny", Verdict.LIMITED),
+        (replace(WELL, version="0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
+        (replace(WELL, capabilities=replace(GOOD, max_context=9)), "context: 4096", Verdict.EXACT),
+        (replace(WELL, weight_version="7"), "weight version: 0.0", Verdict.EXACT),
     ]
-    offers[one] = Offer(GOOD, "tiny", "0.32.0", "default")
     for offer, words, verdict in cases:
         offers[two] = offer
         report = asyncio.run(examine_urls([one, two], None, PATIENT))
         (sentence,) = sentences(report)
         assert f"the servers differ in their {words} ({one}), " in sentence
         assert report.verdict is verdict
+        assert len(report.not_promised) == (verdict is Verdict.LIMITED)
+        assert all(report.not_promised)
     offers.clear()
     report = asyncio.run(examine_urls([one, two], None, PATIENT))
     assert (report.together, report.verdict) == ([], Verdict.EXACT)
@@ -267,24 +339,27 @@ def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, Offer]) -
     """Then what it can, what to change, and the settings to copy; exit code 0."""
     url = servers(vllm_like)
     raw = replace(GOOD, logprob_kind=LogprobKind.RAW, notes=(f"{url} is raw; add --flag.",))
-    offers[url] = Offer(raw, "tiny", "0.32.0")
+    offers[url] = replace(WELL, capabilities=raw)
 
     code, text = call(url)
 
     assert code == 0
     assert text.startswith(
-        "exact, with limits: april can use this server, within the limits below "
+        "usable, with limits: april can use this server, but does not promise that "
+        "- log-probabilities are right at temperatures other than 1 "
         f"{url} vllm 0.32.0 model tiny ok abort each"
     )
     assert "limit log-probabilities of temperature 1 (raw)" in text
-    assert "What to know and to change: 1. It is raw; add --flag." in text
+    assert "-> start the server with --logprobs-mode processed_logprobs" in text
+    assert "In full: 1. It is raw; add --flag." in text
+    assert "Flags and variables that exactness needs: --logprobs-mode processed_logprobs" in text
     assert text.rstrip().endswith(f"In april's configuration: engine: {{kind: vllm, urls: [{url}]}}")
 
 
 def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
     """Machine-readable, nothing else on the output; usable and exit code agree."""
     good, other = servers(vllm_like), servers(lambda path: http(404))
-    offers[good] = Offer(replace(GOOD, notes=("add --enable-scale-out",)), "tiny", "0.32.0")
+    offers[good] = replace(WELL, capabilities=replace(GOOD, notes=("add --enable-scale-out",)))
 
     code, text = call(good, "--json")
     report = json.loads(text)
@@ -292,7 +367,8 @@ def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
     (server,) = report["servers"]
     told = {"url": good, "kind": "vllm", "version": "0.32.0", "model": "tiny", "verdict": "exact"}
     assert told.items() <= server.items()
-    assert server["flags"] == ["--enable-scale-out"]
+    assert (server["flags"], server["optional_flags"]) == ([], ["--enable-scale-out"])
+    assert report["not_promised"] == []
     assert {"subject": "abort", "level": "ok"}.items() <= server["findings"][0].items()
     assert 0 <= report["seconds"] < 15
 
@@ -323,7 +399,7 @@ def test_a_configuration_file(servers: Any, offers: dict[str, Offer], tmp_path: 
     [
         ([], "name servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)"),
         (["http://h:1", "--config", "x.yaml"], "name servers (april doctor http://127.0.0.1:8000) or a configuration"),
-        (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
+        (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'; write http://h:1"),
         (["http://user:sk-canary@h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["http://h:1", "--api-key-env", "APRIL_NO_KEY"], "the environment variable APRIL_NO_KEY is not set"),

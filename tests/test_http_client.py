@@ -127,6 +127,19 @@ def test_a_broken_connection_is_tried_again_only_where_it_may() -> None:
     run(program)
 
 
+def test_https_before_a_server_without_it() -> None:
+    """The message says what to write instead."""
+
+    async def program() -> None:
+        async with served() as (_, client):
+            wrong = HttpClient(client.url.replace("http:", "https:"), name="one")
+            with pytest.raises(EngineUnreachable, match=f"no TLS; write {client.url}"):
+                await wrong.call("GET", "/x")
+            await wrong.close()
+
+    run(program)
+
+
 def test_nobody_listens() -> None:
     """A closed port is EngineUnreachable."""
 

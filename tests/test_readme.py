@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,27 @@ def test_the_multi_turn_function_in_the_readme_runs() -> None:
         assert sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7]
 
 
+def test_the_engine_field_in_the_readme_is_one() -> None:
+    """The lines for servers, copied from the README, make a configuration with two engines, of each kind it names."""
+    code = block('"kind": "vllm"')
+    for kind in ("vllm", "sglang", "openai"):
+        assert f'"{kind}"' in code
+        space: dict[str, Any] = {"april": april}
+        exec(compile(code.replace('"vllm"', f'"{kind}"', 1), "README.md", "exec"), space)  # noqa: S102 - as above
+        assert (space["config"].engine.kind, len(space["config"].engine.urls)) == (kind, 2)
+
+
+def test_the_extras_in_the_readme_are_those_of_the_package() -> None:
+    """Every extra has a row with the packages that it brings; so has the base install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = {"(none)": project["dependencies"], **project["optional-dependencies"]}
+    rows = dict(re.findall(r"^\| `?([\w()]+)`? \| [^|]+ \|([^|]*)\|$", README, re.M))
+
+    for name, packages in wanted.items():
+        named = [re.split(r"[>=<\[]", package)[0] for package in packages]
+        assert rows[name].strip() == ("" if named == ["april-rl"] else ", ".join(named)), name
+
+
 def test_every_command_in_the_readme_is_run_by_ci() -> None:
     """A command that nobody runs stops being true one day."""
     ci = (ROOT / ".ci" / "run").read_text("utf-8")
@@ -134,3 +156,25 @@ def test_links_in_the_documents_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_servers_on_the_page_are_started_as_the_suite_starts_them() -> None:
+    """docs/servers.md has, for a CPU, the flags with which the real servers are run, and names those that are more."""
+    page = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    commands = (ROOT / "tests" / "real_engines" / "commands.py").read_text("utf-8")
+    vllm, sglang, router = (
+        part.partition("return Server(")[0] for part in re.split(r"^def \w+_server\(", commands, flags=re.M)[1:]
+    )
+
+    def flags(text: str) -> set[str]:
+        return set(re.findall(r"--[a-z][a-z-]+[a-z]", text))
+
+    def shown(word: str) -> set[str]:
+        (found,) = [b for b in re.findall(r"^```\w*\n(.*?)^```$", page, re.S | re.M) if word in b]
+        return flags(found)
+
+    assert shown("VLLM_CPU_KVCACHE_SPACE") - {"--logprobs-mode", "--scheduling-policy"} == (
+        flags(vllm) - {"--served-model-name"}
+    )
+    assert shown("SGLANG_USE_CPU_ENGINE") == flags(sglang) - {"--enable-metrics"}
+    assert shown("launch_router") == flags(router) - {"--prometheus-port"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import april.testing as testing
+from april.core.types import DropReason
 from april.testing import Audit, Fault, FaultKind, FaultScript
 
 PAGE = (Path(__file__).parent.parent / "docs" / "testing.md").read_text("utf-8")
@@ -54,3 +55,9 @@ def test_the_tables_are_complete() -> None:
         assert f"`{kind}`" in table
     for field in Audit.__dataclass_fields__:
         assert f"`{field}`" in table or field in ("samples", "problems")
+
+
+def test_every_reason_for_a_drop_is_on_the_page() -> None:
+    """One row per reason, and no row of a reason that does not exist."""
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.partition("| reason | tokens |")[2].partition("\n\n")[0], re.M)
+    assert rows == [str(reason) for reason in DropReason]

@@ -1,21 +1,24 @@
-"""What an engine's capabilities mean to its user: one finding for each thing that matters."""
+"""What a server's offer means to its user: one finding for each thing that matters.
+
+Invariant: whatever the offer's notes say of lost tokens, unknown ends or copies behind one address is a finding that
+keeps the verdict from being exact.
+"""
 
 from __future__ import annotations
 
+import re
+
+from april.doctor.advice import remedy
 from april.doctor.findings import Finding, Level
+from april.engines.identify import ServerKind
+from april.engines.offers import Offer
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 
-_ABORT = {
-    AbortMeans.BY_ID: (Level.OK, "each request by its id; its tokens are handed over"),
-    AbortMeans.PAUSE: (
-        Level.LIMITED,
-        "all requests at once, by pausing the server: nobody else can use it meanwhile; tokens are handed over",
-    ),
-    AbortMeans.CLOSE: (
-        Level.LIMITED,
-        "by closing the stream: what was read is kept, what the server had not sent yet is generated again",
-    ),
-}
+_BY_ID = "each request by its id; its tokens are handed over"
+_PAUSING = "all requests at once, by pausing the server: nobody else can use it meanwhile; tokens are handed over"
+_CLOSING = "by closing the stream: what was read is kept, what the server had not sent yet is generated again"
+_LOSING = "each request by its id; not all of its tokens are handed over in every case, as said below"
+_LOSES = re.compile(r"\b(?:lost|loses?)\b")
 _LOGPROBS = {
     LogprobKind.TEMPERATURE: (Level.OK, "of log_softmax(logits / T), what a trainer recomputes, at every temperature"),
     LogprobKind.PROCESSED: (Level.OK, "of the distribution sampled from: with top_p 1 what a trainer recomputes"),
@@ -24,43 +27,103 @@ _LOGPROBS = {
 }
 
 
-def abilities(c: Capabilities, temperature: float | None = None) -> list[Finding]:
-    """Findings in the order in which people ask; ``temperature`` of the training, if it is known."""
-    return [
-        _abort(c),
-        _versions(c),
-        _logprobs(c, temperature),
-        _weights(c),
+def abilities(
+    offer: Offer, kind: ServerKind, temperature: float | None = None, *, ends_given: bool = False
+) -> list[Finding]:
+    """Findings in the order in which people ask.
+
+    Args:
+        temperature: of the training, if it is known.
+        ends_given: the configuration says which ids end a response, were it none.
+    """
+    c = offer.capabilities
+    found = [
+        _abort(c, kind),
+        _versions(offer, kind),
+        _logprobs(c, kind, temperature),
+        _weights(c, kind),
+        _ends(c, kind, ends_given),
         _streaming(c),
         _seeds(c),
         _size(c),
     ]
+    if any("data-parallel" in note for note in c.notes):
+        found.append(_copies(kind))
+    return found
 
 
-def _abort(c: Capabilities) -> Finding:
+def _limited(kind: ServerKind, subject: str, sentence: str, promise: str, case: str = "") -> Finding:
+    return Finding(subject, Level.LIMITED, sentence, remedy(kind, case or subject), promise)
+
+
+def _abort(c: Capabilities, kind: ServerKind) -> Finding:
     if not c.returns_partials:
-        return Finding("abort", Level.LIMITED, "an aborted request hands over nothing: no partial rollouts, N' = N")
-    return Finding("abort", *_ABORT[c.abort_means])
+        nothing = "an aborted request hands over nothing: no partial rollouts, N' = N"
+        return _limited(kind, "abort", nothing, "responses can be cut and continued")
+    case = "processes" if any("API processes" in note for note in c.notes) else "abort"
+    if c.abort_means is AbortMeans.PAUSE:
+        return _limited(kind, "abort", _PAUSING, "an abort leaves other users of the server alone", case)
+    closing = c.abort_means is AbortMeans.CLOSE
+    if closing or any(_LOSES.search(note) for note in c.notes):
+        return _limited(kind, "abort", _CLOSING if closing else _LOSING, "an abort loses no token", case)
+    return Finding("abort", Level.OK, _BY_ID)
 
 
-def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
+def _logprobs(c: Capabilities, kind: ServerKind, temperature: float | None) -> Finding:
+    subject = "log-probabilities"
     if temperature == 1 and not c.logprob_kind.follows_temperature:
-        return Finding("log-probabilities", Level.OK, "right at sampling.temperature 1, and at no other")
-    return Finding("log-probabilities", *_LOGPROBS[c.logprob_kind])
+        return Finding(subject, Level.OK, "right at sampling.temperature 1, and at no other")
+    level, sentence = _LOGPROBS[c.logprob_kind]
+    if level is Level.OK:
+        return Finding(subject, level, sentence)
+    return _limited(kind, subject, sentence, "log-probabilities are right at temperatures other than 1")
 
 
-def _versions(c: Capabilities) -> Finding:
-    if c.version_spans:
+def _versions(offer: Offer, kind: ServerKind) -> Finding:
+    if offer.weight_version is None:
+        return _limited(
+            kind, "versions",
+            "known from when a request was sent; the weights have no label, so a server that was started anew with "
+            "other weights is found by the start of its process only, where it tells that",
+            "every restart of the server is noticed",
+        )  # fmt: skip
+    if offer.capabilities.version_spans:
         return Finding("versions", Level.OK, "replies say which weights made which token")
     return Finding(
         "versions", Level.OK, "known from when a request was sent: april ends all requests before weights change"
     )
 
 
-def _weights(c: Capabilities) -> Finding:
+def _weights(c: Capabilities, kind: ServerKind) -> Finding:
     if c.updates_from_disk:
         return Finding("new weights", Level.OK, "from a directory (weight_update(path)), or from the trainer itself")
-    return Finding("new weights", Level.LIMITED, "april cannot load them here: the trainer has to hand them over")
+    return _limited(
+        kind, "new weights",
+        "april cannot load them here: the trainer has to hand them over, and to have the server's cache emptied",
+        "april gives the server its new weights",
+    )  # fmt: skip
+
+
+def _ends(c: Capabilities, kind: ServerKind, given: bool) -> Finding:
+    if c.eos_token_ids:
+        return Finding("ends", Level.OK, f"a response ends with {_ids(c.eos_token_ids)}, or with a stop id")
+    if given:
+        return Finding("ends", Level.OK, "no id but a stop id ends a response, as engine.eos_token_ids says")
+    return _limited(
+        kind, "ends",
+        "not known which ids end a response, only that the server says so: one that is cut right behind its end, "
+        "before that is said, would be continued",
+        "no response is continued behind its end",
+    )  # fmt: skip
+
+
+def _copies(kind: ServerKind) -> Finding:
+    return _limited(
+        kind, "copies",
+        "several data-parallel copies of the model behind this address: april sees one server, with one load and one "
+        "label of weights, and was not tried with them",
+        "what april sees of the server holds for each of its copies",
+    )  # fmt: skip
 
 
 def _streaming(c: Capabilities) -> Finding:
@@ -78,10 +141,7 @@ def _seeds(c: Capabilities) -> Finding:
 
 def _size(c: Capabilities) -> Finding:
     slots = "" if c.max_in_flight is None else f", {c.max_in_flight} requests at the same time"
-    eos = f", ended by {_ids(c.eos_token_ids)}" if c.eos_token_ids else ""
-    return Finding(
-        "size", Level.OK, f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}{eos}{slots}"
-    )  # fmt: skip
+    return Finding("size", Level.OK, f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}{slots}")
 
 
 def _ids(ids: tuple[int, ...]) -> str:

@@ -147,7 +147,8 @@ class Examination:
         settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
         self.offer = await probe(client, settings)
         found.version, found.model = self.offer.version or found.version, self.offer.model
-        found.findings += abilities(self.offer.capabilities, self._temperature)
+        given = getattr(self._settings, "eos_token_ids", None) is not None
+        found.findings += abilities(self.offer, identity.kind, self._temperature, ends_given=given)
         found.changes += self.offer.capabilities.notes
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 _FLAG = re.compile(
-    r"--enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+|--api-server-count \d+"
-    r"|--stream-interval|--return-tokens-as-token-ids|\b[A-Z]+(?:_[A-Z]+)+=\d+"
+    r"--enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+|--(?:api-server-count|dp-size) \d+"
+    r"|--stream-interval|--scheduling-policy [a-z]+|--return-tokens-as-token-ids|\b[A-Z]+(?:_[A-Z]+)+=\d+"
 )
 """Flags and variables of servers, as sentences name them."""
 
@@ -26,7 +26,7 @@ class Level(StrEnum):
     REMARK = "remark"
     """Good to know; exactness does not depend on it."""
     LIMITED = "limited"
-    """It works, at a price that the finding names."""
+    """It works without a promise, which the finding names."""
     MISSING = "missing"
     """april cannot work so."""
 
@@ -35,9 +35,9 @@ class Verdict(StrEnum):
     """Will april be exact with it?"""
 
     EXACT = "exact"
-    """Every token's version and log-probability are known, and nothing is lost on an abort."""
-    LIMITED = "exact, with limits"
-    """The same, but something costs time or depends on the server's life; the findings name it."""
+    """All that april promises: every token's version and log-probability are known, and nothing is lost on an abort."""
+    LIMITED = "usable, with limits"
+    """Not all of it; the findings name the promises that are not kept."""
     UNUSABLE = "not usable"
     """april refuses to run with it, or cannot reach it."""
 
@@ -56,6 +56,8 @@ class Finding:
     sentence: str
     advice: str = ""
     """What to do about it; empty if nothing."""
+    promise: str = ""
+    """What april does not promise because of it, in words that end "april does not promise that"; for every limit."""
 
 
 @dataclass(slots=True)
@@ -78,8 +80,13 @@ class Examined:
 
     @property
     def flags(self) -> list[str]:
-        """What to add to the server's command line, or to its environment (NAME=value): all that ``changes`` names."""
-        return list(dict.fromkeys(_FLAG.findall(" ".join(self.changes))))
+        """What exactness needs on the server's command line, or in its environment (NAME=value)."""
+        return _flags(finding.advice for finding in self.findings if finding.level is Level.LIMITED)
+
+    @property
+    def optional_flags(self) -> list[str]:
+        """What ``changes`` names beyond :attr:`flags`: for speed, or for runs that repeat."""
+        return [flag for flag in _flags(self.changes) if flag not in self.flags]
 
 
 @dataclass(slots=True)
@@ -95,20 +102,36 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """The worst of all servers and of what concerns them together."""
-        return verdict_of([f for server in self.servers for f in server.findings] + self.together)
+        return verdict_of(self.all)
+
+    @property
+    def all(self) -> list[Finding]:
+        """Of all servers, then those that concern them together."""
+        return [f for server in self.servers for f in server.findings] + self.together
+
+    @property
+    def not_promised(self) -> list[str]:
+        """What april does not promise with these servers, each once."""
+        return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "verdict": self.verdict.value,
             "usable": self.verdict.usable,
+            "not_promised": self.not_promised,
             "servers": [
-                asdict(s) | {"verdict": s.verdict.value, "flags": s.flags} for s in self.servers
+                asdict(s) | {"verdict": s.verdict.value, "flags": s.flags, "optional_flags": s.optional_flags}
+                for s in self.servers
             ],
             "together": [asdict(f) for f in self.together],
             "engine_settings": self.engine_settings,
             "seconds": round(self.seconds, 2),
         }  # fmt: skip
+
+
+def _flags(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(_FLAG.findall(" ".join(texts))))
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:

@@ -29,6 +29,9 @@ def show(report: Report, console: Console) -> None:
 def parts(report: Report) -> Iterator[RenderableType]:
     """From top to bottom."""
     yield Text(_headline(report), style=_STYLE[report.verdict])
+    if report.verdict is Verdict.LIMITED:
+        for promise in report.not_promised:
+            yield Padding(Text(f"- {promise}"), (0, 0, 0, 2))
     several = len(report.servers) > 1
     for server in report.servers:
         yield ""
@@ -37,7 +40,9 @@ def parts(report: Report) -> Iterator[RenderableType]:
         if server.changes:
             yield Padding(_changes(server), (0, 0, 0, 2))
         if server.flags:
-            yield Text(f"  Flags and variables for the server, as named above: {' '.join(server.flags)}")
+            yield Text(f"  Flags and variables that exactness needs: {' '.join(server.flags)}")
+        if server.optional_flags:
+            yield Text(f"  Optional, for speed or for runs that repeat: {' '.join(server.optional_flags)}")
     if report.together:
         yield ""
         configured = any(finding.subject == CONFIGURATION for finding in report.together)
@@ -57,7 +62,7 @@ def _headline(report: Report) -> str:
         case Verdict.EXACT:
             return f"exact: april will be exact with {what}"
         case Verdict.LIMITED:
-            return f"exact, with limits: april can use {what}, within the limits below"
+            return f"usable, with limits: april can use {what}, but does not promise that"
         case _:
             return f"not usable: april cannot use {what} as {'they are' if several else 'it is'}"
 
@@ -89,7 +94,7 @@ def _table(findings: list[Finding]) -> RenderableType:
 
 
 def _changes(server: Examined) -> RenderableType:
-    lines: list[RenderableType] = [Text("What to know and to change:")]
+    lines: list[RenderableType] = [Text("In full:")]
     for i, sentence in enumerate(server.changes, 1):
         # the address stands above
         words = sentence.removeprefix(f"{server.url} ")

@@ -174,14 +174,15 @@ class AttemptStreams:
     async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""
         most = 1 if stream.stops is not None else PIECES_AT_ONCE
-        attempt_id, streams, heard = stream.attempt.id, self._open, self._silence.restart
+        attempt_id, streams, silence = stream.attempt.id, self._open, self._silence
         try:
             while await chunks.arrived():
                 if streams.get(attempt_id) is not stream:
                     return
                 if chunks.waiting >= most or chunks.over or stream.rejected is not None:
                     self._take(stream, chunks)
-                heard(stream)
+                if not chunks.over:
+                    silence.restart(stream)
         finally:
             if chunks.waiting and streams.get(attempt_id) is stream:
                 self._take(stream, chunks)  # cut off in the middle: what has come is kept

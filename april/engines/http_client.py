@@ -110,16 +110,29 @@ class HttpClient:
     async def _exchange(
         self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None
     ) -> Reply:
-        with _Calling(self):
-            async with self._http.request(
-                method, self.url + route, data=raw, params=params, headers=_JSON if raw is not None else None,
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            response = await self._http.request(
+                method, self.url + route, data=raw, params=params, headers=None if raw is None else _JSON,
                 allow_redirects=False,
-            ) as response:  # fmt: skip
-                self._refuse_redirect(response, route)
-                limit = MAX_REPLY_BYTES if response.status == 200 else MAX_ERROR_BYTES
-                content = await self._read(response, limit, route)
-                retry_after = None if response.status == 200 else response.headers.get("Retry-After")
-                return Reply(response.status, content, retry_after)
+            )  # fmt: skip
+            try:
+                status = response.status
+                if status != 200:
+                    self._refuse_redirect(response, route)
+                content = await self._read(response, MAX_REPLY_BYTES if status == 200 else MAX_ERROR_BYTES, route)
+            except BaseException:
+                response.close()
+                raise
+            response.release()
+            return Reply(status, content, None if status == 200 else response.headers.get("Retry-After"))
+        except asyncio.CancelledError:
+            self._raise_if_cut(task)
+            raise
+        finally:
+            self._callers.discard(task)
 
     async def json(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
@@ -169,19 +182,25 @@ class HttpClient:
             RequestRefused, EngineBusy, EngineError: the status is not 200.
             EngineUnreachable: the connection could not be made, or broke.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
         try:
-            with _Calling(self):
-                response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
+            response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
+            if response.status != 200:
                 try:
-                    if response.status != 200:
-                        self._refuse_redirect(response, route)
-                        content = await self._read(response, MAX_ERROR_BYTES, route)
-                        self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
-                except BaseException:
+                    self._refuse_redirect(response, route)
+                    content = await self._read(response, MAX_ERROR_BYTES, route)
+                    self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
+                finally:
                     response.close()
-                    raise
+        except asyncio.CancelledError:
+            self._raise_if_cut(task)
+            raise
         except _BROKEN as error:
             raise self._unreachable("POST", route, error) from error
+        finally:
+            self._callers.discard(task)
         return Answer(self, route, response)
 
     def require_ok(self, reply: Reply, route: str) -> None:
@@ -202,12 +221,11 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    def _what_cut(self, task: asyncio.Task[Any] | None) -> EngineUnreachable | None:
-        """The reason, if it was :meth:`close` that has cancelled this task, and nobody else."""
+    def _raise_if_cut(self, task: asyncio.Task[Any] | None) -> None:
+        """Raise EngineUnreachable if it was :meth:`close` that has cancelled this task, and nobody else."""
         before = self._cut.pop(task, None) if task is not None else None
-        if task is None or before is None or task.uncancel() > before:
-            return None
-        return EngineUnreachable(f"engine {self.name} was closed while a call was on its way")
+        if task is not None and before is not None and task.uncancel() <= before:
+            raise EngineUnreachable(f"engine {self.name} was closed while a call was on its way") from None
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -252,8 +270,10 @@ class HttpClient:
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
-        why = str(error) or type(error).__name__
-        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; is the server alive?")
+        why, hint = str(error) or type(error).__name__, "is the server alive?"
+        if "WRONG_VERSION_NUMBER" in why:
+            hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
+        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; {hint}")
 
 
 class Answer:
@@ -282,8 +302,7 @@ class Answer:
         try:
             return await self._more()
         except asyncio.CancelledError:
-            if cut := self._client._what_cut(self.task):
-                raise cut from None
+            self._client._raise_if_cut(self.task)
             raise
         except _BROKEN as error:
             raise self._client._unreachable("POST", self._route, error) from error
@@ -297,26 +316,6 @@ class Answer:
             self._response.release()
         else:
             self._response.close()
-
-
-class _Calling:
-    """The present task waits for a server; its client's end becomes an EngineUnreachable."""
-
-    __slots__ = ("_client", "_task")
-
-    def __init__(self, client: HttpClient) -> None:
-        self._client = client
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._client._callers.add(task)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._client._callers.discard(self._task)
-        if kind is asyncio.CancelledError and (cut := self._client._what_cut(self._task)):
-            raise cut from None
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:

@@ -100,22 +100,21 @@ class ServerStream(Piling):
             raise reader.failure
         if self.over:
             return self._end()
-        answer = self._answer
-        if answer is None:
-            if not await self._begin():
+        if self._answer is None:
+            await self._begin()
+            if self._answer is None:
                 return True
-            answer = self._answer
-        if answer is not None:
-            try:
-                piece = await answer.read()
-            except EngineError as error:
-                self._broke(error)
-                return True
-            if piece:
-                self._pieces.append(piece)
-                self.waiting += 1
-                return True
-        return self._whole()
+        try:
+            piece = await self._answer.read()
+        except EngineError as error:
+            self._broke(error)
+            return True
+        if piece:
+            self._pieces.append(piece)
+            self.waiting += 1
+        else:
+            self._whole()
+        return True
 
     def take(self) -> list[Chunk]:
         """The chunks of everything that has arrived; the last of a request has its finish."""
@@ -144,86 +143,91 @@ class ServerStream(Piling):
 
     # ---------------------------------------------------------------- inside
 
-    async def _begin(self) -> bool:
-        """Send the request; False: it was aborted before."""
+    async def _begin(self) -> None:
+        """Send the request, unless it was aborted before; an answer that is no stream has come then."""
         if not self._inside:
             if not self._admission.is_open and not await self._admission.wait(self._request.attempt_id):
                 self._chunks.append(empty_chunk(self._weights(), EngineFinish.ABORT))
                 self.over = self._ended = True
-                return False
+                return
             self._admission.enter(self._request.attempt_id)
             self._inside = True
         self._reader, body = self._prepare()
-        if not self._stream:
-            reply = await self._client.call("POST", self._route, body, timeout_s=None)
+        if self._stream:
+            self._splitter, self._done = EventSplitter(), False
+            self._answer = await self._client.post(self._route, body)
+            return
+        reply = await self._client.call("POST", self._route, body, timeout_s=None)
+        if not reply.ok:
             self._client.require_ok(reply, self._route)
-            self._pieces.append(reply.body)
-            return True
-        self._splitter, self._done = EventSplitter(), False
-        self._answer = await self._client.post(self._route, body)
-        return True
+        chunks = self._reader.read_all([reply.body])
+        if not self._again():
+            self._chunks += chunks
+            self.over = True
 
-    def _whole(self) -> bool:
-        """The answer has ended."""
+    def _whole(self) -> None:
+        """The stream has ended."""
         self._read()
         self._rest()
-        if self._answer is not None:
-            self._answer.close()
-            self._answer = None
+        assert self._answer is not None
+        self._answer.close()
+        self._answer = None
         if self._again():
             self._chunks.clear()
         else:
             self.over = True
-        return True
 
     def _read(self) -> None:
         """Make chunks of the pieces."""
         pieces, self._pieces, self.waiting = self._pieces, [], 0
-        reader = self._reader
-        if not pieces or reader is None or reader.failure is not None:
-            return
-        if self._splitter is None:
-            self._payloads(pieces)
+        splitter, reader = self._splitter, self._reader
+        if not pieces or splitter is None or reader is None or reader.failure is not None:
             return
         try:
-            payloads = self._splitter.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            payloads = splitter.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         except EngineError as error:
             reader.failure = error
             return
         self._payloads(payloads)
 
     def _broke(self, error: EngineError) -> None:
-        """The connection has broken: what came before counts."""
+        """The connection has broken: what came before counts, and so does an end that nothing can follow."""
         self._read()
         reader = self._reader
         assert reader is not None
-        self._keep_last(sure=False)
-        if reader.failure is None:
+        whole = self._last is not None and self._sure
+        self._keep_last()
+        if reader.failure is None and not whole:
             reader.failure = error
         self.over = True
 
     def _rest(self) -> None:
-        """What the end of the answer says of the chunks before it."""
+        """What the end of the stream says of the chunks before it."""
         splitter, reader = self._splitter, self._reader
+        assert splitter is not None
         assert reader is not None
-        if splitter is not None and reader.failure is None:
+        if reader.failure is None:
             try:
                 self._payloads(splitter.end())
             except EngineError as error:
                 reader.failure = error
-        if reader.failure is None:
-            sure = splitter is None or self._done or not self._needs_done
-            self._keep_last(sure=sure)
-            if not sure:
-                reader.failure = EngineUnreachable(
-                    f"{self._client.url}{self._route}: the stream broke off; has the server died?"
-                )
+        self._keep_last()
+        if reader.failure is None and not self._sure:
+            reader.failure = EngineUnreachable(
+                f"{self._client.url}{self._route}: the stream broke off; has the server died?"
+            )
 
-    def _keep_last(self, *, sure: bool) -> None:
+    @property
+    def _sure(self) -> bool:
+        """Whether what has ended the request is the end of it."""
+        return self._done or not self._needs_done
+
+    def _keep_last(self) -> None:
         """Its tokens are good in any case; that they are the last ones is not."""
         last, self._last = self._last, None
         if last is not None:
-            self._chunks.append(last if sure else replace(last, finish=None))
+            whole = self._sure and self._reader is not None and self._reader.failure is None
+            self._chunks.append(last if whole else replace(last, finish=None))
 
     def _payloads(self, payloads: list[bytes]) -> None:
         reader = self._reader

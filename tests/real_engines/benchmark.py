@@ -1,7 +1,8 @@
 """``python -m tests.real_engines.benchmark vllm``: a server of that kind, and april's schedules on it.
 
-The server is started with a model that has no end-of-sequence token, ``benchmarks.real_engines`` is run against it, and
-the server is stopped. Needs the machine for itself, and some ten minutes.
+The server is started with a model that has no end-of-sequence token, ``benchmarks.abort_latency`` and
+``benchmarks.real_engines`` are run against it, and the server is stopped. Needs the machine for itself, and some ten
+minutes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import typer
 
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, CannotInstall
-from tests.real_engines.models import CONTEXT, make_models
+from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
 from tests.real_engines.servers import ServerFailed, free_ports, running, until_ready
 
-IN_FLIGHT = 64
+IN_FLIGHT = 256
+"""Room for all that abort_latency sends; the schedules of real_engines need 64."""
 
 
 def main(
     kind: Annotated[str, typer.Argument(help="vllm or sglang")],
-    steps: Annotated[int, typer.Option(min=1, help="Counted steps of each arm.")] = 64,
+    steps: Annotated[int, typer.Option(min=0, help="Counted steps of each arm; 0: no schedules.")] = 64,
+    pairs: Annotated[int, typer.Option(min=0, help="Aborts of 256 requests by each client; 0: none.")] = 15,
 ) -> None:
     """The table goes to the terminal, everything else to runs/real_engines/KIND.json."""
     out = ROOT / "runs" / "real_engines"
@@ -41,15 +44,27 @@ def main(
             raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
         with running([server]):
             until_ready([server])
-            command = [
-                sys.executable, "-m", "benchmarks.real_engines", kind, server.url, "--steps", str(steps),
-                "--weights", str(models["first"]), str(models["second"]), "--json", str(out / f"{kind}.json"),
-            ]  # fmt: skip
-            code = subprocess.run(command, check=False, cwd=ROOT).returncode
+            code = 0
+            if pairs:
+                code |= _run(
+                    "abort_latency", "--kinds", kind, "--url", server.url, "--model", "tiny", "--vocab-size",
+                    str(VOCAB_SIZE), "--in-flight", str(IN_FLIGHT), "--pairs", str(pairs), "--json",
+                    str(out / f"{kind}-aborts.json"),
+                )  # fmt: skip
+            if steps:
+                code |= _run(
+                    "real_engines", kind, server.url, "--steps", str(steps), "--weights", str(models["first"]),
+                    str(models["second"]), "--json", str(out / f"{kind}.json"),
+                )  # fmt: skip
     except (CannotInstall, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def _run(benchmark: str, *arguments: str) -> int:
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
+    return subprocess.run(command, check=False, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

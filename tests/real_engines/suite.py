@@ -15,7 +15,7 @@ from tests.real_engines.environments import ROOT, ROUTER_VERSION, SGLANG_VERSION
 from tests.real_engines.models import EOS, VOCAB_SIZE
 from tests.real_engines.servers import Server, ServerFailed
 
-LONG_TOKENS = {"vllm": 2000, "openai": 2000, "sglang": 1000}
+LONG_TOKENS = {"vllm": 1200, "openai": 1200, "sglang": 1000}
 """By kind of engine: what is to be cut must still run when a busy client asks for it."""
 OPENAI = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,)}
 """What such a server does not say itself."""

@@ -139,7 +139,8 @@ async def prefix_free_ids(bench: Bench) -> Figures:
     refused = 0
     for stem in (bench.new_id()[:-1] + "-", "c"):
         ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
-        readings = [bench.start(bench.request(i, attempt_id=id)) for i, id in enumerate(ids)]
+        length = bench.subject.long_tokens // 2
+        readings = [bench.start(bench.request(i, length, attempt_id=id)) for i, id in enumerate(ids)]
         await bench.caught(readings)
         started = [r for r in readings if not isinstance(r.error, EngineError)]
         refused += len(readings) - len(started)
@@ -196,14 +197,14 @@ async def abort_burst(bench: Bench) -> Figures:
 @check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)
 async def cut_and_resume(bench: Bench) -> Figures:
     bench.needs_greedy()
-    count = bench.subject.in_flight
-    uncut = await bench.whole([bench.request(i) for i in range(count)])
+    count, length = bench.subject.in_flight, bench.subject.long_tokens // 2
+    uncut = await bench.whole([bench.request(i, length) for i in range(count)])
     bench.say(f"{count} uncut responses are there")
     have: list[Int32] = [np.empty(0, np.int32)] * count
     open_ones, cuts, attempts = list(range(count)), 0, 0
     # after the first rounds the requests are left alone
     for round in range(4 * FEW):
-        readings = {i: bench.start(bench.request(i, response=have[i])) for i in open_ones}
+        readings = {i: bench.start(bench.request(i, length, response=have[i])) for i in open_ones}
         attempts += len(readings)
         if round < FEW:
             await bench.caught(list(readings.values()), every=round % 2 == 0)

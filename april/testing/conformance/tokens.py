@@ -173,7 +173,7 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
 
 @check("An id that is in flight cannot be used a second time, and the first request does not notice.")
 async def duplicate_id(bench: Bench) -> Figures:
-    first = bench.start(bench.request(0))
+    first = bench.start(bench.request(0, bench.subject.long_tokens // 2))
     # a request is in flight from the moment that it is known to the client
     for _ in range(3):
         await asyncio.sleep(0)

@@ -1,0 +1,128 @@
+"""GRPO on servers that you have started: april generates there, your trainer writes weights into a shared directory.
+
+Start the servers (docs/servers.md says how), then run this with the directory of the model that they serve:
+
+    python examples/own_servers.py --kind vllm --urls http://127.0.0.1:8000 --model MODEL --shared-dir /shared/run
+
+``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
+stand-in that leaves the weights as they are, so that everything else can be tried first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import april
+from april.driver.rewards import Response
+
+# ---------------------------------------------------------------- yours
+
+
+def prompts() -> Iterator[dict[str, Any]]:
+    """Token ids of your questions; the rest is ``prompt.data`` in the reward. A list will do as well."""
+    for number in itertools.count():
+        yield {"token_ids": [3 + number % 97, 5, 7], "number": number}
+
+
+def reward(prompt: april.Prompt, response: Response) -> float:
+    """Your verifier. Here: the share of different tokens."""
+    return len(set(response.tokens.tolist())) / len(response.tokens)
+
+
+class Trainer:
+    """Your model and optimizer. This one computes what a GRPO step needs, and takes none."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def update(self, batch: april.Batch) -> float:
+        """One step on a batch; returns the mean size of its advantages."""
+        arrays = batch.padded(left_pad_prompts=True)  # input_ids, logprobs, loss_mask, rewards, group_ids, ...
+        _, group = np.unique(arrays["group_ids"], return_inverse=True)
+        mean = np.bincount(group, arrays["rewards"]) / np.bincount(group)
+        advantages = arrays["rewards"] - mean[group]
+        # here: forward pass, ratio to arrays["logprobs"], loss over arrays["loss_mask"], optimizer.step()
+        return float(np.abs(advantages).mean())
+
+    def save(self, directory: Path) -> None:
+        """Everything that a server needs to load the model: ``model.save_pretrained(directory)`` does it."""
+        shutil.copytree(self.model, directory)
+
+    def hand_over(self, directory: Path) -> None:
+        """Only for ``--kind openai``: make every server load ``directory`` and empty its cache, in its own way."""
+
+
+# ---------------------------------------------------------------- april
+
+
+def publish(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, *, loads: bool) -> None:
+    """The servers get the trainer's weights; raises EngineError if they did not take them."""
+    trainer.save(directory)
+    if loads:
+        rollouts.weight_update(path=str(directory))
+    else:
+        rollouts.weight_update(transfer=lambda: trainer.hand_over(directory))
+
+
+def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, *, loads: bool) -> None:
+    """``steps`` batches with a weight update after each."""
+    previous: Path | None = None
+    with april.RolloutScheduler(config, prompts=prompts(), reward=reward) as rollouts:
+        for step in range(1, steps + 1):
+            batch = rollouts.next_batch()
+            size = trainer.update(batch)
+            directory = shared / f"step_{step}"
+            publish(rollouts, trainer, directory, loads=loads)
+            # a server that is started anew gets its weights from the directory of the last update, so that one stays
+            if previous is not None:
+                shutil.rmtree(previous)
+            previous = directory
+            print(
+                f"step {step}: reward {batch.rewards.mean():.3f}, advantages {size:.3f}, {int(batch.lengths.sum())} "
+                f"tokens, {batch.off_policy_share:.0%} from older weights, now version {rollouts.version}"
+            )
+        tokens = rollouts.ledger()["tokens"]
+        print(f"tokens: {tokens}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=["vllm", "sglang", "openai"], required=True)
+    parser.add_argument("--urls", nargs="+", required=True, help="one per server")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model that the servers serve")
+    parser.add_argument("--shared-dir", type=Path, required=True, help="for weights, seen by every server as here")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--max-response-len", type=int, default=64)
+    # what a server may not tell; `april doctor` says whether it does
+    parser.add_argument("--eos-token-ids", type=int, nargs="+")
+    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--max-len", type=int)
+    options = parser.parse_args(arguments)
+    shared = options.shared_dir.resolve()
+    if any(shared.glob("step_*")):
+        parser.error(f"--shared-dir {shared} has weights of an earlier run; remove them or choose another")
+    engine: dict[str, Any] = {"kind": options.kind, "urls": options.urls}
+    for name in ("eos_token_ids", "vocab_size", "max_len"):
+        if getattr(options, name) is not None:
+            engine[name] = getattr(options, name)
+    config = april.Config(
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        over_sampling_batch_size=8,
+        max_response_len=options.max_response_len,
+        max_staleness=2,
+        engine=engine,
+    )
+    train(config, Trainer(options.model), shared, options.steps, loads=options.kind != "openai")
+
+
+if __name__ == "__main__":
+    main()

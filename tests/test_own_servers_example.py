@@ -1,0 +1,129 @@
+"""``examples/own_servers.py`` runs as it stands, against fake servers of every kind that it names."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sglang_fixtures import ServerThread
+
+import april
+from april.engines.openai_wire import TokenShape
+from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
+from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.fake_vllm_server import FakeVllmServer
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_servers.py"
+KNOWN = ["--vocab-size", "512", "--eos-token-ids", "2"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_servers", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a server would load."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}", "utf-8")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def arguments(kind: str, servers: list[Any], model: Path, shared: Path) -> list[str]:
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    return [
+        "--kind", kind, "--urls", *urls, "--model", str(model), "--shared-dir", str(shared), "--steps", str(STEPS),
+        *KNOWN,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_it_trains_on_two_servers(
+    kind: str, example: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every server has loaded the weights of every step from the shared directory, of which only the last is left."""
+    make: Any = FakeVllmServer if kind == "vllm" else FakeSglangServer
+    servers = [make(max_running=4, turns=5) for _ in range(2)]
+    with ServerThread(*servers):
+        example.main(arguments(kind, servers, model, tmp_path / "shared"))
+
+        for server in servers:
+            assert not server.violations
+            assert (server.weights, server.label) == (f"step_{STEPS}", f"0.{STEPS}")
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == [f"step_{STEPS}"]
+    assert (tmp_path / "shared" / f"step_{STEPS}" / "model.safetensors").read_bytes() == b"weights"
+    printed = capsys.readouterr().out
+    assert [line.split(":")[0] for line in printed.splitlines()[:STEPS]] == [f"step {n + 1}" for n in range(STEPS)]
+    assert f"now version (0, {STEPS})" in printed or f"now version 0.{STEPS}" in printed
+
+
+class OpenAIThread(ServerThread):
+    """One fake OpenAI-compatible server, which is a context manager and no object with start and close."""
+
+    def __init__(self, server: FakeOpenAIServer) -> None:
+        super().__init__()
+        self._open = serving_openai(server)
+        self.url = ""
+
+    def __enter__(self) -> OpenAIThread:
+        super().__enter__()
+        self.url = self.call(self._open.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.call(self._open.__aexit__(None, None, None))
+        super().__exit__(*error)
+
+
+def test_it_trains_on_a_server_that_loads_nothing_itself(
+    example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OpenAI-compatible server: the trainer hands each step's directory over, while nothing generates."""
+    handed: list[str] = []
+    monkeypatch.setattr(example.Trainer, "hand_over", lambda self, directory: handed.append(directory.name))
+    with OpenAIThread(FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)) as thread:
+        example.main([*arguments("openai", [thread.url], model, tmp_path / "shared"), "--max-len", "4096"])
+
+    assert handed == [f"step_{n + 1}" for n in range(STEPS)]
+
+
+def test_weights_that_are_not_taken_leave_the_last_good_ones(
+    example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot load step 3 ends the run with its reason; the directory of step 2 is still there."""
+    server = FakeVllmServer()
+    save = example.Trainer.save
+
+    def broken(self: Any, directory: Path) -> None:
+        save(self, directory)
+        if directory.name == "step_3":
+            (directory / "model.safetensors").unlink()
+
+    monkeypatch.setattr(example.Trainer, "save", broken)
+    with ServerThread(server), pytest.raises(april.EngineError, match="step_3: there are no weights in it"):
+        example.main(arguments("vllm", [server], model, tmp_path / "shared"))
+
+    assert server.weights == "step_2"
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["step_2", "step_3"]
+
+
+def test_weights_of_an_earlier_run_are_not_mixed_in(
+    example: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory that is not empty is refused before any server is asked."""
+    (tmp_path / "shared" / "step_9").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        example.main(arguments("vllm", ["http://127.0.0.1:9"], model, tmp_path / "shared"))
+    assert "has weights of an earlier run" in capsys.readouterr().err
