@@ -101,6 +101,14 @@ async def connected(server: FakeSglangServer, config: dict[str, Any] | None = No
     return engine
 
 
+async def beside(server: FakeSglangServer) -> SglangEngine:
+    """Another engine before a stepped server; the probe's requests are let through."""
+    server.go_on()
+    engine = await connected(server)
+    server.stepped = True
+    return engine
+
+
 async def until(true: Callable[[], bool]) -> None:
     """Turns of the loop until something is true; the test's own patience bounds it."""
     while not true():  # noqa: ASYNC110 - the server lives on this loop and moves by its turns

@@ -20,11 +20,11 @@ def sglang_event(token: int) -> bytes:
 
 
 def vllm_reader() -> vllm_wire.ReplyReader:
-    return vllm_wire.ReplyReader(vllm_wire.TOKEN_ROUTE, "a", FIRST_VERSION, spans=False)
+    return vllm_wire.ReplyReader(vllm_wire.TOKEN_ROUTE, "a", FIRST_VERSION, labels=None)
 
 
 def sglang_reader() -> sglang_wire.ReplyReader:
-    return sglang_wire.ReplyReader("a", FIRST_VERSION, incremental=True, labels=False)
+    return sglang_wire.ReplyReader("a", FIRST_VERSION, incremental=True, labels=None)
 
 
 SERVERS = [(vllm_reader, vllm_event), (sglang_reader, sglang_event)]

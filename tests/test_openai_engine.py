@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 from openai_servers import PROMPT, ask, connected, greedy, logprobs_of
 
+from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.openai_wire import TokenShape
-from april.engines.protocol import AbortMeans, EngineFinish
+from april.engines.openai_wire import CompletionStream, TokenShape
+from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
 
@@ -250,7 +253,7 @@ def test_what_does_not_fit_is_refused_here() -> None:
         async with connected(server, max_len=60) as engine:
             answer = await ask(engine, max_tokens=58)
             assert isinstance(answer.error, RequestRefused)
-            assert "3 token ids and max_tokens=58 do not fit into the context of 60" in str(answer.error)
+            assert "wants 3 + 58 tokens where engine" in str(answer.error)
             assert not server.records
             assert (await ask(engine, "a2", max_tokens=57)).error is None
 
@@ -268,6 +271,60 @@ def test_a_stop_without_its_token_is_refused() -> None:
             assert answer.tokens[-1] == 300
             assert isinstance(answer.error, WireError)
             assert "(300) is neither in engine.eos_token_ids nor a stop token" in str(answer.error)
+
+    run(test())
+
+
+def test_an_abort_skips_no_check_of_an_answer_that_has_ended() -> None:
+    """The server's end was read before the abort closed the stream: it must be as true as without the abort."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer(mean_len=30)
+        async with connected(server) as engine:
+            server.eos = 300
+            params = SamplingParams(2000, temperature=0.0)
+            chunks = engine.generate(Request("a1", np.array(PROMPT, np.int32), params))
+            server.hold(1)
+            tokens = (await anext(chunks)).tokens.tolist()
+            server.release()
+            await server.until_closed()
+            while not engine._open["a1"]._reader.done():  # noqa: ASYNC110 - on this loop, by its turns
+                await asyncio.sleep(0)
+            await engine.abort()
+            tokens += (await anext(chunks)).tokens.tolist()
+            assert tokens[-1] == 300
+            with pytest.raises(WireError, match=r"\(300\) is neither"):
+                await anext(chunks)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(400, RequestRefused), (413, RequestRefused), (422, RequestRefused), (429, EngineBusy), (503, EngineBusy),
+     (401, EngineError), (404, EngineError), (500, EngineError), (None, EngineError)],
+)  # fmt: skip
+def test_an_error_inside_of_a_stream_has_its_type(code: int | None, error: type[EngineError]) -> None:
+    """By its code, as a status has; only 400, 413 and 422 are the request's own fault."""
+    stream = CompletionStream(TokenShape.RETURN_TOKEN_IDS, np.array(PROMPT, np.int32))
+    said = {"message": "said so"} | ({} if code is None else {"code": code})
+    with pytest.raises(EngineError, match="said so") as caught:
+        stream.read(json.dumps({"error": said}).encode())
+    assert type(caught.value) is error
+
+
+def test_one_look_at_the_metrics_that_fails_hides_no_restart() -> None:
+    """Missing during an update, the start of the process is still that of before."""
+
+    async def test() -> None:
+        server = FakeOpenAIServer()
+        async with connected(server) as engine:
+            server.metrics = False
+            await engine.update_weights(PolicyVersion(0, 1))
+            server.metrics = True
+            assert (await engine.health()).current
+            server.started_s += 60
+            assert not (await engine.health()).current
 
     run(test())
 

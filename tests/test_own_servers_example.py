@@ -61,7 +61,8 @@ def test_it_trains_on_two_servers(
 
         for server in servers:
             assert not server.violations
-            assert (server.weights, server.label) == (f"step_{STEPS}", f"0.{STEPS}")
+            assert server.weights == f"step_{STEPS}"
+            assert server.label.startswith(f"v0.{STEPS}-")
     assert [path.name for path in (tmp_path / "shared").iterdir()] == [f"step_{STEPS}"]
     assert (tmp_path / "shared" / f"step_{STEPS}" / "model.safetensors").read_bytes() == b"weights"
     printed = capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_connecting_names_the_weights() -> None:
 
     async def program() -> None:
         async with served() as (server, engine):
-            assert server.label == "0.0"
+            assert server.label.startswith("v0.0-")
             assert server.aborts == []
             assert (await read(engine, request())).error is None
 

@@ -160,6 +160,24 @@ def test_pausing_needs_no_dead_worker() -> None:
     fleet_test(test, mean_length=10**6)
 
 
+def test_a_dead_router_is_noticed() -> None:
+    """Its workers live, and no request reaches them."""
+
+    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+        router.ready = False
+        health = await engine.health()
+        assert not health.ok
+        assert "/readiness answers 503" in health.detail
+        router.ready = True
+        assert (await engine.health()).ok
+        await router.close()
+        health = await engine.health()
+        assert not health.ok
+        assert router.url in health.detail
+
+    fleet_test(test)
+
+
 def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sglang_fixtures import PROMPT, Got, connected, read, request, run, served, until
+from sglang_fixtures import PROMPT, Got, beside, connected, read, request, run, served, until
 
 from april.core.versions import PolicyVersion
+from april.engines import sglang
 from april.engines.protocol import EngineFinish
+from april.engines.sglang_worker import HalfUpdated
 from april.errors import EngineError, EngineUnreachable
 from april.testing.fake_sglang_faults import PlannedFault, SglangFault
 from april.testing.fake_sglang_runs import fake_sglang_response
@@ -48,7 +50,7 @@ def test_a_server_that_cannot_load_keeps_weights_and_version(labels: bool) -> No
     async def program() -> None:
         async with served(labels=labels) as (_, engine):
             await engine.pause()
-            with pytest.raises(EngineError, match=r"could not load /weights/missing as 0.1: .* it keeps the weights"):
+            with pytest.raises(EngineError, match=r"could not load /weights/missing as v0.1-.* it keeps the weights"):
                 await engine.update_weights(V1, "/weights/missing")
             await engine.resume()
             got = await read(engine, request())
@@ -85,7 +87,10 @@ def test_pausing_ends_requests_and_holds_new_ones() -> None:
 
 
 def test_requests_of_others_live_through_an_update() -> None:
-    """Another client's request neither ends nor holds up the update: it goes on under the new weights, in spans."""
+    """Another client's request neither ends nor holds up the update: it goes on under the new weights, in spans.
+
+    Their label is not taken for a version of the other client's own, though it has updated nothing yet either.
+    """
 
     async def program() -> None:
         async with served(stepped=True, mean_length=LONG, config={"max_token_loss": 100}) as (server, engine):
@@ -102,11 +107,14 @@ def test_requests_of_others_live_through_an_update() -> None:
             server.go_on()
             await engine.resume()
             got = await reading
-            assert got.error is None
-            assert got.versions == [PolicyVersion(0, 0)] * 10 + [V1] * 54
             first = fake_sglang_response(PROMPT, mean_length=LONG)[0][:10]
             rest = fake_sglang_response(PROMPT + first, weights="w1", max_tokens=54, mean_length=LONG)[0]
-            assert got.tokens == first + rest
+            assert server.runs[-1].ids == first + rest
+            assert server.runs[-1].finish == {"type": "length", "length": 64}
+            # that one is an april too, which has named none of the new weights
+            assert "tokens of weights 'v0.1-" in str(got.error)
+            assert got.tokens == first
+            assert got.versions == [PolicyVersion(0, 0)] * 10
             assert not (await other.health()).current
             await other.close()
 
@@ -133,6 +141,69 @@ def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
             assert len(got.tokens) == 20
             health = await engine.health()
             assert (health.ok, health.current) == (True, False)
+
+    run(program)
+
+
+@pytest.mark.parametrize("path", ["/weights/w1", None], ids=["loaded", "transferred"])
+@pytest.mark.parametrize("route", ["/model_info", "/update_weight_version", "/continue_generation"])
+def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | None, route: str) -> None:
+    """The server has new weights, and april does not know all that belongs to them: no request before an update."""
+
+    async def program() -> None:
+        async with served(stepped=True, mean_length=LONG) as (server, engine):
+            other = await beside(server)
+            reading = asyncio.create_task(read(other, request()))
+            await until(lambda: server.waiting == 1)
+            await engine.pause()
+            server.weights, server.stale_cache = "w1", True
+            server.unanswered = {route: 4}
+            if path is not None and route == "/update_weight_version":
+                server.relabels = False
+            with pytest.raises(HalfUpdated) as caught:
+                await engine.update_weights(V1, path)
+            assert isinstance(caught.value, EngineUnreachable)
+            server.relabels, server.unanswered = True, {}
+            await engine.resume()
+            assert "between two versions" in str((await read(engine, request())).error)
+            health = await engine.health()
+            assert (health.ok, health.current) == (False, False)
+            await engine.update_weights(V1, path)
+            assert (await engine.health()).ok
+            server.go_on()
+            await reading
+            assert set((await read(engine, request())).versions) == {V1}
+            await other.close()
+
+    run(program)
+
+
+def test_an_update_that_is_cancelled_leaves_no_version() -> None:
+    """What the server made of it is not known: no request before an update has succeeded."""
+
+    async def program() -> None:
+        async with served(labels=False, stepped=True, mean_length=LONG) as (server, engine):
+            await engine.pause()
+            updating = asyncio.create_task(engine.update_weights(V1, "/weights/w1"))
+            await until(lambda: bool(server.updates))
+            updating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await updating
+            await engine.resume()
+            assert "between two versions" in str((await read(engine, request())).error)
+
+    run(program)
+
+
+def test_a_hanging_probe_is_an_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health says so, and raises nothing."""
+    monkeypatch.setattr(sglang, "HEALTH_S", 0.0)
+
+    async def program() -> None:
+        async with served() as (server, engine):
+            health = await engine.health()
+            assert not health.ok
+            assert f"{server.url} has not said its load and label" in health.detail
 
     run(program)
 

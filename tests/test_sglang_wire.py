@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish
-from april.engines.sglang_wire import ReplyReader, rid_of, version_of
+from april.engines.sglang_wire import ReplyReader, rid_of
+from april.engines.weight_labels import WeightLabels
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 from april.testing.fake_sglang_answers import answer
 from april.testing.fake_sglang_runs import FakeRun, fake_sglang_response
@@ -22,7 +23,12 @@ ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type
 QUEUED = {"type": "abort", "message": "Abort in waiting queue"}
 
 
-def reader(incremental: bool = True, labels: bool = True) -> ReplyReader:
+LABELS = WeightLabels()
+LABELS.present = PolicyVersion(0, 1)
+OLD, NEW = LABELS.of(V0), LABELS.of(PolicyVersion(0, 1))
+
+
+def reader(incremental: bool = True, labels: WeightLabels | None = LABELS) -> ReplyReader:
     return ReplyReader(RID, V0, incremental=incremental, labels=labels)
 
 
@@ -30,11 +36,11 @@ def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeRu
     ids, logprobs = fake_sglang_response([5], max_tokens=count, mean_length=10**6) if count else ([], [])
     params = {"max_new_tokens": count, "min_new_tokens": 0, "temperature": 1.0}
     run = FakeRun(rid_of(RID), [5], params, stream=True, ids=ids, logprobs=logprobs)
-    run.spans = spans if spans is not None else [("0.0", 0, count)]
+    run.spans = spans if spans is not None else [(OLD, 0, count)]
     return run
 
 
-def said(run: FakeRun, upto: int, incremental: bool, label: str = "0.0") -> bytes:
+def said(run: FakeRun, upto: int, incremental: bool, label: str = OLD) -> bytes:
     run.flushed = upto
     value = answer(run, label=label, incremental=incremental, spans=True)
     run.sent = upto
@@ -69,14 +75,14 @@ def test_any_cut_of_any_answer_gives_every_token_once(
 @settings(max_examples=100, deadline=None)
 def test_versions_are_those_of_the_spans(switch: int, cuts: set[int], seen_from: int) -> None:
     """Weights change at one token, the label in the events at a later one or the same: every token has its version."""
-    run = a_run(30, [("0.0", 0, switch), ("0.1", switch, 30)])
+    run = a_run(30, [(OLD, 0, switch), (NEW, switch, 30)])
     read, chunks = reader(), []
     for upto in sorted(cuts):
         # an event says the label at the time when it was sent
-        label = "0.1" if upto > switch or upto >= seen_from else "0.0"
+        label = NEW if upto > switch or upto >= seen_from else OLD
         chunks += read.read(said(run, upto, True, label))
     run.finish = {"type": "length", "length": 30}
-    chunks += read.read(said(run, 30, True, "0.1"))
+    chunks += read.read(said(run, 30, True, NEW))
     assert together(chunks)[0] == run.ids
     assert [c.version.n for c in chunks for _ in c.tokens] == [0] * switch + [1] * (30 - switch)
 
@@ -116,7 +122,39 @@ def test_errors_come_as_events_too(event: Any, error: type[EngineError]) -> None
     assert type(raised.value) is error
 
 
-def test_only_aprils_own_labels_are_versions() -> None:
-    assert version_of("3.17") == PolicyVersion(3, 17)
-    for label in ("default", "", "1", "01.2", "1.2.3", "-1.2", "1.x", "\u0661.2"):
-        assert version_of(label) is None
+def test_only_the_engines_own_labels_are_versions() -> None:
+    """Nothing else: no other engine's, none older than the request, none that the server has not confirmed."""
+    ours, theirs = WeightLabels(), WeightLabels()
+    ours.present = PolicyVersion(3, 17)
+    label = ours.of(PolicyVersion(3, 17))
+    assert label.startswith("v3.17-")
+    assert ours.version_of(label, V0) == ours.version_of(label, PolicyVersion(3, 17)) == PolicyVersion(3, 17)
+    end = label.removeprefix("v3.17")
+    for other in (
+        theirs.of(PolicyVersion(3, 17)), "3.17", "default", "", "v3.17", label[1:], f"v03.17{end}", f"v3.17.1{end}",
+        f"v-3.17{end}", f"v3.x{end}", f"v\u0663.17{end}", f"v3{end}", end, f"v{end}", f"{label} ",
+        ours.of(PolicyVersion(3, 18)),
+    ):  # fmt: skip
+        assert ours.version_of(other, V0) is None
+    assert ours.version_of(label, PolicyVersion(4, 0)) is None
+    # the label that a request was sent under is its own, whatever was confirmed since
+    assert ours.version_of(ours.of(PolicyVersion(4, 0)), PolicyVersion(4, 0)) == PolicyVersion(4, 0)
+
+
+@pytest.mark.parametrize("label", ["of another april", "older", "not confirmed"])
+def test_tokens_under_other_labels_are_refused(label: str) -> None:
+    """Those before them, of the weights that the request was sent to, are kept."""
+    labels = WeightLabels()
+    labels.present = PolicyVersion(0, 2)
+    sent = PolicyVersion(0, 1)
+    said_label = {
+        "of another april": WeightLabels().of(PolicyVersion(0, 2)), "older": labels.of(V0),
+        "not confirmed": labels.of(PolicyVersion(0, 3)),
+    }[label]  # fmt: skip
+    run = a_run(30, [(labels.of(sent), 0, 12), (said_label, 12, 30)])
+    run.finish = {"type": "length", "length": 30}
+    read = ReplyReader(RID, sent, incremental=True, labels=labels)
+    chunks = read.read_all([said(run, 30, True, said_label)])
+    assert together(chunks)[0] == run.ids[:12]
+    assert {chunk.version for chunk in chunks} == {sent}
+    assert said_label in str(read.failure)

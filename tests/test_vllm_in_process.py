@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,7 @@ def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
             old, new = await running, await waiting
             assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
             assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
-            assert w.llm.label == "0.1"
+            assert w.llm.label.startswith("v0.1-")
 
     run(test)
 
@@ -324,6 +325,27 @@ def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> N
             assert message in str(answer.error)
 
     run(test)
+
+
+def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
+    """One sentence says why and what to do; weights, version and requests stay as they were."""
+
+    async def test() -> None:
+        async with world(own_loop=False) as w:
+            config = w.llm.vllm_config
+            config.model_config.hf_config = SimpleNamespace(tie_word_embeddings=True)
+            for device, reloads in (("cuda", True), ("cpu", False)):
+                config.device_config = SimpleNamespace(device_type=device)
+                engine = VllmInProcessEngine(w.llm)
+                assert engine.capabilities.updates_from_disk is reloads
+                assert any("tied embeddings" in note for note in engine.capabilities.notes) is not reloads
+            with pytest.raises(EngineError, match="tied embeddings"):
+                await engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            assert w.llm.weights == "tiny0"
+            assert (await engine.health()).ok
+
+    asyncio.run(test())
+
 
 
 @both_loops

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from sglang_fixtures import read, request, run, until
 from vllm_fixtures import KNOWN, connected, served
 
 from april.config_engines import VllmEngineConfig
-from april.engines.http_client import HttpClient
+from april.core.versions import PolicyVersion
+from april.engines.discreet_client import DiscreetClient
 from april.engines.protocol import AbortMeans, LogprobKind
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.errors import ConfigError, EngineError
@@ -18,7 +21,7 @@ from april.testing.fake_vllm_server import FakeVllmServer
 
 
 async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmOffer:
-    client = HttpClient(server.url, name="probed", api_key=key)
+    client = DiscreetClient(server.url, name="probed", api_key=key)
     try:
         return await probe_vllm(client, VllmEngineConfig(urls=(server.url,), **config))
     finally:
@@ -103,6 +106,50 @@ def test_key() -> None:
         assert (await read(engine, request())).error is None
         await engine.close()
         await server.close()
+
+    run(program)
+
+
+def test_disk_updates_need_all_developer_routes() -> None:
+    """A server that lacks one of them would be told of new weights and keep its old ones."""
+
+    async def program() -> None:
+        async with served(without=("/abort_requests",)) as (server, engine):
+            offer = await probed(server, **KNOWN)
+            assert (offer.developer_routes, offer.updates_from_disk) == (False, False)
+            await engine.pause()
+            with pytest.raises(EngineError, match="cannot load weights"):
+                await engine.update_weights(PolicyVersion(0, 1), "/weights/w1")
+
+    run(program)
+
+
+@pytest.mark.parametrize(
+    ("tied", "device", "developer", "words"),
+    [
+        (True, "cpu", True, "The server runs on a CPU"),
+        (True, "cuda", True, None),
+        (False, "cpu", True, None),
+        (None, "cpu", True, None),
+        (True, None, True, "If the server runs on a CPU"),
+        (True, "cpu", False, None),
+    ],
+)
+def test_tied_embeddings_on_a_cpu(
+    tied: bool | None, device: str | None, developer: bool, words: str | None, tmp_path: Path
+) -> None:
+    """vLLM reloads such a model wrongly there: said before it happens, where weights are updated from disk at all."""
+    (tmp_path / "config.json").write_text(json.dumps({} if tied is None else {"tie_word_embeddings": tied}))
+
+    async def program() -> None:
+        without = ("/server_info",) if device is None else ()
+        async with served(
+            root=str(tmp_path), device=device or "cpu", developer=developer, without=without
+        ) as (server, engine):
+            for notes in ((await probed(server, **KNOWN)).missing, engine.capabilities.notes):
+                said = [note for note in notes if "tied embeddings" in note]
+                assert len(said) == (words is not None)
+                assert words is None or said[0].startswith(words)
 
     run(program)
 

@@ -87,7 +87,8 @@ def test_steps_over_two_servers(options: dict[str, Any], loss: int | None, tmp_p
         assert train(scheduler, tmp_path) > 0
         for server in servers:
             assert not server.violations
-            assert (server.weights, server.label) == (f"w{STEPS}", f"0.{STEPS}")
+            assert server.weights == f"w{STEPS}"
+            assert server.label.startswith(f"v0.{STEPS}-")
             assert all(body["request_ids"] for _, body in server.aborts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sglang_fixtures import PROMPT, read, request, run, until
-from vllm_fixtures import served
+from vllm_fixtures import beside, served
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -48,7 +48,7 @@ def test_update_from_disk(tmp_path: Path, scale_out: bool) -> None:
             got = await waiting
             assert got.tokens == fake_vllm_response(PROMPT, weights="w1", mean_length=10**6)[0]
             assert set(got.versions) == {SECOND}
-            assert server.label == "0.1"
+            assert server.label.startswith("v0.1-")
             assert (await engine.health()).current
 
     run(program)
@@ -80,7 +80,8 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
                 with pytest.raises(EngineError, match="no weights in it"):
                     await engine.update_weights(SECOND, str(path))
                 await engine.resume()
-            assert (server.weights, server.label) == ("w0", "0.0")
+            assert server.weights == "w0"
+            assert server.label.startswith("v0.0-")
             got = await read(engine, request())
             assert got.tokens == fake_vllm_response(PROMPT)[0]
             assert set(got.versions) == {PolicyVersion(0, 0)}
@@ -139,6 +140,38 @@ def test_a_restart_is_seen(options: dict[str, Any]) -> None:
             assert (await engine.health()).current
             server.die()
             assert not (await engine.health()).ok
+
+    run(program)
+
+
+def test_one_look_at_the_metrics_that_fails_hides_no_restart() -> None:
+    """Missing during an update, the start of the process is still that of before."""
+
+    async def program() -> None:
+        async with served(developer=False) as (server, engine):
+            server.without = ("/metrics",)
+            await engine.update_weights(SECOND)
+            server.without = ()
+            assert (await engine.health()).current
+            await server.restart()
+            assert not (await engine.health()).current
+
+    run(program)
+
+
+def test_two_aprils_on_one_server_do_not_take_each_other_for_themselves() -> None:
+    """Both call their weights version 0; the one that came first notices, and claims no version for their tokens."""
+
+    async def program() -> None:
+        async with served() as (server, engine):
+            other = await beside(server)
+            assert not (await engine.health()).current
+            assert (await other.health()).current
+            got = await read(engine, request())
+            assert server.label in str(got.error)
+            assert not got.tokens
+            assert (await read(other, request())).error is None
+            await other.close()
 
     run(program)
 

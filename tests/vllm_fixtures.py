@@ -39,3 +39,8 @@ async def served(
 async def connected(server: FakeVllmServer, config: dict[str, Any] | None = None) -> Any:
     (engine,) = await connect_vllm(VllmEngineConfig(urls=(server.url,), **(KNOWN | (config or {}))))
     return engine
+
+
+async def beside(server: FakeVllmServer) -> Any:
+    """Another engine before a server."""
+    return await connected(server)

@@ -1,19 +1,40 @@
-"""An asynchronous generator of one event loop, read on another (or the same)."""
+"""An asynchronous generator, or a coroutine, of one event loop, awaited on another (or the same)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LOOK_AGAIN_S = 1.0
+"""A loop that was stopped tells nobody; so who waits for it looks every so often whether it runs."""
+
+
+async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` on ``there`` and wait for its result; cancelled with its caller.
+
+    Raises RuntimeError where ``there`` is stopped before the end, and whatever ``work`` raises.
+    """
+    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, there))
+    try:
+        while not (await asyncio.wait([future], timeout=LOOK_AGAIN_S))[0]:
+            if not there.is_running():
+                raise RuntimeError("the event loop of the call was stopped")
+        return future.result()
+    finally:
+        future.cancel()
 
 
 class LoopRelay:
     """Iterates ``make()`` on ``there``; ``async for`` hands its items out on the loop that made the relay, in order.
 
-    Begins at once. An error of the generator is raised after its last item. Must be closed.
+    Begins at once. An error of the generator is raised after its last item; RuntimeError where ``there`` was stopped.
+    Must be closed.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:
@@ -32,8 +53,8 @@ class LoopRelay:
 
     async def __anext__(self) -> Any:
         while not self._items and not self._ended:
-            self._news.clear()
-            await self._news.wait()
+            if not await self._more():
+                raise RuntimeError("the event loop of the request was stopped")
         if self._items:
             return self._items.popleft()
         error, self._error = self._error, None
@@ -48,8 +69,17 @@ class LoopRelay:
         with contextlib.suppress(RuntimeError):  # closed
             self._there.call_soon_threadsafe(self._cancel)
         while not self._ended and self._there.is_running():
-            self._news.clear()
-            await self._news.wait()
+            await self._more()
+
+    async def _more(self) -> bool:
+        """Wait for news; False: none can come."""
+        self._news.clear()
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_S):
+                await self._news.wait()
+        except TimeoutError:
+            return self._there.is_running()
+        return True
 
     # ---------------------------------------------------------------- on the generator's loop
 

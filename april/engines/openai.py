@@ -10,16 +10,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from april.config_engines import OpenAIEngineConfig
-from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.admission import Admission
+from april.core.versions import PolicyVersion
 from april.engines.http_client import HttpClient
 from april.engines.openai_metrics import read_metrics
 from april.engines.openai_probe import OpenAIOffer, probe_openai
 from april.engines.openai_wire import ROUTE, CompletionStream, completion_body
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.server_engine import ServerEngine
 from april.engines.server_pool import connect_all
 from april.engines.wire_arrays import empty_chunk
-from april.errors import EngineError, RequestRefused, WireError
+from april.errors import EngineError, WireError
 
 
 async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
@@ -38,7 +38,7 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
     return await connect_all(config, connect)
 
 
-class OpenAIEngine:
+class OpenAIEngine(ServerEngine):
     """One server. Made by :func:`connect_openai`.
 
     Args:
@@ -51,9 +51,7 @@ class OpenAIEngine:
         self, client: HttpClient, offer: OpenAIOffer, *, max_in_flight: int | None = None,
         started_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._client = client
-        self.offer = offer
-        self._capabilities = Capabilities(
+        capabilities = Capabilities(
             offer.logprob_kind,
             offer.vocab_size,
             offer.max_context,
@@ -65,33 +63,21 @@ class OpenAIEngine:
             honours_seeds=offer.honours_seeds,
             notes=offer.notes,
         )
+        super().__init__(client.name, capabilities)
+        self._client = client
+        self.offer = offer
         self._ends = frozenset(offer.eos_token_ids)
-        self._version = FIRST_VERSION
-        self._admission = Admission()
         self._open: dict[str, _Inbox] = {}
         self._started_s = started_s
-
-    def __repr__(self) -> str:
-        return f"<OpenAIEngine {self.name}, {len(self._open)} streams, {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        """Host and port of the server."""
-        return self._client.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As probed."""
-        return self._capabilities
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One streamed completion; see the protocol.
 
         Raises:
-            RequestRefused: prompt and budget do not fit into the server's context, which it would cut without a word.
+            RequestRefused: what the server must not be asked.
             EngineError: the server failed, the stream broke, or it has numbers that cannot be true.
         """
-        self._check_room(request)
+        self._check(request)
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -116,12 +102,12 @@ class OpenAIEngine:
 
     def _end(self, request: Request, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
         """Why the stream ended; raises if that was too early, or cannot be."""
-        if inbox.closing:
-            # what came first counts: the server's own end, if it was read
-            return stream.finish or EngineFinish.ABORT
-        if inbox.error is not None:
+        if inbox.closing and stream.finish is None:
+            return EngineFinish.ABORT
+        # what came first counts: the server's own end, if it was read; what comes after that is not waited for
+        if inbox.error is not None and not inbox.closing:
             raise inbox.error
-        if stream.finish is None or not stream.done:
+        if stream.finish is None or not (stream.done or inbox.closing):
             missing = "finish reason" if stream.finish is None else "[DONE]"
             raise EngineError(f"the stream of {self.name} ended without {missing} after {stream.count} tokens")
         sampling = request.sampling
@@ -138,14 +124,6 @@ class OpenAIEngine:
             )
         return stream.finish
 
-    def _check_room(self, request: Request) -> None:
-        used, wanted = len(request.token_ids), request.sampling.max_tokens
-        if used + wanted > self.offer.max_context:
-            raise RequestRefused(
-                f"{used} token ids and max_tokens={wanted} do not fit into the context of {self.offer.max_context} "
-                f"tokens of {self.name}"
-            )
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Close the streams; what they have brought so far is still read."""
         self._admission.abort(attempt_ids)
@@ -153,17 +131,6 @@ class OpenAIEngine:
             inbox = self._open.get(attempt_id)
             if inbox is not None:
                 inbox.stop()
-
-    async def pause(self) -> None:
-        """Let nobody in, close all streams, and wait until they have ended."""
-        self._admission.close()
-        for inbox in self._open.values():
-            inbox.stop()
-        await self._admission.until_idle()
-
-    async def resume(self) -> None:
-        """Let requests in again."""
-        self._admission.open()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """From now on the weights are ``version``; the trainer has put them there.
@@ -176,10 +143,10 @@ class OpenAIEngine:
                 f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; hand them "
                 "over with weight_update(transfer=...)"
             )
-        if self._admission.inside:
-            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
-        self._started_s = (await read_metrics(self._client)).started_s
-        self._version = version
+        self._require_idle()
+        # one look at the metrics that fails must not make a later restart invisible
+        self._started_s = (await read_metrics(self._client)).started_s or self._started_s
+        self._labels.present = version
 
     async def health(self) -> Health:
         """``/health``, or the list of models where there is no such route; the load where ``/metrics`` tells it."""

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text
 from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.engines.wire_arrays import chunk_of
+from april.engines.wire_errors import failure_said
 from april.errors import EngineError, WireError
 
 ROUTE = "/v1/completions"
@@ -159,7 +159,7 @@ class CompletionStream:
         except msgspec.DecodeError as error:
             raise WireError(f"an event of {len(payload)} bytes is no completion: {error}") from None
         if event.choices is None and event.usage is None:
-            raise EngineError(f"the server broke the stream off: {error_text(payload)}")
+            raise failure_said(payload, "the stream was broken off")
         for choice in event.choices or ():
             self._choice(choice)
         if event.usage is not None and self.finish is not None and event.usage.completion_tokens is not None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from april.config_engines import ServerEngineConfig
+from april.engines.discreet_client import DiscreetClient
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Engine
 from april.errors import ConfigError, EngineError
@@ -23,32 +24,37 @@ async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient]
         ConfigError: as ``connect`` does, or the environment variable with the key is not set.
         EngineError: a server could not be asked; the message names it.
     """
-    key = api_key(config)
+    clients = [client_of(url, config) for url in config.urls]
 
-    async def one(url: str) -> E:
-        client = HttpClient(
-            url, name=urlsplit(url).netloc, api_key=key, connect_timeout_s=config.connect_timeout_s
-        )
+    async def one(client: HttpClient) -> E:
         limit = asyncio.timeout(config.probe_timeout_s)
         try:
             async with limit:
                 return await connect(client)
-        except BaseException as error:
-            await client.close()
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise EngineError(
-                    f"{url} has not said in {config.probe_timeout_s:g} s what it can do; is it overloaded or paused?"
-                ) from None
-            raise
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineError(
+                f"{client.url} has not said in {config.probe_timeout_s:g} s what it can do; is it overloaded or paused?"
+            ) from None
 
-    results = await asyncio.gather(*map(one, config.urls), return_exceptions=True)
-    errors = [r for r in results if isinstance(r, BaseException)]
-    if errors:
-        for engine in results:
-            if not isinstance(engine, BaseException):
-                await engine.close()
-        raise errors[0]
+    try:
+        results = await asyncio.gather(*map(one, clients), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+    except BaseException:
+        for client in clients:
+            await client.close()
+        raise
     return [r for r in results if not isinstance(r, BaseException)]
+
+
+def client_of(url: str, config: ServerEngineConfig) -> HttpClient:
+    """For one server, with the key and the patience of the configuration; raises ConfigError as :func:`api_key`."""
+    return DiscreetClient(
+        url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
+    )
 
 
 def api_key(config: ServerEngineConfig) -> str | None:

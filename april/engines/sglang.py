@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from urllib.parse import urlsplit
-
-import numpy as np
 
 from april.config_engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
-from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.admission import Admission
+from april.core.versions import PolicyVersion
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Capabilities, Engine, EngineLoad, Health, Request
-from april.engines.server_pool import api_key, connect_all
+from april.engines.server_engine import ServerEngine
+from april.engines.server_pool import client_of, connect_all
 from april.engines.server_stream import ServerStream
 from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
 from april.engines.sglang_wire import ReplyReader, request_body, rid_of
 from april.engines.sglang_worker import HalfUpdated, SglangWorker
-from april.errors import EngineError, RequestRefused
+from april.errors import EngineError, EngineUnreachable
 
 ABORTS_AT_ONCE = 32
 """Abort calls on their way to one server; hundreds at the same time have killed servers."""
-ABORT_RESEND_S = 1.0
-"""While a pause waits for attempts to end; the server may not have known them yet."""
-PAUSE_DEADLINE_S = 60.0
 HEALTH_S = 5.0
 """Longest wait for the answers that a health probe needs."""
 STREAM_INTERVAL = 16
@@ -41,7 +35,7 @@ STOP_STRING_INTERVAL = 8
 """Tokens per event for a request that april may end by what it reads."""
 
 
-class SglangEngine:
+class SglangEngine(ServerEngine):
     """One SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
 
     Args:
@@ -56,25 +50,11 @@ class SglangEngine:
         self, requests: HttpClient, workers: Sequence[SglangWorker], offer: SglangOffer, capabilities: Capabilities,
         max_token_loss: int | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(requests.name, capabilities)
         self._requests = requests
         self.workers = tuple(workers)
         self.offer = offer
-        self._capabilities = capabilities
         self._max_token_loss = max_token_loss
-        self._admission = Admission()
-        self._version = FIRST_VERSION
-        self._torn = ""
-
-    def __repr__(self) -> str:
-        return f"<SglangEngine {self.name} version {self._version} {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        return self._requests.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
 
     # ---------------------------------------------------------------- requests
 
@@ -101,63 +81,14 @@ class SglangEngine:
         group, index = request.sample_key or (0, 0)
         return attempt_seed(0, group, index, len(request.token_ids))
 
-    def _check(self, request: Request) -> None:
-        """The server dies of an id that its vocabulary lacks, and refuses or shortens what is too long."""
-        if self._torn:
-            raise EngineError(self._torn)
-        ids, limit = request.token_ids, self._capabilities
-        if not len(ids):
-            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        # as unsigned numbers, negative ones are too large as well
-        if ids.view(np.uint32).max() >= limit.vocab_size:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
-                f"{self.name}; is the tokenizer that of the model?"
-            )
-        if len(ids) + request.sampling.max_tokens > limit.max_context:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
-                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
-            )
-
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """By rid, at every worker: behind a router nobody says which of them has a request, and an unknown rid is
         ignored. Never everything at once: other clients may use the server."""
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        rids = [rid_of(i) for i in (list(inside) if attempt_ids is None else attempt_ids) if i in inside]
+        rids = [rid_of(i) for i in self._to_abort(attempt_ids)]
         if rids:
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
-
-    async def pause(self) -> None:
-        """Close admission and end what is inside.
-
-        The server itself is not paused: nothing of ours is inside any more, and to every probe a paused server is dead.
-        """
-        self._admission.close()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PAUSE_DEADLINE_S
-        failure: EngineError | None = None
-        while self._admission.inside:
-            if loop.time() > deadline:
-                raise EngineError(
-                    f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
-                    f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
-                ) from failure
-            try:
-                await self.abort(None)
-            except EngineError as error:
-                failure = error  # requests of a worker that died end by themselves
-            try:
-                async with asyncio.timeout(ABORT_RESEND_S):
-                    await self._admission.until_idle()
-            except TimeoutError:
-                continue
-
-    async def resume(self) -> None:
-        self._admission.open()
 
     # ---------------------------------------------------------------- weights
 
@@ -167,31 +98,34 @@ class SglangEngine:
         Raises:
             EngineError: a worker could not load it; the message says which, and what the server says.
         """
-        label = str(version)
+        label = self._labels.of(version)
+        before, self._torn = self._torn, (
+            f"engine {self.name} is between two versions, since an update to {label} has not reached all of its "
+            "weights; update them again"
+        )  # which holds where this call is cancelled, too
         results = await asyncio.gather(
             *(worker.update(label, path) for worker in self.workers), return_exceptions=True
         )
         errors = [r for r in results if isinstance(r, BaseException)]
         if errors:
-            changed = len(errors) < len(results) or any(isinstance(e, HalfUpdated) for e in errors)
-            if changed:
-                self._torn = (
-                    f"engine {self.name} is between two versions, since an update to {label} has not reached all of "
-                    "its weights; update them again"
-                )
+            if len(errors) == len(results) and not any(isinstance(e, HalfUpdated) for e in errors):
+                self._torn = before
             raise errors[0]
-        self._version, self._torn = version, ""
+        self._labels.present, self._torn = version, ""
 
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Load and label of every worker; no token is generated for it.
+        """Load and label of every worker, and whether the router lives; no token is generated for it.
 
         A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
         """
-        label = str(self._version)
-        results = await asyncio.gather(*map(_look_at, self.workers), return_exceptions=True)
-        sick = [r for r in results if isinstance(r, BaseException)]
+        label = self._labels.of(self._version)
+        (router,), results = await asyncio.gather(
+            asyncio.gather(self._look_at_router(), return_exceptions=True),
+            asyncio.gather(*map(_look_at, self.workers), return_exceptions=True),
+        )
+        sick = [r for r in (router, *results) if isinstance(r, BaseException)]
         for error in sick:
             if not isinstance(error, EngineError):
                 raise error
@@ -204,12 +138,19 @@ class SglangEngine:
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=bool(well) and not self._torn,
+            ok=bool(well) and not self._torn and not isinstance(router, BaseException),
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
             current=not self._torn and all(said in (None, label) for said, _ in well),
             load=total if loads else None,
         )
+
+    async def _look_at_router(self) -> None:
+        """Raises EngineError if requests go through a router that takes none."""
+        if all(worker.client is not self._requests for worker in self.workers):
+            reply = await self._requests.call("GET", "/readiness", timeout_s=HEALTH_S, retry=True)
+            if not reply.ok:
+                raise EngineError(f"the router {self._requests.url} is not ready: /readiness answers {reply.status}")
 
     async def close(self) -> None:
         """Calls in flight break."""
@@ -219,7 +160,7 @@ class SglangEngine:
 
     async def adopt(self) -> None:
         """Tell every worker what april calls the weights that it has."""
-        await _all(worker.set_label(str(self._version)) for worker in self.workers)
+        await _all(worker.set_label(self._labels.of(self._version)) for worker in self.workers)
 
 
 class _SglangStream(ServerStream):
@@ -247,7 +188,7 @@ class _SglangStream(ServerStream):
             request.attempt_id,
             engine._version,
             incremental=self._stream and offer.incremental,
-            labels=offer.weight_version is not None,
+            labels=engine._labels if offer.weight_version is not None else None,
         )
         return reader, body
 
@@ -288,9 +229,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
 
 async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence[SglangEngine]) -> SglangEngine:
     """One engine out of those of the workers; closes nothing but the router's client."""
-    router = HttpClient(
-        url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
-    )
+    router = client_of(url, config)
     try:
         await require_same_workers(router, config)
         workers = [worker for engine in engines for worker in engine.workers]
@@ -302,8 +241,13 @@ async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence
 
 
 async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]:
-    async with asyncio.timeout(HEALTH_S):
-        label, load = await asyncio.gather(worker.label(), worker.load())
+    try:
+        async with asyncio.timeout(HEALTH_S):
+            label, load = await asyncio.gather(worker.label(), worker.load())
+    except TimeoutError:
+        raise EngineUnreachable(
+            f"{worker.client.url} has not said its load and label in {HEALTH_S:g} s; is it overloaded or hung?"
+        ) from None
     return label, load
 
 

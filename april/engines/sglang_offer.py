@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,16 +12,22 @@ import msgspec
 from april.config_engines import SglangEngineConfig
 from april.engines.http_client import HttpClient, Reply, error_text
 from april.engines.protocol import Capabilities, LogprobKind
+from april.engines.server_probe import (
+    NARROW,
+    NO_EOS,
+    NO_TOKEN,
+    PROBE_S,
+    UNKNOWN_KIND,
+    eos_of,
+    get_json,
+    has_route,
+    kind_seen,
+    least,
+    model_files,
+    probe_id,
+)
 from april.engines.sglang_wire import Reply as GenerateReply
 from april.errors import ConfigError, EngineError, WireError
-
-PROBE_S = 10.0
-"""Longest wait for one answer while a server is probed."""
-LOGPROB_PROBE_TEMPERATURE = 0.5
-SAME_LOGPROB = 0.02
-"""Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
-_NO_TOKEN = 2**31 - 2
-"""An id that no vocabulary has; sent only where the server checks it before the model sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,12 @@ class SglangOffer:
 
     def capabilities(self, config: SglangEngineConfig) -> Capabilities:
         """For the layers above."""
-        limits = [limit for limit in (self.max_running, config.max_in_flight) if limit is not None]
         return Capabilities(
             self.logprob_kind,
             self.vocab_size,
             self.context_length,
             self.eos_token_ids,
-            min(limits) if limits else None,
+            least(self.max_running, config.max_in_flight),
             updates_from_disk=self.updates_from_disk,
             version_spans=self.spans,
             remote=True,
@@ -89,10 +91,10 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         EngineError: it could not be asked.
     """
     model, server, models, loads, ready = await asyncio.gather(
-        _json(client, "/model_info", "/get_model_info"),
-        _json(client, "/server_info", "/get_server_info"),
-        _json(client, "/v1/models"),
-        _json(client, "/v1/loads?include=core"),
+        get_json(client, "/model_info", "/get_model_info"),
+        get_json(client, "/server_info", "/get_server_info"),
+        get_json(client, "/v1/models"),
+        get_json(client, "/v1/loads?include=core"),
         client.call("GET", "/ready", timeout_s=PROBE_S, retry=True),
     )
     if not isinstance(model, dict) or "model_path" not in model or not isinstance(server, dict):
@@ -102,17 +104,17 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         )
     vocab, disk, labels, modes = await asyncio.gather(
         _vocab_size(client, config),
-        _has(client, "/update_weights_from_disk"),
-        _has(client, "/update_weight_version"),
+        has_route(client, "/update_weights_from_disk"),
+        has_route(client, "/update_weight_version"),
         _pause_modes(client, loads is not None),
     )
-    files = await asyncio.to_thread(_model_files, model["model_path"])
+    files = await asyncio.to_thread(model_files, model["model_path"])
     context = _context(client, config, server, models)
     paused = ready.status == 503
     probe = await _one_token(client, config, vocab) if not paused else _unasked(config)
     version = str(server.get("version", "unknown"))
     label = model.get("weight_version")
-    eos = config.eos_token_ids if config.eos_token_ids is not None else _eos(files)
+    eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
     incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
     deterministic = bool(server.get("enable_deterministic_inference"))
     missing = _missing(
@@ -144,29 +146,9 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     )
 
 
-async def _json(client: HttpClient, *routes: str) -> Any:
-    """The first of the routes that is there; None: none is."""
-    for route in routes:
-        reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
-        if reply.status != 404:
-            client.require_ok(reply, route)
-            try:
-                return msgspec.json.decode(reply.body)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"{client.url}{route} answered what is no JSON ({error}); is it an SGLang server?"
-                ) from None
-    return None
-
-
-async def _has(client: HttpClient, route: str) -> bool:
-    """Whether a POST route is there: GET is not allowed on it, and nothing happens."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
-
-
 async def _pause_modes(client: HttpClient, recent: bool) -> tuple[str, ...]:
     """The modes that the server names when it is asked for one that does not exist."""
-    if not recent or not await _has(client, "/pause_generation"):
+    if not recent or not await has_route(client, "/pause_generation"):
         return ()  # a server so old that it might not look at the mode is not asked
     reply = await client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PROBE_S)
     if reply.ok:  # it has paused after all
@@ -182,12 +164,12 @@ async def _vocab_size(client: HttpClient, config: SglangEngineConfig) -> int:
         return config.vocab_size
     params = {
         "max_new_tokens": 1,
-        "logit_bias": {str(_NO_TOKEN): 1.0},
+        "logit_bias": {str(NO_TOKEN): 1.0},
         # two grammars are refused in any case, should the server not look at the bias
         "json_schema": "{}",
         "regex": "a",
     }
-    body = {"rid": _rid(), "input_ids": [0], "sampling_params": params}
+    body = {"rid": probe_id(), "input_ids": [0], "sampling_params": params}
     reply = await client.call("POST", "/generate", body, timeout_s=PROBE_S)
     found = re.search(r"in \[0, (\d+)\]", error_text(reply.body)) if not reply.ok else None
     if found is None:
@@ -216,27 +198,6 @@ def _number(values: dict[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _model_files(path: str) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too."""
-    found = []
-    for name in ("config.json", "generation_config.json"):
-        try:
-            found.append(json.loads((Path(path) / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
-    return [f for f in found if isinstance(f, dict)]
-
-
-def _eos(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
-    ids: set[int] = set()
-    for file in files:
-        text = file.get("text_config")
-        for values in (file, text if isinstance(text, dict) else {}):
-            eos = values.get("eos_token_id")
-            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
-    return tuple(sorted(ids)) or None
-
-
 # ---------------------------------------------------------------- requests of one token
 
 
@@ -253,28 +214,23 @@ def _unasked(config: SglangEngineConfig) -> _Probed:
 
 
 async def _one_token(client: HttpClient, config: SglangEngineConfig, vocab: int) -> _Probed:
-    """Spans, the stream interval, and of which distribution the log-probabilities are.
-
-    With temperature 0.5 and a top-p so small that only the greedy token is left, its log-probability is that of the
-    greedy request (raw), 0 (processed), or neither (temperature).
-    """
+    """Spans, the stream interval, and of which distribution the log-probabilities are."""
     kind, interval, spans = LogprobKind.UNKNOWN, True, False
     for start in range(3):
         prompt = [(start * 7 + i) % vocab for i in (3, 4, 5)]
         greedy = {"temperature": 0.0}
-        narrow = {"temperature": LOGPROB_PROBE_TEMPERATURE, "top_p": 1e-6}
         first = await _token(client, prompt, greedy | ({"stream_interval": 1} if interval else {}))
         if isinstance(first, Reply):
             if not interval:
                 raise EngineError(f"{client.url}/generate answered {first.status}: {error_text(first.body)}")
             interval = False  # an unknown setting is refused
             first = await _token(client, prompt, greedy)
-        second = await _token(client, prompt, narrow)
+        second = await _token(client, prompt, NARROW)
         for reply in (first, second):
             if isinstance(reply, Reply):
                 raise EngineError(f"{client.url}/generate answered {reply.status}: {error_text(reply.body)}")
         spans = _spans(first)
-        kind = _kind(first, second)
+        kind = kind_seen(_scored(first), _scored(second))
         if kind is not LogprobKind.UNKNOWN:
             break
     return _Probed(spans, interval, LogprobKind(config.logprobs) if config.logprobs else kind)
@@ -283,7 +239,7 @@ async def _one_token(client: HttpClient, config: SglangEngineConfig, vocab: int)
 async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any]) -> Any:
     """The answer to a request of one token; a :class:`Reply` if it was refused."""
     body = {
-        "rid": _rid(),
+        "rid": probe_id(),
         "input_ids": prompt,
         "return_logprob": True,
         "sampling_params": {"max_new_tokens": 1, "top_k": -1, "ignore_eos": True, **params},
@@ -308,20 +264,11 @@ def _spans(answer: GenerateReply) -> bool:
     return answer.meta_info is not None and bool(answer.meta_info.weight_versions)
 
 
-def _kind(greedy: GenerateReply, narrow: GenerateReply) -> LogprobKind:
-    assert greedy.meta_info is not None
-    assert narrow.meta_info is not None
-    (first,), (second,) = greedy.meta_info.output_token_logprobs, narrow.meta_info.output_token_logprobs
-    raw, said = first.logprob, second.logprob
-    if first.token != second.token or raw > -5 * SAME_LOGPROB:
-        return LogprobKind.UNKNOWN  # a near certain token looks the same in all of them
-    if abs(said - raw) < SAME_LOGPROB:
-        return LogprobKind.RAW
-    return LogprobKind.PROCESSED if said > -SAME_LOGPROB else LogprobKind.TEMPERATURE
-
-
-def _rid() -> str:
-    return f"april-probe-{secrets.token_hex(10)}"
+def _scored(answer: GenerateReply) -> tuple[int, float]:
+    """The token and its log-probability."""
+    assert answer.meta_info is not None
+    (only,) = answer.meta_info.output_token_logprobs
+    return only.token, only.logprob
 
 
 def _missing(
@@ -371,10 +318,7 @@ def _missing(
             "train with temperature 1, or start the server without that variable."
         )
     elif kind is LogprobKind.UNKNOWN:
-        said.append(
-            "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train "
-            "with temperature 1 and without top-p."
-        )
+        said.append(UNKNOWN_KIND)
     if not deterministic:
         said.append(
             "Seeds do nothing: two requests with the same seed differ; start the server with "
@@ -383,10 +327,7 @@ def _missing(
     if not loads:
         said.append("The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9).")
     if eos is None:
-        said.append(
-            "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
-            "server's word for it; set engine.eos_token_ids if budgets of thinking or stop ids depend on them."
-        )
+        said.append(NO_EOS + "if budgets of thinking or stop ids depend on them.")
     if data_parallel > 1:
         said.append(f"The server runs {data_parallel} data-parallel copies, with which april was not tried.")
     return tuple(said)

@@ -6,17 +6,17 @@ server repeats (cumulative streams, the echo of the last token at an abort) is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text, failure_of
+from april.engines.http_client import failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.wire_arrays import chunk_of, empty_chunk
-from april.errors import EngineError, WireError
+from april.engines.reply_reader import AnswerReader
+from april.engines.weight_labels import WeightLabels
+from april.engines.wire_errors import failure_said
+from april.errors import WireError
 
 
 class Finish(msgspec.Struct, gc=False):
@@ -58,8 +58,6 @@ class Reply(msgspec.Struct):
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
-    error: Any = None
-    message: Any = None
 
 
 DECODER = msgspec.json.Decoder(Reply)
@@ -107,88 +105,28 @@ def request_body(request: Request, *, stream: bool, stream_interval: int | None,
     return msgspec.json.encode(body)
 
 
-def version_of(label: str) -> PolicyVersion | None:
-    """The version that april gave this label; None: it is no label of april's."""
-    incarnation, dot, n = label.partition(".")
-    if dot and incarnation.isdecimal() and n.isdecimal():
-        version = PolicyVersion(int(incarnation), int(n))
-        return version if str(version) == label else None
-    return None
-
-
-class ReplyReader:
+class ReplyReader(AnswerReader[Reply]):
     """Reads the answers to one request, in order.
 
     Args:
         attempt_id: which the answers must name.
-        version: of the weights when the request was sent.
         incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
-        labels: the server knows april's versions; otherwise all tokens are taken for ``version``.
     """
 
-    def __init__(self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: bool) -> None:
-        self._attempt_id = attempt_id
-        self._version = version
-        self._label = str(version)
+    def __init__(
+        self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None
+    ) -> None:
+        super().__init__(attempt_id, version, labels, DECODER, _LIST_DECODER)
         self._incremental = incremental
-        self._labels = labels
-        # tokens that came under another label than the request was sent with: the last event says whose they are
+        # tokens that came under another label than the request was sent with: the last event says whose they are.
+        # They are not in ``count`` yet
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
-        # tokens that are no chunk yet; nothing outside of a call sees any
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self.count = 0
-        """Tokens handed over, those held back not among them."""
-        self.finish: EngineFinish | None = None
-        """Why the request has ended."""
-        self.failure: EngineError | None = None
-        """To be raised once the chunks that came with it are handed over."""
-
-    def read_all(self, payloads: list[bytes]) -> list[Chunk]:
-        """:meth:`read` of several; where one is wrong, those before it count, and ``failure`` says what is wrong."""
-        chunks: list[Chunk] = []
-        try:
-            for payload, reply in zip(payloads, self._decoded(payloads), strict=False):
-                self._reply(reply, payload, chunks)
-        except EngineError as error:
-            self.failure = self.failure or error
-        self._flush(chunks)
-        return chunks
-
-    def _decoded(self, payloads: list[bytes]) -> Iterable[Reply]:
-        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
-        if len(payloads) > 1:
-            try:
-                replies = _LIST_DECODER.decode(b"[%b]" % b",".join(payloads))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                replies = []
-            if len(replies) == len(payloads):  # a broken one may be two values, or half of one
-                return replies
-        return map(self._decode, payloads)
-
-    def _decode(self, payload: bytes) -> Reply:
-        try:
-            return DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
-
-    def read(self, payload: bytes) -> list[Chunk]:
-        """The chunks of one answer or event; the last one has ``finish`` if the request has ended.
-
-        Raises:
-            WireError: the answer cannot be true.
-            RequestRefused, EngineBusy, EngineError: the server says that it failed.
-        """
-        chunks: list[Chunk] = []
-        self._reply(self._decode(payload), payload, chunks)
-        self._flush(chunks)
-        return chunks
 
     def _reply(self, reply: Reply, payload: bytes, chunks: list[Chunk]) -> None:
         meta = reply.meta_info
         if meta is None:
-            raise _said(reply, payload)
+            raise failure_said(payload, f"attempt {self._attempt_id}")
         if meta.id != rid_of(self._attempt_id):
             raise WireError(f"attempt {self._attempt_id} got the answer of {meta.id[:64]!r}")
         if self.finish is not None or self.failure is not None:
@@ -197,20 +135,11 @@ class ReplyReader:
         if meta.finish_reason is not None:
             self._flush(chunks)
             chunks += self._end(meta, meta.finish_reason, ids, logprobs)
-        elif self._held_ids or (self._labels and meta.weight_version not in (None, self._label)):
+        elif self._held_ids or (self._label and meta.weight_version not in (None, self._label)):
             self._held_ids += ids
             self._held_logprobs += logprobs
         else:
-            self.count += len(ids)
-            self._ids += ids
-            self._logprobs += logprobs
-
-    def _flush(self, chunks: list[Chunk]) -> None:
-        """Tokens of several events are one chunk."""
-        if self._ids:
-            ids, logprobs = self._ids, self._logprobs
-            self._ids, self._logprobs = [], []
-            chunks.append(chunk_of(ids, logprobs, self._version))
+            self._gather(ids, logprobs)
 
     def _fresh(self, reply: Reply, meta: Meta) -> tuple[list[int], list[float]]:
         """Token ids and log-probabilities behind those that were read before."""
@@ -259,55 +188,17 @@ class ReplyReader:
         if reason is None:
             self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {finish.type[:32]!r}")
             return chunks
-        self.finish = reason
-        if not chunks:
-            return [empty_chunk(self._version, reason)]
-        last = chunks[-1]
-        return [*chunks[:-1], Chunk(last.tokens, last.logprobs, last.version, reason)]
+        return self._end_with(chunks, reason)
 
     def _by_version(self, meta: Meta, ids: list[int], logprobs: list[float]) -> list[Chunk]:
-        total = self.count + len(ids)
         if not ids and not self.count:
             return []
-        if not self._labels:
-            return [chunk_of(ids, logprobs, self._version)] if ids else []
-        spans = meta.weight_versions or []
-        if not spans:
-            if meta.weight_version not in (None, self._label) or self._held_ids:
-                self.failure = self._foreign(meta.weight_version or "none")
-                return []
-            return [chunk_of(ids, logprobs, self._version)] if ids else []
-        if spans[0].start != 0 or spans[-1].end != total or any(a.end != b.start for a, b in pairwise(spans)):
-            raise self._wrong(f"has version spans that do not cover its {total} tokens one after the other")
-        chunks: list[Chunk] = []
-        for span in spans:
-            start, end = max(span.start - self.count, 0), span.end - self.count
-            version = self._version if span.version == self._label else version_of(span.version)
-            if version is None or (span.start < self.count and version != self._version and span.end > span.start):
-                self.failure = self._foreign(span.version)
-                return chunks
-            if ids and end - start == len(ids):
-                chunks.append(chunk_of(ids, logprobs, version))
-            elif end > start:
-                chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
-        return chunks
-
-    def _foreign(self, label: str) -> EngineError:
-        return EngineError(
-            f"attempt {self._attempt_id} was sent to weights {self._label} and has tokens of weights {label[:64]!r}: "
-            "the server was started anew, or somebody else changes its weights; change them through april only"
-        )
-
-    def _wrong(self, what: str) -> WireError:
-        return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
-
-
-def _said(reply: Reply, payload: bytes) -> EngineError:
-    """The error of an event that is no answer."""
-    if reply.error is None and reply.message is None:
-        return WireError(f"the server's answer has neither meta_info nor an error ({len(payload)} bytes)")
-    code = reply.error.get("code") if isinstance(reply.error, dict) else None
-    return failure_of(code if isinstance(code, int) else 500, f"the server refused the request: {error_text(payload)}")
+        if self._labels is not None and meta.weight_versions:
+            return self._in_spans(meta.weight_versions, ids, logprobs)
+        if self._labels is not None and (meta.weight_version not in (None, self._label) or self._held_ids):
+            self.failure = self._foreign(meta.weight_version or "none")
+            return []
+        return self._whole(ids, logprobs)
 
 
 def _short(message: str | None) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient, Reply, error_text
 from april.engines.protocol import EngineLoad
+from april.engines.server_pause import standing_still
 from april.engines.sglang_offer import SglangOffer
 from april.errors import EngineError, EngineUnreachable, WireError
 
@@ -27,6 +28,10 @@ FLUSH_S = 30.0
 
 class HalfUpdated(EngineError):
     """The weights may be new, and something that belongs to them is old."""
+
+
+class HalfUpdatedAndGone(HalfUpdated, EngineUnreachable):
+    """The same of a server that does not answer any more: the others can go on without it."""
 
 
 class _Load(msgspec.Struct):
@@ -105,19 +110,28 @@ class SglangWorker:
             HalfUpdated: the weights are new, or may be, and the rest did not follow.
             EngineError: the server has its old weights.
         """
-        async with self._undisturbed():
-            if path is None:
-                await self._flush(label)
-                await self.set_label(label)
-                return
-            body: dict[str, Any] = {
-                "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
-            }  # fmt: skip
-            reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
-            if not _succeeded(reply):
-                await self._refused(reply, label, path)
-            if await self.label() not in (None, label):
-                await self.set_label(label)
+        loaded = path is None
+        try:
+            async with self._undisturbed():
+                if path is None:
+                    await self._flush(label)
+                    await self.set_label(label)
+                    return
+                flushed = await self._load(label, path)
+                loaded = True
+                if not flushed:
+                    log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
+                    await self._flush(label)
+                if await self.label() not in (None, label):
+                    await self.set_label(label)
+        except HalfUpdated:
+            raise
+        except EngineError as error:
+            if not loaded:
+                raise
+            kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
+            said = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
+            raise kind(said) from error
 
     async def load(self) -> EngineLoad | None:
         """Summed over data-parallel copies; None: the server does not say."""
@@ -135,16 +149,19 @@ class SglangWorker:
             max((load.token_usage for load in loads), default=0.0),
         )
 
-    async def _refused(self, reply: Reply, label: str, path: str) -> None:
-        """The server says that the update failed: with new weights all the same, or with its old ones."""
+    async def _load(self, label: str, path: str) -> bool:
+        """New weights; False: the cache was kept. An update that failed may have changed the weights all the same."""
+        body: dict[str, Any] = {
+            "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
+        }  # fmt: skip
+        reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
+        if _succeeded(reply):
+            return True
         said = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
         if reply.status == 404:
             raise EngineError(f"{said}; this server has no /update_weights_from_disk")
         if "flush" in error_text(reply.body).lower():
-            log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
-            await self._flush(label)
-            await self.set_label(label)
-            return
+            return False
         if self.offer.weight_version is not None and await self.label() == label:
             raise HalfUpdated(said)
         raise EngineError(f"{said}; it keeps the weights it had")
@@ -177,12 +194,12 @@ class SglangWorker:
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        await self.client.json("POST", "/pause_generation", {"mode": "retract"}, retry=True)
-        try:
+        # the body may be empty but must be there
+        async with standing_still(
+            lambda: self.client.json("POST", "/pause_generation", {"mode": "retract"}, retry=True),
+            lambda: self.client.json("POST", "/continue_generation", {}, retry=True),
+        ):
             yield
-        finally:
-            # the body may be empty but must be there
-            await asyncio.shield(self.client.json("POST", "/continue_generation", {}, retry=True))
 
 
 def _succeeded(reply: Reply) -> bool:

@@ -12,26 +12,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.admission import Admission
 from april.engines.http_client import HttpClient, error_text
 from april.engines.openai import OpenAIEngine
 from april.engines.openai_metrics import read_metrics
 from april.engines.openai_probe import OpenAIOffer
 from april.engines.openai_wire import TokenShape
 from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinish, Health, Request
+from april.engines.server_engine import ServerEngine
+from april.engines.server_pause import standing_still
 from april.engines.server_pool import connect_all
 from april.engines.server_stream import ServerStream
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
-from april.errors import EngineError, RequestRefused
+from april.errors import EngineError
 
-ABORT_RESEND_S = 1.0
-"""While a pause waits for attempts to end; the server may not have known them yet."""
-PAUSE_DEADLINE_S = 60.0
 LOAD_WEIGHTS_S = 3600.0
 """Longest wait for a server to read its weights."""
 RESET_TRIES = 20
@@ -41,7 +37,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
-class VllmEngine:
+class VllmEngine(ServerEngine):
     """One vLLM server; implements :class:`april.engines.protocol.Engine`. Made by :func:`connect_vllm`.
 
     Args:
@@ -53,55 +49,20 @@ class VllmEngine:
     def __init__(
         self, client: HttpClient, offer: VllmOffer, capabilities: Capabilities, *, stream: bool = False
     ) -> None:
+        super().__init__(client.name, capabilities)
         self._client = client
         self.offer = offer
-        self._capabilities = capabilities
         self._stream = stream
-        self._admission = Admission()
-        self._version = FIRST_VERSION
-        self._torn = ""
         self._started_s = offer.started_s
         # aborts that somebody asked for; the server's pause ends others along with them
         self._unwanted: set[str] = set()
-        self._sweep = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<VllmEngine {self.name} version {self._version} {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        """Host and port of the server."""
-        return self._client.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As probed."""
-        return self._capabilities
+        self._pausing = asyncio.Lock()
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ServerStream:
         """One call; raises RequestRefused for what the server must not be asked."""
         return _VllmStream(self, request, stream=self._stream or request.stream)
-
-    def _check(self, request: Request) -> None:
-        """The server shortens what is too long without a word."""
-        if self._torn:
-            raise EngineError(self._torn)
-        ids, limit = request.token_ids, self._capabilities
-        if not len(ids):
-            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
-        # as unsigned numbers, negative ones are too large as well
-        if ids.view(np.uint32).max() >= limit.vocab_size:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
-                f"{self.name}; is the tokenizer that of the model?"
-            )
-        if len(ids) + request.sampling.max_tokens > limit.max_context:
-            raise RequestRefused(
-                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
-                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
-            )
 
     # ---------------------------------------------------------------- aborts
 
@@ -110,44 +71,15 @@ class VllmEngine:
 
         Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
         """
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        ids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        ids = self._to_abort(attempt_ids)
         if not ids:
             return
         if self._capabilities.abort_means is AbortMeans.PAUSE:
             self._unwanted.update(ids)
-            async with self._sweep:
-                await self._call("/pause", params={"mode": "abort", "clear_cache": "false"})
-                await self._call("/resume")
-            return
+            async with self._standing_still("abort"):
+                return
         route = self.offer.abort_route
         await self._call(route, {"request_ids": [engine_id(self.offer.route, i) for i in ids]})
-
-    async def pause(self) -> None:
-        """Close admission and end what is inside.
-
-        The server itself is not paused: nothing of ours is inside any more.
-        """
-        self._admission.close()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PAUSE_DEADLINE_S
-        while self._admission.inside:
-            if loop.time() > deadline:
-                raise EngineError(
-                    f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
-                    f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
-                )
-            await self.abort(None)
-            try:
-                async with asyncio.timeout(ABORT_RESEND_S):
-                    await self._admission.until_idle()
-            except TimeoutError:
-                continue
-
-    async def resume(self) -> None:
-        """Let requests in again."""
-        self._admission.open()
 
     # ---------------------------------------------------------------- weights
 
@@ -158,23 +90,19 @@ class VllmEngine:
             EngineError: requests are running, the server cannot load from a directory, or it has failed; if it is
                 between two versions then, it gets no requests before an update succeeds.
         """
-        if self._admission.inside:
-            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
+        self._require_idle()
         if path is not None:
             self._require_loadable(path)
-        if not self.offer.developer_routes:
-            # the trainer has loaded the weights and emptied the cache; nothing here can do it
-            self._version = version
-            self._started_s = (await read_metrics(self._client)).started_s
-            return
-        async with self._frozen():
-            if path is not None:
-                await self._load(path, version)
-            await self._empty_cache()
-            await self.set_label(version)
-        self._version, self._torn = version, ""
+        # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
+        if self.offer.developer_routes:
+            async with self._frozen():
+                if path is not None:
+                    await self._load(path, version)
+                await self._empty_cache()
+                await self.set_label(version)
+        self._labels.present, self._torn = version, ""
         # a server that was started anew and has these weights now is the present one
-        self._started_s = (await read_metrics(self._client)).started_s
+        self._started_s = (await read_metrics(self._client)).started_s or self._started_s
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
@@ -218,10 +146,11 @@ class VllmEngine:
         """Name the present weights; raises EngineError when the server does not show the name afterwards."""
         if self.offer.label is None:
             return
-        await self._client.json("POST", "/update_weight_version", {"new_version": str(version)}, retry=True)
+        label = self._labels.of(version)
+        await self._client.json("POST", "/update_weight_version", {"new_version": label}, retry=True)
         now = await self._label()
-        if now != str(version):
-            raise EngineError(f"{self._client.url} says its weights are {now} after april called them {version}")
+        if now != label:
+            raise EngineError(f"{self._client.url} says its weights are {now} after april called them {label}")
 
     async def _label(self) -> str | None:
         info = await self._client.json("GET", "/weight_info", retry=True)
@@ -237,11 +166,17 @@ class VllmEngine:
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        await self._call("/pause", params={"mode": "keep", "clear_cache": "false"})
-        try:
+        async with self._standing_still("keep"):
             yield
-        finally:
-            await asyncio.shield(self._call("/resume"))
+
+    @asynccontextmanager
+    async def _standing_still(self, mode: str) -> AsyncIterator[None]:
+        """One pause at a time: the end of another would end this one."""
+        params = {"mode": mode, "clear_cache": "false"}
+        async with self._pausing, standing_still(
+            lambda: self._call("/pause", params=params), lambda: self._call("/resume")
+        ):
+            yield
 
     # ---------------------------------------------------------------- the rest
 
@@ -252,15 +187,28 @@ class VllmEngine:
             if not reply.ok:
                 return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
             label = await self._label() if self.offer.label is not None else None
+            paused = await self._is_paused()
         except EngineError as error:
             return Health(False, str(error))
         metrics = await read_metrics(self._client)
         known = None not in (self._started_s, metrics.started_s)
-        current = (not known or metrics.started_s == self._started_s) and label in (None, str(self._version))
+        same_process = not known or metrics.started_s == self._started_s
+        current = same_process and label in (None, self._labels.of(self._version))
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
-        detail = self._torn or ("" if current else "the server was started anew, or has other weights")
+        told = (
+            self._torn, "" if current else "the server was started anew, or has other weights",
+            "somebody has paused the server; resume it (POST /resume)" if paused else "",
+        )  # fmt: skip
+        detail = "; ".join(filter(None, told))
         return Health(not self._torn, detail, counters, current and not self._torn, load)
+
+    async def _is_paused(self) -> bool:
+        """By somebody else."""
+        if not self.offer.developer_routes or self._pausing.locked():
+            return False
+        reply = await self._client.call("GET", "/is_paused", retry=True)
+        return reply.ok and b"true" in reply.body and not self._pausing.locked()
 
     async def close(self) -> None:
         """Calls in flight break."""
@@ -288,7 +236,9 @@ class _VllmStream(ServerStream):
     def _prepare(self) -> tuple[ReplyReader, bytes]:
         engine, request, offer = self._engine, self._request, self._engine.offer
         engine._check(request)
-        self._replies = ReplyReader(offer.route, request.attempt_id, engine._version, spans=offer.spans)
+        self._replies = ReplyReader(
+            offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None
+        )
         body = request_body(offer.route, offer.model, request, stream=self._stream, priority=offer.priorities)
         return self._replies, body
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.admission import Admission
-from april.engines.loop_relay import LoopRelay
+from april.core.versions import PolicyVersion
+from april.engines.loop_relay import LoopRelay, result_from
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
+from april.engines.server_engine import ServerEngine
 from april.engines.weight_labels import foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
@@ -24,12 +24,16 @@ T = TypeVar("T")
 
 ABORT_AGAIN_S = 0.05
 """A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
+_TIED = (
+    "vLLM on a CPU does not reload a model with tied embeddings rightly, so no weights are loaded from a directory; "
+    "save the model with tie_word_embeddings false"
+)
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
-class VllmInProcessEngine:
+class VllmInProcessEngine(ServerEngine):
     """One ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
 
     An AsyncLLM belongs to the event loop that it was made on, or first used on. Three cases:
@@ -51,35 +55,19 @@ class VllmInProcessEngine:
         ConfigError: the object is no AsyncLLM, or gives logits in place of log-probabilities.
     """
 
+    _abort_again_s = ABORT_AGAIN_S
+
     def __init__(
         self, async_llm: Any, *, name: str = "vllm", loop: asyncio.AbstractEventLoop | None = None,
         stream: bool = False, eos_token_ids: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(name, _capabilities(async_llm, stream, eos_token_ids))
         self._llm = async_llm
-        self._name = name
         self._loop = loop
         self._stream = stream
-        self._capabilities = _capabilities(async_llm, stream, eos_token_ids)
         self._by_priority = getattr(async_llm.vllm_config.scheduler_config, "policy", "fcfs") == "priority"
-        self._version = FIRST_VERSION
-        self._label: str | None = None
-        self._admission = Admission()
+        self._labelled = False
         self._closed = False
-        self._between = False
-        """An update has begun and not succeeded: its weights are those of no version."""
-
-    def __repr__(self) -> str:
-        return f"<VllmInProcessEngine {self._name}, {self._version}, {self._admission!r}>"
-
-    @property
-    def name(self) -> str:
-        """As given."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Out of vLLM's configuration."""
-        return self._capabilities
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One request; see the protocol.
@@ -88,14 +76,12 @@ class VllmInProcessEngine:
             RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
             EngineError: vLLM died, or its answer cannot be true.
         """
-        self._check_room(request)
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
-            if self._between:
-                raise EngineError(f"engine {self._name}: {_BETWEEN}")
             if not admitted:
                 yield empty_chunk(version, EngineFinish.ABORT)
                 return
+            self._check(request)
             deltas = self._stream or request.stream
             relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, deltas))
             finish = None
@@ -158,23 +144,14 @@ class VllmInProcessEngine:
     def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
         """What vLLM says of the weights must agree: one version only, and the one that april gave."""
         labels = [span.version for span in spans or ()]
-        expected = self._label or (labels[0] if labels else "")
+        expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
         for label in labels:
             if label != expected:
                 raise foreign_weights(request.attempt_id, expected, label)
 
-    def _check_room(self, request: Request) -> None:
-        used, wanted, room = len(request.token_ids), request.sampling.max_tokens, self._capabilities.max_context
-        if used + wanted > room:
-            raise RequestRefused(
-                f"{used} token ids and max_tokens={wanted} do not fit into the context of {room} tokens of {self._name}"
-            )
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """vLLM ends them with what they have; an id that it does not know yet is to be asked for again."""
-        self._admission.abort(attempt_ids)
-        inside = self._admission.inside
-        ids = list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+        ids = self._to_abort(attempt_ids)
         if ids:
             await self._there(lambda: self._llm.abort(ids))
 
@@ -182,18 +159,12 @@ class VllmInProcessEngine:
         """Let nobody in, end all requests (those of others at this object, too), and wait until they have ended."""
         self._admission.close()
         await self._there(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
-        while self._admission.inside:
-            await self.abort()
-            try:
-                async with asyncio.timeout(ABORT_AGAIN_S):
-                    await self._admission.until_idle()
-            except TimeoutError:
-                continue
+        await super().pause()
 
     async def resume(self) -> None:
         """Let vLLM and requests go on."""
         await self._there(self._llm.resume_generation)
-        self._admission.open()
+        await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """From now on the weights are ``version``; with ``path``, after vLLM's workers have loaded that directory.
@@ -201,12 +172,13 @@ class VllmInProcessEngine:
         Cached keys and values of the old weights are thrown away, and the weights labelled in vLLM.
 
         Raises:
-            EngineError: requests are running, or vLLM could not do it; it then gets no requests before an update
-                succeeds.
+            EngineError: requests are running, vLLM would load the directory wrongly, or it could not do it; then it
+                gets no requests before an update succeeds.
         """
-        if self._admission.inside:
-            raise EngineError(f"engine {self._name}: weights were updated while requests run; pause it first")
-        self._between = True
+        self._require_idle()
+        if path is not None and not self._capabilities.updates_from_disk:
+            raise EngineError(f"engine {self._name}: {_TIED}")
+        self._torn = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self._there(lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
         if not await self._there(self._llm.reset_prefix_cache):
@@ -215,9 +187,9 @@ class VllmInProcessEngine:
                 "weights; are there requests of others at it?"
             )
         if hasattr(self._llm, "update_weight_version"):
-            await self._there(lambda: self._llm.update_weight_version(str(version)))
-            self._label = str(version)
-        self._version, self._between = version, False
+            await self._there(lambda: self._llm.update_weight_version(self._labels.of(version)))
+            self._labelled = True
+        self._labels.present, self._torn = version, ""
 
     async def health(self) -> Health:
         """Whether vLLM's engine lives."""
@@ -225,8 +197,8 @@ class VllmInProcessEngine:
             await self._there(self._llm.check_health)
         except Exception as error:
             return Health(False, f"{type(error).__name__}: {error}")
-        if self._between:
-            return Health(False, _BETWEEN)
+        if self._torn:
+            return Health(False, self._torn)
         return Health(True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
@@ -259,7 +231,7 @@ class VllmInProcessEngine:
         """A call of the AsyncLLM on its own loop; errors come out as EngineError."""
         loop = self._llm_loop()
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+            return await result_from(loop, call())
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -283,6 +255,8 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
             f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
             "raw_logprobs for temperature 1"
         )
+    tied = bool(getattr(getattr(model, "hf_config", None), "tie_word_embeddings", False))
+    reloads = not (tied and getattr(getattr(config, "device_config", None), "device_type", None) == "cpu")
     notes = [
         "A weight update ends all requests of this vLLM object, those of others too; april continues its own.",
     ]
@@ -296,13 +270,15 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
             "vLLM gives log-probabilities of the raw logits: they are those that the tokens were sampled with only at "
             "temperature 1, without top_p and the like; make it with logprobs_mode='processed_logprobs' for others."
         )
+    if not reloads:
+        notes.append(f"{_TIED[0].upper()}{_TIED[1:]}.")
     return Capabilities(
         _KINDS[mode],
         vocab_size,
         max_context,
         _eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
         places,
-        updates_from_disk=True,
+        updates_from_disk=reloads,
         version_spans=False,
         streams=stream,
         notes=tuple(notes),

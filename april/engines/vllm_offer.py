@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,15 +13,23 @@ from april.config_engines import VllmEngineConfig
 from april.engines.http_client import HttpClient, Reply, error_text
 from april.engines.openai_metrics import ServerMetrics, read_metrics
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.server_probe import (
+    NARROW,
+    NO_EOS,
+    NO_TOKEN,
+    PROBE_S,
+    UNKNOWN_KIND,
+    eos_of,
+    get_json,
+    has_route,
+    kind_seen,
+    least,
+    model_files,
+    probe_id,
+)
 from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 
-PROBE_S = 10.0
-"""Longest wait for one answer while a server is probed."""
-_NO_TOKEN = 2**31 - 2
-"""An id that no vocabulary has; the server names the size of its own when it is to be biased."""
-_SAME_LOGPROB = 0.02
-"""Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,
     "processed_logprobs": LogprobKind.PROCESSED,
@@ -78,13 +83,12 @@ class VllmOffer:
 
     def capabilities(self, config: VllmEngineConfig) -> Capabilities:
         """For the layers above."""
-        limits = [limit for limit in (self.max_running, config.max_in_flight) if limit is not None]
         return Capabilities(
             self.logprob_kind,
             self.vocab_size,
             self.max_model_len,
             self.eos_token_ids,
-            min(limits) if limits else None,
+            least(self.max_running, config.max_in_flight),
             updates_from_disk=self.updates_from_disk,
             abort_means=self.abort_means,
             version_spans=self.spans,
@@ -102,11 +106,11 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         EngineError: it could not be asked.
     """
     version, models, info, label, paused, metrics = await asyncio.gather(
-        _json(client, "/version"),
-        _json(client, "/v1/models"),
-        _json(client, "/server_info?config_format=json"),
-        _json(client, "/weight_info"),
-        _json(client, "/is_paused"),
+        get_json(client, "/version"),
+        get_json(client, "/v1/models"),
+        get_json(client, "/server_info?config_format=json"),
+        get_json(client, "/weight_info"),
+        get_json(client, "/is_paused"),
         read_metrics(client),
     )
     if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
@@ -117,15 +121,17 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     card = _model_card(client, models, config.model)
     token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
         _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
-        _has(client, "/abort_requests"), _has(client, "/collective_rpc"),
+        has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
     )  # fmt: skip
     settings = _settings(info)
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
-    files = await asyncio.to_thread(_model_files, card.get("root"))
+    files = await asyncio.to_thread(model_files, card.get("root"))
     vocab = await _vocab_size(client, config, str(card["id"]), files)
     kind = await _logprob_kind(client, config, str(card["id"]), settings, is_paused)
-    eos = config.eos_token_ids if config.eos_token_ids is not None else _eos(files)
+    eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
     name = label.get("weight_version") if isinstance(label, dict) else None
+    developer = developer_abort and rpc
+    on_cpu = _on_cpu(settings, str(version.get("version", "")))
     processes = _processes(settings, metrics)
     spans = token_route and name is not None
     abort_route = (
@@ -141,46 +147,28 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         vocab_size=vocab,
         eos_token_ids=eos or (),
         token_route=token_route,
-        developer_routes=developer_abort and rpc,
+        developer_routes=developer,
         abort_route=abort_route,
         processes=processes,
         label=name,
         spans=spans,
-        updates_from_disk=rpc and name is not None,
+        updates_from_disk=developer and name is not None,
         logprob_kind=kind,
         priorities=settings.get("policy") == "priority",
         max_running=settings.get("max_num_seqs"),
         paused=is_paused,
         started_s=metrics.started_s,
         missing=_missing(
-            client.url, token_route=token_route, developer=developer_abort and rpc, abort=bool(abort_route),
-            processes=processes, kind=kind, eos=eos, paused=is_paused, spans=spans,
+            client.url, token_route=token_route, developer=developer, abort=bool(abort_route), processes=processes,
+            kind=kind, eos=eos, paused=is_paused, spans=spans, tied=developer and on_cpu is not False and _tied(files),
+            on_cpu=bool(on_cpu),
         ),
     )  # fmt: skip
 
 
-async def _json(client: HttpClient, route: str) -> Any:
-    """What a GET route says; None: it is not there."""
-    reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
-    if reply.status in (404, 405):
-        return None
-    client.require_ok(reply, route)
-    try:
-        return msgspec.json.decode(reply.body)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{client.url}{route} answered what is no JSON ({error}); is it a vLLM server?"
-        ) from None
-
-
-async def _has(client: HttpClient, route: str) -> bool:
-    """Whether a POST route is there: GET is not allowed on it, and nothing happens."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
-
-
 async def _offers(client: HttpClient, route: str) -> bool:
     """Whether a scale-out route is there and open: a request without content tells."""
-    if not await _has(client, route):
+    if not await has_route(client, route):
         return False
     reply = await client.call("POST", route, b"{}", timeout_s=PROBE_S)
     if reply.status == 401:
@@ -206,15 +194,19 @@ def _context(client: HttpClient, config: VllmEngineConfig, card: dict[str, Any])
     return min(limits)
 
 
+_SETTINGS = (
+    "logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count", "device_type",
+)  # fmt: skip
+
+
 def _settings(info: Any) -> dict[str, Any]:
     """The settings of interest of ``/server_info``, flat; empty where the server has no such route."""
     found: dict[str, Any] = {}
     config = info.get("vllm_config") if isinstance(info, dict) else None
-    for part in ("model_config", "scheduler_config", "parallel_config"):
+    for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
         values = config.get(part) if isinstance(config, dict) else None
         if isinstance(values, dict):
-            names = ("logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count")
-            found |= {name: values[name] for name in names if name in values}
+            found |= {name: values[name] for name in _SETTINGS if name in values}
     return found
 
 
@@ -228,11 +220,23 @@ def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
     return 1
 
 
+def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
+    """None: the server does not say, as its settings are not shown."""
+    if "device_type" in settings:
+        return bool(settings["device_type"] == "cpu")
+    return True if "cpu" in version else None
+
+
+def _tied(files: list[dict[str, Any]]) -> bool:
+    """Whether the model's output layer is its embedding, as far as its configuration is on this machine and says so."""
+    return any(file.get("tie_word_embeddings") is True for file in files)
+
+
 async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]]) -> int:
     """From the configuration, out of the refusal of a request that can never run, or from the model's files."""
     if config.vocab_size is not None:
         return config.vocab_size
-    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 1.0}}
+    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
     reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     found = re.search(r"[Vv]ocabulary size: (\d+)", error_text(reply.body)) if not reply.ok else None
     if found is not None:
@@ -245,27 +249,6 @@ async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, 
         f"{client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the model's "
         "config.json)"
     )
-
-
-def _model_files(root: Any) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too."""
-    found = []
-    for name in ("config.json", "generation_config.json"):
-        try:
-            found.append(json.loads((Path(str(root)) / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
-    return [f for f in found if isinstance(f, dict)]
-
-
-def _eos(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
-    ids: set[int] = set()
-    for file in files:
-        text = file.get("text_config")
-        for values in (file, text if isinstance(text, dict) else {}):
-            eos = values.get("eos_token_id")
-            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
-    return tuple(sorted(ids)) or None
 
 
 # ---------------------------------------------------------------- of which distribution the log-probabilities are
@@ -287,11 +270,7 @@ class _OneToken(msgspec.Struct):
 async def _logprob_kind(
     client: HttpClient, config: VllmEngineConfig, model: str, settings: dict[str, Any], paused: bool
 ) -> LogprobKind:
-    """As configured, as the server's settings say, or seen from requests of one token.
-
-    With a temperature of 0.5 and a top-p so small that only the greedy token is left, its log-probability is that of
-    the greedy request (raw), 0 (processed), or neither (temperature).
-    """
+    """As configured, as the server's settings say, or seen from requests of one token."""
     if config.logprobs is not None:
         return LogprobKind(config.logprobs)
     if settings.get("logprobs_mode") in _MODES:
@@ -300,20 +279,18 @@ async def _logprob_kind(
         return LogprobKind.UNKNOWN  # a paused server answers no request
     for start in range(3):
         prompt = [start * 7 + i for i in (3, 4, 5)]
-        raw, token = await _one_token(client, model, prompt, {"temperature": 0.0})
-        said, other = await _one_token(client, model, prompt, {"temperature": 0.5, "top_p": 1e-6})
-        if token != other or raw > -5 * _SAME_LOGPROB:
-            continue  # a near certain token looks the same in all of them
-        if abs(said - raw) < _SAME_LOGPROB:
-            return LogprobKind.RAW
-        return LogprobKind.PROCESSED if said > -_SAME_LOGPROB else LogprobKind.TEMPERATURE
+        greedy = await _one_token(client, model, prompt, {"temperature": 0.0})
+        kind = kind_seen(greedy, await _one_token(client, model, prompt, NARROW))
+        if kind is not LogprobKind.UNKNOWN:
+            return kind
     return LogprobKind.UNKNOWN
 
 
-async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[float, int]:
+async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+    """The token and its log-probability."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True, "top_k": 0,
-        "request_id": f"april-probe-{secrets.token_hex(10)}", **params,
+        "request_id": probe_id(), **params,
     }  # fmt: skip
     reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     client.require_ok(reply, COMPLETIONS_ROUTE)
@@ -325,12 +302,12 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
             f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
             f"otherwise: {error}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
-    return logprob, token
+    return token, logprob
 
 
 def _missing(
     url: str, *, token_route: bool, developer: bool, abort: bool, processes: int, kind: LogprobKind,
-    eos: tuple[int, ...] | None, paused: bool, spans: bool,
+    eos: tuple[int, ...] | None, paused: bool, spans: bool, tied: bool, on_cpu: bool,
 ) -> tuple[str, ...]:  # fmt: skip
     """What is not as it should be, in plain sentences."""
     said = []
@@ -373,13 +350,13 @@ def _missing(
             "start the server with --logprobs-mode processed_logprobs."
         )
     elif kind is LogprobKind.UNKNOWN:
-        said.append(
-            "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train "
-            "with temperature 1 and without top-p."
-        )
+        said.append(UNKNOWN_KIND)
     if eos is None:
+        said.append(NO_EOS + "to be sure that no response is continued behind its end.")
+    if tied:
         said.append(
-            "The ids that end a response are not known, as the model's files are not on this machine: april takes the "
-            "server's word for it; set engine.eos_token_ids to be sure that no response is continued behind its end."
+            f"{'The server runs on a CPU' if on_cpu else 'If the server runs on a CPU, mind'}: vLLM does not reload a "
+            "model with tied embeddings rightly there (log-probabilities were wrong by 1.2 nats after an update of its "
+            "weights); save the model with tie_word_embeddings false, or do not update its weights."
         )
     return tuple(said)

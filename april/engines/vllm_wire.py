@@ -6,17 +6,16 @@ has a word for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import error_text, failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.weight_labels import cover, foreign_weights, version_of
-from april.engines.wire_arrays import chunk_of, empty_chunk
-from april.errors import EngineError, WireError
+from april.engines.reply_reader import AnswerReader
+from april.engines.weight_labels import WeightLabels
+from april.engines.wire_errors import failure_said
+from april.errors import EngineError
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -117,79 +116,17 @@ _TEXT_DECODER = msgspec.json.Decoder(_TextReply)
 _TEXT_LIST_DECODER = msgspec.json.Decoder(list[_TextReply])
 
 
-class ReplyReader:
-    """Reads the answer to one request, whole or event by event.
+class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
+    """Reads the answer to one request of either route; version spans come with the last event."""
 
-    Args:
-        version: of the weights when the request was sent.
-        spans: the server says which of april's labels made which token, at the end; otherwise all are ``version``'s.
-    """
-
-    def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, spans: bool) -> None:
-        self._decoder: msgspec.json.Decoder[_TokenReply] | msgspec.json.Decoder[_TextReply] = (
-            TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
-        )
-        self._list_decoder: msgspec.json.Decoder[list[_TokenReply]] | msgspec.json.Decoder[list[_TextReply]] = (
-            _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER
-        )
-        self._attempt_id = attempt_id
-        self._version = version
-        self._spans = spans
-        # tokens that are no chunk yet; nothing outside of a call sees any
-        self._ids: list[int] = []
-        self._scores: list[float] = []
-        self.count = 0
-        """Tokens handed over."""
-        self.finish: EngineFinish | None = None
-        """Why generation ended, once the server has said it."""
-        self.failure: EngineError | None = None
-        """To be raised once the chunks that came with it are handed over."""
-
-    def read_all(self, payloads: list[bytes]) -> list[Chunk]:
-        """:meth:`read` of several; where one is wrong, those before it count, and ``failure`` says what is wrong."""
-        chunks: list[Chunk] = []
-        try:
-            for payload, reply in zip(payloads, self._decoded(payloads), strict=False):
-                self._reply(reply, payload, chunks)
-                if self.failure is not None:
-                    break
-        except EngineError as error:
-            self.failure = error
-        self._flush(chunks)
-        return chunks
-
-    def _decoded(self, payloads: list[bytes]) -> Iterable[_TokenReply | _TextReply]:
-        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
-        if len(payloads) > 1:
-            try:
-                replies = self._list_decoder.decode(b"[%b]" % b",".join(payloads))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                replies = []
-            if len(replies) == len(payloads):  # a broken one may be two values, or half of one
-                return replies
-        return map(self._decode, payloads)
-
-    def _decode(self, payload: bytes) -> _TokenReply | _TextReply:
-        try:
-            return self._decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
-
-    def read(self, payload: bytes) -> list[Chunk]:
-        """The chunks of one answer or event; the last of a request has its finish.
-
-        Raises:
-            WireError: the answer cannot be true.
-            RequestRefused, EngineBusy, EngineError: the server says that it failed.
-        """
-        chunks: list[Chunk] = []
-        self._reply(self._decode(payload), payload, chunks)
-        self._flush(chunks)
-        return chunks
+    def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None) -> None:
+        decoder: msgspec.json.Decoder[Any] = TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
+        together: msgspec.json.Decoder[Any] = _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER
+        super().__init__(attempt_id, version, labels, decoder, together)
 
     def _reply(self, reply: _TokenReply | _TextReply, payload: bytes, chunks: list[Chunk]) -> None:
         if reply.choices is None:
-            raise self._said(payload)
+            raise failure_said(payload, f"attempt {self._attempt_id}")
         for choice in reply.choices:
             self._choice(choice, chunks)
         if reply.usage is not None:
@@ -203,9 +140,7 @@ class ReplyReader:
             raise self._wrong(f"has {len(ids)} tokens more after it ended")
         logprobs = self._logprobs(choice, ids)
         if choice.finish_reason is None:
-            self.count += len(ids)
-            self._ids += ids
-            self._scores += logprobs
+            self._gather(ids, logprobs)
         else:
             self._flush(chunks)
             chunks += self._end(choice, ids, logprobs)
@@ -224,16 +159,10 @@ class ReplyReader:
             raise self._wrong(f"has {len(ids)} tokens with {len(logprobs)} log-probabilities")
         return logprobs
 
-    def _flush(self, chunks: list[Chunk]) -> None:
-        """Tokens of several events are one chunk."""
-        if self._ids:
-            ids, scores = self._ids, self._scores
-            self._ids, self._scores = [], []
-            chunks.append(chunk_of(ids, scores, self._version))
-
     def _end(self, choice: _Choice, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         finish = _FINISHES.get(choice.finish_reason or "")
-        chunks = self._by_version(choice.weight_versions or [], ids, logprobs)
+        spans = choice.weight_versions or []
+        chunks = self._whole(ids, logprobs) if self._labels is None else self._in_spans(spans, ids, logprobs)
         self.count += len(ids)
         if self.failure is not None:
             return chunks
@@ -242,45 +171,4 @@ class ReplyReader:
                 f"attempt {self._attempt_id}: the server ended the response for the reason {choice.finish_reason!r}"
             )
             return chunks
-        self.finish = finish
-        if not chunks:
-            return [empty_chunk(self._version, finish)]
-        last = chunks[-1]
-        return [*chunks[:-1], Chunk(last.tokens, last.logprobs, last.version, finish)]
-
-    def _by_version(self, spans: list[_Span], ids: list[int], logprobs: list[float]) -> list[Chunk]:
-        """The last tokens, split by the weights that made them; those before must be of the version at submission."""
-        total = self.count + len(ids)
-        if not self._spans:
-            return [chunk_of(ids, logprobs, self._version)] if ids else []
-        if not cover(spans, total):
-            raise self._wrong(f"has version spans that do not cover its {total} tokens one after the other")
-        chunks: list[Chunk] = []
-        for span in spans:
-            version = version_of(span.version)
-            if version is None or (span.start < self.count and version != self._version):
-                self.failure = foreign_weights(self._attempt_id, str(self._version), span.version)
-                return chunks
-            start, end = max(span.start - self.count, 0), span.end - self.count
-            if ids and end - start == len(ids):
-                chunks.append(chunk_of(ids, logprobs, version))
-            elif end > start:
-                chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
-        return chunks
-
-    def _said(self, payload: bytes) -> EngineError:
-        """The error of an event that is no answer."""
-        text = f"attempt {self._attempt_id}: the server says: {error_text(payload)}"
-        try:
-            error = msgspec.json.decode(payload)["error"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return WireError(
-                f"attempt {self._attempt_id}: the server's answer has neither choices nor an error "
-                f"({len(payload)} bytes)"
-            )
-        code = error.get("code") if isinstance(error, dict) else None
-        return failure_of(code if isinstance(code, int) else 500, text)
-
-    def _wrong(self, what: str) -> WireError:
-        return WireError(f"attempt {self._attempt_id}: the server's answer {what}")
-
+        return self._end_with(chunks, finish)

@@ -1,12 +1,13 @@
-"""The labels by which a server knows the weights that it has: ``str`` of april's policy version."""
+"""The labels by which a server knows the weights that it has, and which of them an engine believes."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from april.core.versions import PolicyVersion
+from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.errors import EngineError
 
 
@@ -18,13 +19,33 @@ class Span(Protocol):
     end: int
 
 
-def version_of(label: str) -> PolicyVersion | None:
-    """The version that april gave this label; None: it is no label of april's."""
-    incarnation, dot, n = label.partition(".")
-    if dot and incarnation.isdecimal() and n.isdecimal():
+class WeightLabels:
+    """One engine's names for the weights of its server: ``v<version>-<six digits of its own>``.
+
+    The digits keep apart two engines that name the weights of one server: neither takes the other's for its own.
+    """
+
+    def __init__(self) -> None:
+        self._end = f"-{secrets.token_hex(3)}"
+        self.present = FIRST_VERSION
+        """Of the weights that the server has confirmed; the newest version whose label is believed."""
+
+    def of(self, version: PolicyVersion) -> str:
+        """The label of these weights."""
+        return f"v{version}{self._end}"
+
+    def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
+        """The version that this engine gave the label, if it is ``since`` or came after it and was confirmed.
+
+        None: the label says nothing of the tokens of a request that was sent under ``since``.
+        """
+        if not label.startswith("v") or not label.endswith(self._end):
+            return None
+        incarnation, _, n = label[1 : -len(self._end)].partition(".")
+        if not (incarnation.isdecimal() and n.isdecimal()):
+            return None
         version = PolicyVersion(int(incarnation), int(n))
-        return version if str(version) == label else None
-    return None
+        return version if self.of(version) == label and since <= version <= max(since, self.present) else None
 
 
 def cover(spans: Sequence[Span], total: int) -> bool:

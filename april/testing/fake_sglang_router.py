@@ -21,6 +21,7 @@ class FakeSglangRouter:
     def __init__(self, workers: Sequence[str], *, late: int = 0) -> None:
         self.workers = list(workers)
         self.late = late
+        self.ready = True
         self.passed: list[str] = []
         """Address of the worker that answered, for every request in order."""
         self._turn = count()
@@ -59,7 +60,7 @@ class FakeSglangRouter:
         return web.json_response({"workers": workers, "total": len(workers)})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.ready else 503)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

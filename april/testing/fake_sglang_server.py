@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from pathlib import PurePath
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
+from april.testing.fake_server import FakeServer, cut
 from april.testing.fake_sglang_answers import answer
 from april.testing.fake_sglang_faults import AT_ONCE, PlannedFault, SglangFault, spoiled
 from april.testing.fake_sglang_runs import FakeRun
@@ -26,7 +25,7 @@ KNOWN_PARAMS = frozenset({
 })  # fmt: skip
 
 
-class FakeSglangServer:
+class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
     """Speaks as SGLang does.
 
     Args:
@@ -45,125 +44,33 @@ class FakeSglangServer:
         incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True, intervals: bool = True,
         logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24, turns: int = 1,
     ) -> None:  # fmt: skip
-        self.weights, self.label = weights, "default"
-        self.vocab_size, self.eos, self.context, self.max_running = vocab_size, eos, context, max_running
+        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
+        self.vocab_size, self.eos, self.context = vocab_size, eos, context
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
-        self.logprobs, self.stepped, self.mean_length, self.turns = logprobs, stepped, mean_length, turns
+        self.logprobs, self.mean_length = logprobs, mean_length
         self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
-        self.faults: list[PlannedFault] = []
-        self.runs: list[FakeRun] = []
-        """Every request that was let in, in the order of arrival."""
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
         self.updates: list[dict[str, Any]] = []
         """Bodies of the weight updates that worked."""
-        self.violations: list[str] = []
-        self.pause_mode: str | None = None
-        self.stale_cache = False
-        """Keys and values of older weights are in the cache."""
-        self.alive = False
-        self._live: dict[str, FakeRun] = {}
-        self._queue: deque[FakeRun] = deque()
-        self._changed = asyncio.Event()
-        self._transports: set[asyncio.Transport] = set()
-        self._listener: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
-        self._ticker: asyncio.Task[None] | None = None
-        self._port = 0
+        self.relabels = True
+        """A weight update sets the label that it names; older servers do not."""
 
-    # ---------------------------------------------------------------- life
-
-    async def start(self) -> str:
-        """Open the port (the same one again after a death); returns the URL."""
-        app = web.Application(client_max_size=1 << 26, middlewares=[self._see])
-        app.add_routes([
+    def _routes(self) -> list[web.RouteDef]:
+        routes = [
             web.post("/generate", self._generate), web.post("/abort_request", self._abort),
             web.post("/pause_generation", self._pause), web.post("/continue_generation", self._continue),
             web.post("/update_weights_from_disk", self._update), web.route("*", "/flush_cache", self._flush),
             web.get("/model_info", self._model_info), web.get("/server_info", self._server_info),
             web.get("/v1/models", self._models), web.get("/ready", self._ready),
-        ])  # fmt: skip
+        ]  # fmt: skip
         if self.labels:
-            app.add_routes([web.post("/update_weight_version", self._relabel)])
+            routes.append(web.post("/update_weight_version", self._relabel))
         if self.loads:
-            app.add_routes([web.get("/v1/loads", self._v1_loads)])
-        self._runner = web.AppRunner(app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        loop = asyncio.get_running_loop()
-        assert self._runner.server is not None
-        self._listener = await loop.create_server(self._runner.server, "127.0.0.1", self._port, reuse_address=True)
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self.alive = True
-        self._ticker = asyncio.create_task(self._tick())
-        return self.url
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    async def close(self) -> None:
-        """As :meth:`die`, and wait for the end."""
-        self.die()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def die(self) -> None:
-        """Break all connections and close the port, as a killed process does."""
-        self.alive = False
-        if self._listener is not None:
-            self._listener.close()
-        for transport in self._transports:
-            transport.abort()
-        self._transports.clear()
-        for run in self._live.values():
-            run.dead = True
-            run.news.set()
-        self._live.clear()
-        self._queue.clear()
-        self._changed.set()
-
-    async def restart(self, weights: str = "w0") -> None:
-        """A new process with weights as given, the default label, and no requests."""
-        await self.close()
-        self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
-        await self.start()
-
-    @property
-    def running(self) -> list[FakeRun]:
-        return [run for run in self._live.values() if run.running]
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that the server has not done with."""
-        return len(self._live)
+            routes.append(web.get("/v1/loads", self._v1_loads))
+        return routes
 
     # ---------------------------------------------------------------- generation
-
-    async def _tick(self) -> None:
-        while True:
-            if not self._work():
-                self._changed.clear()
-                await self._changed.wait()
-            else:
-                self.step()
-                for _ in range(self.turns):
-                    await asyncio.sleep(0)
-
-    def _work(self) -> bool:
-        busy = any(not r.frozen for r in self.running) or (self._queue and len(self.running) < self.max_running)
-        return self.alive and not self.stepped and self.pause_mode is None and bool(busy)
-
-    def go_on(self) -> None:
-        """Generate with the turns of the loop again."""
-        self.stepped = False
-        self._changed.set()
 
     def step(self, count: int = 1) -> None:
         """``count`` tokens for every running request; those that wait are given places first."""
@@ -210,15 +117,6 @@ class FakeSglangServer:
         if run.finish is not None:
             self._leave(run)
 
-    def _leave(self, run: FakeRun) -> None:
-        run.running = False
-        if self._live.get(run.rid) is run:
-            del self._live[run.rid]
-        if run in self._queue:
-            self._queue.remove(run)
-        run.news.set()
-        self._changed.set()
-
     def _end(self, run: FakeRun, finish: dict[str, Any]) -> None:
         run.finish = finish
         run.flushed = len(run.ids)
@@ -247,20 +145,12 @@ class FakeSglangServer:
         self._leave(run)
 
     def _abort_matching(self, rid: str) -> None:
-        for run in list(self._live.values()):
+        for run in list(self._live):
             blocked = not run.running and not run.started and run not in self._queue
             if run.rid.startswith(rid) and not blocked:
                 self._abort_run(run)
 
     # ---------------------------------------------------------------- /generate
-
-    def _plan(self) -> PlannedFault | None:
-        number = len(self.runs)
-        for fault in self.faults:
-            if fault.times and fault.request in (None, number):
-                fault.times -= 1
-                return fault
-        return None
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -282,7 +172,7 @@ class FakeSglangServer:
             self.die()
         if self.stale_cache:
             self.violations.append(f"{run.rid} is served with keys and values of older weights")
-        self._live[run.rid] = run
+        self._live.append(run)
         try:
             while self.pause_mode is not None and run.finish is None and not run.dead:
                 await self._wait()
@@ -307,7 +197,7 @@ class FakeSglangServer:
         if biased:
             keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
             return {"error": {"message": keys}}
-        if body.get("rid") in self._live:
+        if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
         if len(ids) >= self.context - 6 or len(ids) + params.get("max_new_tokens", 128) > self.context:
             return {"error": {"message": f"{len(ids)} tokens and max_new_tokens exceed the context {self.context}"}}
@@ -318,10 +208,10 @@ class FakeSglangServer:
     async def _plain(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
         while run.finish is None or run.running:
             if run.dead:
-                return self._cut(request)
-            await self._wait_for(run)
+                return cut(request)
+            await self._news(run)
         if run.dead:
-            return self._cut(request)
+            return cut(request)
         status = (run.finish or {}).get("status_code")
         if status:
             return web.json_response({"detail": run.finish["message"] if run.finish else ""}, status=status)
@@ -334,15 +224,15 @@ class FakeSglangServer:
         await response.prepare(request)
         while True:
             while run.flushed == run.sent and (run.finish is None or run.running) and not run.dead:
-                await self._wait_for(run)
+                await self._news(run)
             if run.dead:
-                return self._cut(request)
+                return cut(request)
             ended = run.finish is not None and not run.running
             event = self._said(run)
             run.sent = run.flushed
             await response.write(f"data: {event}\n\n".encode())
             if not event.endswith("}"):
-                return self._cut(request)
+                return cut(request)
             if ended:
                 break
         if not run.hit(SglangFault.NO_DONE):
@@ -371,24 +261,8 @@ class FakeSglangServer:
         await response.write_eof()
         return response
 
-    async def _wait_for(self, run: FakeRun) -> None:
-        run.news.clear()
-        await run.news.wait()
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    @web.middleware
-    async def _see(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.transport is not None:
-            self._transports.add(request.transport)
-        return await handler(request)
-
-    def _cut(self, request: web.Request) -> web.StreamResponse:
-        if request.transport is not None:
-            request.transport.abort()
-        return web.Response()
+    def _named(self, rid: str | None) -> FakeRun | None:
+        return next((run for run in self._live if run.rid == rid), None)
 
     # ---------------------------------------------------------------- control
 
@@ -398,7 +272,7 @@ class FakeSglangServer:
         if body.get("abort_all"):
             self._abort_matching("")
             return web.Response()
-        run = self._live.get(body.get("rid", ""))
+        run = self._named(body.get("rid"))
         if run is None or run.abort_seen:
             return web.Response()
         if run.hit(SglangFault.ABORT_UNSEEN):
@@ -428,7 +302,7 @@ class FakeSglangServer:
         if not await request.read():
             return web.json_response({"object": "error", "message": "a body is required"}, status=400)
         self.pause_mode = None
-        for run in list(self._live.values()):
+        for run in list(self._live):
             if run.running and run.finish is not None:
                 self._end(run, run.finish)
         self._changed.set()
@@ -446,7 +320,8 @@ class FakeSglangServer:
             said = f"Failed to get weights iterator: {body['model_path']} is not there"
             return web.json_response({"success": False, "message": said}, status=400)
         self.weights, self.stale_cache = name, True
-        self.label = str(body.get("weight_version") or self.label)
+        if self.relabels:
+            self.label = str(body.get("weight_version") or self.label)
         self.updates.append(body)
         if body.get("flush_cache", True):
             if self.pause_mode == "in_place" and self._live:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from pathlib import PurePath
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
+from april.testing.fake_server import FakeServer, cut
 from april.testing.fake_vllm_faults import AT_ONCE, PlannedVllmFault, VllmFault, spoiled_vllm
 from april.testing.fake_vllm_runs import FakeVllmRun
 
@@ -23,7 +22,7 @@ GUARDED = ("/v1/", "/inference/")
 """What a key guards; the developer routes stay open."""
 
 
-class FakeVllmServer:
+class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
     """Speaks as vLLM 0.32 does.
 
     Args:
@@ -37,137 +36,50 @@ class FakeVllmServer:
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         mean_length: mean of the (geometric) response lengths.
         turns: of the event loop per token.
+        root: directory of the model, as its card says it.
+        without: routes that this version does not have.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
         developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
         logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
-        turns: int = 1, model: str = "fake",
+        turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
+        without: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        self.weights, self.label, self.model = weights, "default", model
-        self.vocab_size, self.eos, self.context, self.max_running = vocab_size, eos, context, max_running
+        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
+        self.model, self.vocab_size, self.eos, self.context = model, vocab_size, eos, context
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
-        self.logprobs, self.says_logprobs, self.stepped = logprobs, says_logprobs, stepped
-        self.mean_length, self.turns = mean_length, turns
+        self.logprobs, self.says_logprobs, self.mean_length = logprobs, says_logprobs, mean_length
+        self.root, self.device, self.without = root, device, without
         self._key = api_key
-        self.faults: list[PlannedVllmFault] = []
-        self.runs: list[FakeVllmRun] = []
-        """Every request that was let in, in the order of arrival."""
         self.aborts: list[tuple[str, dict[str, Any]]] = []
         """(route, body) of the calls that abort by id."""
         self.pauses: list[str] = []
         """Modes of the calls of ``/pause``."""
-        self.violations: list[str] = []
-        self.pause_mode: str | None = None
-        self.stale_cache = False
-        """Keys and values of older weights are in the cache."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
-        self.alive = False
-        self.starts = 0
-        self._live: list[FakeVllmRun] = []
-        self._queue: deque[FakeVllmRun] = deque()
-        self._changed = asyncio.Event()
-        self._transports: set[asyncio.Transport] = set()
-        self._listener: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
-        self._ticker: asyncio.Task[None] | None = None
-        self._port = 0
 
-    # ---------------------------------------------------------------- life
-
-    async def start(self) -> str:
-        """Open the port (the same one again after a death); returns the URL."""
-        app = web.Application(client_max_size=1 << 26, middlewares=[self._see])
-        app.add_routes([
+    def _routes(self) -> list[web.RouteDef]:
+        routes = [
             web.post(TOKENS, self._generate), web.post(COMPLETIONS, self._generate),
             web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
             web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
-        ])  # fmt: skip
+        ]  # fmt: skip
         if self.developer:
-            app.add_routes([
+            routes += [
                 web.post("/abort_requests", self._abort), web.post("/pause", self._pause),
                 web.post("/resume", self._resume), web.get("/is_paused", self._is_paused),
                 web.post("/collective_rpc", self._rpc), web.post("/reset_prefix_cache", self._reset),
                 web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._relabel),
                 web.get("/server_info", self._server_info),
-            ])  # fmt: skip
-        self._runner = web.AppRunner(
-            app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._runner.server, "127.0.0.1", self._port, reuse_address=True
-        )
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self.alive = True
-        self.starts += 1
-        self._ticker = asyncio.create_task(self._tick())
-        return self.url
+            ]  # fmt: skip
+        return routes
 
-    @property
-    def url(self) -> str:
-        """Address on loopback."""
-        return f"http://127.0.0.1:{self._port}"
-
-    async def close(self) -> None:
-        """As :meth:`die`, and wait for the end."""
-        self.die()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def die(self) -> None:
-        """Break all connections and close the port, as a killed process does."""
-        self.alive = False
-        if self._listener is not None:
-            self._listener.close()
-        for run in self._live:
-            run.dead = True
-            run.news.set()
-        for transport in self._transports:
-            transport.abort()
-        self._transports.clear()
-        self._live.clear()
-        self._queue.clear()
-        self._changed.set()
-
-    async def restart(self, weights: str = "w0") -> None:
-        """A new process with weights as given, the default label, and no requests."""
-        await self.close()
-        self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
-        await self.start()
-
-    @property
-    def running(self) -> list[FakeVllmRun]:
-        """Requests that have a place."""
-        return [run for run in self._live if run.running]
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that the server has not done with."""
-        return len(self._live)
+    def _runner_options(self) -> dict[str, Any]:
+        return {"handler_cancellation": True}
 
     # ---------------------------------------------------------------- generation
-
-    async def _tick(self) -> None:
-        while True:
-            busy = any(not r.frozen for r in self.running) or (self._queue and len(self.running) < self.max_running)
-            if self.alive and not self.stepped and self.pause_mode is None and busy:
-                self.step()
-                for _ in range(self.turns):
-                    await asyncio.sleep(0)
-            else:
-                await self._wait()
-
-    def go_on(self) -> None:
-        """Generate with the turns of the loop again."""
-        self.stepped = False
-        self._changed.set()
 
     def step(self, count: int = 1) -> None:
         """``count`` tokens for every running request; those that wait are given places first."""
@@ -203,15 +115,6 @@ class FakeVllmServer:
             case _:
                 return False
         return True
-
-    def _leave(self, run: FakeVllmRun) -> None:
-        run.running = False
-        if run in self._live:
-            self._live.remove(run)
-        if run in self._queue:
-            self._queue.remove(run)
-        run.news.set()
-        self._changed.set()
 
     def _end(self, run: FakeVllmRun) -> None:
         """What an abort does, with the tokens that are there."""
@@ -281,11 +184,7 @@ class FakeVllmServer:
         engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
         run = FakeVllmRun(engine_id, list(prompt), params, bool(body.get("stream")), token_route)
         run.process = len(self.runs) % self.processes
-        for fault in self.faults:
-            if fault.times and fault.request in (None, len(self.runs)):
-                fault.times -= 1
-                run.fault = fault
-                break
+        run.fault = self._plan()
         self.runs.append(run)
         return run
 
@@ -293,7 +192,7 @@ class FakeVllmServer:
         while run.finish is None and not run.dead and not run.failed:
             await self._news(run)
         if run.dead:
-            return _cut(request)
+            return cut(request)
         if run.failed:
             return _error(500, "EngineCore encountered an issue.", close=True)
         text = self._said(run)
@@ -307,7 +206,7 @@ class FakeVllmServer:
             while run.sent == len(run.ids) and run.finish is None and not run.dead and not run.failed:
                 await self._news(run)
             if run.dead:
-                return _cut(request)
+                return cut(request)
             if run.failed:
                 await response.write(f"data: {_error(500, 'EngineCore encountered an issue.').text}\n\n".encode())
                 break
@@ -315,7 +214,7 @@ class FakeVllmServer:
             run.sent = len(run.ids)
             await self._write(response, run, event)
             if not event.endswith("}"):
-                return _cut(request)
+                return cut(request)
             if ended:
                 break
         if usage and not run.failed:
@@ -351,22 +250,13 @@ class FakeVllmServer:
         text = json.dumps(said)
         return text[: len(text) // 2].rstrip("}") if due and run.hit(VllmFault.TRUNCATED) else text
 
-    async def _news(self, run: FakeVllmRun) -> None:
-        run.news.clear()
-        await run.news.wait()
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    @web.middleware
-    async def _see(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.transport is not None:
-            self._transports.add(request.transport)
+    async def _early(self, request: web.Request) -> web.StreamResponse | None:
         guarded = self._key is not None and request.path.startswith(GUARDED)
         if guarded and request.headers.get("Authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
+            return web.json_response({"error": f"Unauthorized: {request.headers.get('Authorization')}"}, status=401)
+        if request.path in self.without:
+            return web.Response(status=404)
+        return None
 
     # ---------------------------------------------------------------- control
 
@@ -432,10 +322,11 @@ class FakeVllmServer:
         return web.json_response({"vllm_config": {
             "model_config": model, "scheduler_config": {"policy": "fcfs", "max_num_seqs": self.max_running},
             "parallel_config": {"data_parallel_size": 1, "_api_process_count": self.processes},
+            "device_config": {"device": self.device, "device_type": self.device},
         }})  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self.model, "root": "fake/model", "parent": None, "max_model_len": self.context}
+        card = {"id": self.model, "root": self.root, "parent": None, "max_model_len": self.context}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -481,9 +372,3 @@ def _at_once(run: FakeVllmRun) -> web.Response:
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
         case _:
             return _error(500, "Internal error", close=True)
-
-
-def _cut(request: web.Request) -> web.Response:
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response()

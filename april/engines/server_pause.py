@@ -1,0 +1,44 @@
+"""A server that stands still for a while, and goes on whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from april.errors import EngineError
+
+log = logging.getLogger("april")
+
+Call = Callable[[], Coroutine[Any, Any, object]]
+
+
+@asynccontextmanager
+async def standing_still(pause: Call, resume: Call) -> AsyncIterator[None]:
+    """``pause`` before, ``resume`` after, also where the pause fails or is cancelled: the server may have taken it.
+
+    Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing.
+
+    Raises:
+        EngineError: the server could not be paused, or, where nothing else is raised, not be resumed.
+    """
+    pausing = asyncio.ensure_future(pause())
+    try:
+        await asyncio.shield(pausing)
+        yield
+    except BaseException:
+        try:
+            await asyncio.shield(_undo(pausing, resume))
+        except EngineError as error:
+            log.warning("a server that was paused may stand still now: %s", error)
+        raise
+    await asyncio.shield(resume())
+
+
+async def _undo(pausing: asyncio.Future[object], resume: Call) -> None:
+    await asyncio.wait([pausing])
+    if not pausing.cancelled():
+        pausing.exception()  # whoever waits has it, or was cancelled
+    await resume()

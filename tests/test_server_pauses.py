@@ -1,0 +1,177 @@
+"""Pauses of servers and engines: each ends in time, survives a failing call, and leaves no server paused for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import sglang_fixtures
+import vllm_fixtures
+from sglang_fixtures import read, request, run, until
+
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Capabilities, EngineFinish, LogprobKind
+from april.engines.server_engine import PAUSE_DEADLINE_S, ServerEngine
+from april.errors import EngineError, EngineUnreachable
+from april.testing.virtual_clock import run_virtual
+
+V1 = PolicyVersion(0, 1)
+LONG = 10**6
+
+
+class _Engine(ServerEngine):
+    """Requests end at the ``ends_at``-th abort; those of ``fails`` raise."""
+
+    def __init__(self, ends_at: int, fails: Sequence[int] = ()) -> None:
+        super().__init__("one", Capabilities(LogprobKind.RAW, 10, 10))
+        self._ends_at, self._fails, self.aborts = ends_at, fails, 0
+        for name in "ab":
+            self._admission.enter(name)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        self.aborts += 1
+        if self.aborts in self._fails:
+            raise EngineUnreachable("the call broke")
+        if self.aborts == self._ends_at:
+            for name in "ab":
+                self._admission.leave(name)
+
+
+def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
+    """A call that fails is made again; the reason is said before somebody else's patience ends."""
+
+    async def program() -> None:
+        engine = _Engine(ends_at=3, fails=(1,))
+        await engine.pause()
+        assert engine.aborts == 3
+        never = _Engine(ends_at=-1, fails=range(1000))
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(EngineError, match="has not ended 2 aborted requests in 25 s") as caught:
+            await never.pause()
+        assert isinstance(caught.value.__cause__, EngineUnreachable)
+        assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
+
+    run_virtual(program())
+
+
+def test_a_pause_survives_one_abort_that_fails() -> None:
+    """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
+
+    async def program() -> None:
+        async with vllm_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
+            engine._abort_again_s = 0.01
+            reading = asyncio.create_task(read(engine, request()))
+            await until(lambda: server.open_requests == 1)
+            server.step(3)
+            server.without = ("/abort_requests",)
+            pausing = asyncio.create_task(engine.pause())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            server.without = ()
+            await pausing
+            got = await reading
+            assert (got.finish, len(got.tokens)) == (EngineFinish.ABORT, 3)
+
+    run(program)
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
+def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
+    """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
+
+    async def program() -> None:
+        async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
+            reading = asyncio.create_task(read(engine, request()))
+            await until(lambda: server.open_requests == 1)
+            if cancelled:
+                aborting = asyncio.create_task(engine.abort())
+                await until(lambda: server.pause_mode is not None)
+                aborting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await aborting
+            else:
+                server.unanswered = {"/pause": 2}
+                with pytest.raises(EngineUnreachable):
+                    await engine.abort()
+            assert server.pause_mode is None
+            assert (await reading).finish is EngineFinish.ABORT
+
+    run(program)
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
+def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(tmp_path: Path, cancelled: bool) -> None:
+    """Both kinds of servers stand still for the requests of others; those go on, whatever became of the update."""
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    async def check(module: object, route: str) -> None:
+        async with module.served(stepped=True, mean_length=LONG) as (server, engine):  # type: ignore[attr-defined]
+            other = await module.beside(server)  # type: ignore[attr-defined]
+            reading = asyncio.create_task(read(other, request()))
+            await until(lambda: server.open_requests == 1)
+            server.step()
+            await engine.pause()
+            if cancelled:
+                updating = asyncio.create_task(engine.update_weights(V1, str(tmp_path)))
+                await until(lambda: server.pause_mode is not None)
+                updating.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await updating
+            else:
+                server.unanswered = {route: 2}
+                with pytest.raises(EngineUnreachable):
+                    await engine.update_weights(V1, str(tmp_path))
+            assert server.pause_mode is None
+            assert server.weights == "w0"
+            server.go_on()
+            assert (await reading).finish is EngineFinish.LENGTH
+            await other.close()
+
+    async def program() -> None:
+        await check(vllm_fixtures, "/pause")
+        await check(sglang_fixtures, "/pause_generation")
+
+    run(program)
+
+
+def test_a_sweep_waits_for_an_update() -> None:
+    """Its resumption would let the requests of others go on in the middle of the load."""
+
+    async def program() -> None:
+        async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
+            other = await vllm_fixtures.beside(server)
+            reading = asyncio.create_task(read(other, request()))
+            await until(lambda: server.open_requests == 1)
+            server.step()
+            async with engine._frozen():
+                assert server.pause_mode == "keep"
+                engine._admission.enter("a")
+                sweeping = asyncio.create_task(engine.abort(["a"]))
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                assert server.pauses == ["keep"]
+                assert server.pause_mode == "keep"
+            await sweeping
+            engine._admission.leave("a")
+            assert server.pauses == ["keep", "abort"]
+            assert server.pause_mode is None
+            assert (await reading).finish is EngineFinish.ABORT
+            await other.close()
+
+    run(program)
+
+
+def test_a_server_that_somebody_has_paused_says_so() -> None:
+    """Its health tells why nothing comes, and what to do."""
+
+    async def program() -> None:
+        async with vllm_fixtures.served() as (server, engine):
+            assert not (await engine.health()).detail
+            server.pause_mode = "keep"
+            health = await engine.health()
+            assert health.ok
+            assert "POST /resume" in health.detail
+
+    run(program)
