@@ -10,7 +10,6 @@ from aiohttp import web
 from sglang_fixtures import run, until
 
 from april.config_engines import VllmEngineConfig
-from april.engines.discreet_client import DiscreetClient
 from april.engines.http_client import HttpClient
 from april.engines.server_pool import connect_all
 from april.engines.vllm import connect_vllm
@@ -70,7 +69,7 @@ def test_a_key_is_blotted_out_of_every_kind_of_error() -> None:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = DiscreetClient(f"http://127.0.0.1:{runner.addresses[0][1]}", name="one", api_key="my-secret-key")
+        client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}", name="one", api_key="my-secret-key")
         assert (await client.call("GET", "/x")).body == b"bad header Bearer <the key>"
         with pytest.raises(EngineError) as caught:
             await client.post("/x", b"{}")

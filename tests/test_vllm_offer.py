@@ -13,7 +13,7 @@ from vllm_fixtures import KNOWN, connected, served
 
 from april.config_engines import VllmEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.discreet_client import DiscreetClient
+from april.engines.http_client import HttpClient
 from april.engines.protocol import AbortMeans, LogprobKind
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.errors import ConfigError, EngineError
@@ -21,7 +21,7 @@ from april.testing.fake_vllm_server import FakeVllmServer
 
 
 async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmOffer:
-    client = DiscreetClient(server.url, name="probed", api_key=key)
+    client = HttpClient(server.url, name="probed", api_key=key)
     try:
         return await probe_vllm(client, VllmEngineConfig(urls=(server.url,), **config))
     finally:

@@ -49,7 +49,7 @@ class HttpClient:
     Args:
         url: http or https, without path, query, user or password.
         name: of the engine, for messages.
-        api_key: sent as a bearer token; appears in no message.
+        api_key: sent as a bearer token; appears in no message, even where the server repeats it in an error.
         keepalive_s: how long an idle connection is kept: below the server's own limit, or a request meets a
             connection that is just being closed.
     """
@@ -61,6 +61,7 @@ class HttpClient:
         self.url = checked_url(url)
         self.name = name
         self._headers = {"Accept-Encoding": "identity"}
+        self._key = (api_key or "").encode()
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._keepalive_s = keepalive_s
@@ -247,9 +248,10 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
-        """The body, if it is within ``limit`` bytes; an error text is cut there instead."""
+        """The body, if it is within ``limit`` bytes; an error text is cut there instead, and is without the key."""
         if response.content_length is not None and response.content_length <= limit:
-            return await response.read()
+            content = await response.read()
+            return content if response.status == 200 else self._without_key(content)
         pieces, size = [], 0
         async for piece in response.content.iter_any():
             size += len(piece)
@@ -259,7 +261,11 @@ class HttpClient:
                 if response.status == 200:
                     raise EngineError(f"{self.url}{route} answers with more than {limit} bytes; april stops reading")
                 break
-        return b"".join(pieces)
+        content = b"".join(pieces)
+        return content if response.status == 200 else self._without_key(content)
+
+    def _without_key(self, content: bytes) -> bytes:
+        return content.replace(self._key, b"<the key>") if self._key else content
 
     def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
         if 300 <= response.status < 400:

@@ -27,6 +27,11 @@ class AnswerReader(Generic[R]):
         decoder: of one event; ``together``: of a list of them.
     """
 
+    __slots__ = (
+        "_attempt_id", "_decoder", "_ids", "_label", "_labels", "_list_decoder", "_scores", "_version", "count",
+        "failure", "finish",
+    )  # fmt: skip
+
     def __init__(
         self, attempt_id: str, version: PolicyVersion, labels: WeightLabels | None, decoder: msgspec.json.Decoder[Any],
         together: msgspec.json.Decoder[Any],

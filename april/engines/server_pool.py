@@ -9,7 +9,6 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from april.config_engines import ServerEngineConfig
-from april.engines.discreet_client import DiscreetClient
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Engine
 from april.errors import ConfigError, EngineError
@@ -52,7 +51,7 @@ async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient]
 
 def client_of(url: str, config: ServerEngineConfig) -> HttpClient:
     """For one server, with the key and the patience of the configuration; raises ConfigError as :func:`api_key`."""
-    return DiscreetClient(
+    return HttpClient(
         url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
     )
 

@@ -113,6 +113,8 @@ class ReplyReader(AnswerReader[Reply]):
         incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
     """
 
+    __slots__ = ("_held_ids", "_held_logprobs", "_incremental")
+
     def __init__(
         self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None
     ) -> None:
@@ -175,7 +177,8 @@ class ReplyReader(AnswerReader[Reply]):
 
     def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         """The last tokens, split by the weights that made them."""
-        ids, logprobs = self._held_ids + ids, self._held_logprobs + logprobs
+        if self._held_ids:
+            ids, logprobs = self._held_ids + ids, self._held_logprobs + logprobs
         chunks = self._by_version(meta, ids, logprobs)
         self.count += len(ids)
         if self.failure is not None:

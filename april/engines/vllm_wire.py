@@ -119,6 +119,8 @@ _TEXT_LIST_DECODER = msgspec.json.Decoder(list[_TextReply])
 class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
     """Reads the answer to one request of either route; version spans come with the last event."""
 
+    __slots__ = ()
+
     def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None) -> None:
         decoder: msgspec.json.Decoder[Any] = TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
         together: msgspec.json.Decoder[Any] = _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER

@@ -27,12 +27,15 @@ class WeightLabels:
 
     def __init__(self) -> None:
         self._end = f"-{secrets.token_hex(3)}"
+        self._latest = (FIRST_VERSION, f"v{FIRST_VERSION}{self._end}")
         self.present = FIRST_VERSION
         """Of the weights that the server has confirmed; the newest version whose label is believed."""
 
     def of(self, version: PolicyVersion) -> str:
         """The label of these weights."""
-        return f"v{version}{self._end}"
+        if self._latest[0] != version:  # asked for every request
+            self._latest = (version, f"v{version}{self._end}")
+        return self._latest[1]
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
         """The version that this engine gave the label, if it is ``since`` or came after it and was confirmed.
