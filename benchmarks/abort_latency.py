@@ -7,9 +7,9 @@ A canned server holds all requests until they are aborted and answers each with 
 but that of its own replies. A real one (``--url``; its model must have no end-of-sequence token) decodes meanwhile, and
 the decision comes once it runs them all. vLLM takes all ids in one call; SGLang takes one call per request, of which
 both clients have as many on their way as april. Both clients run in this process, each on its own loop, and take turns
-before the same server, every other pair backwards. april's decision is a pause of its driver, which aborts as the end
-of a step does. The wall time includes the server's work, which is the same for both; the CPU is this process's. Ratios
-are taken within a pair.
+before the same server, every other pair backwards; what one turn has aborted, the next one continues. april's decision
+is a pause of its driver, which aborts as the end of a step does. The wall time includes the server's work, which is the
+same for both; the CPU is this process's. Ratios are taken within a pair.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from statistics import median
 
 import aiohttp
 import msgspec
+import numpy as np
 
 import april
 from april.driver.loop_thread import LoopThread
@@ -92,8 +93,9 @@ class BareClient:
     async def _turn(self) -> Turn:
         session = self._session = self._session or open_session()
         number, self._turns = self._turns, self._turns + 1
+        had = [len(prompt) - self._case.prompt_len for prompt in self._prompts]
         calls = [
-            asyncio.ensure_future(bare_call(session, self._url, self._case, number, i, prompt))
+            asyncio.ensure_future(bare_call(session, self._url, self._case, number, i, prompt, had[i]))
             for i, prompt in enumerate(self._prompts)
         ]
         await _until_held(self._held, self._case)
@@ -103,6 +105,7 @@ class BareClient:
         kept = await asyncio.gather(*calls)
         turn = Turn(time.perf_counter() - wall, time.process_time() - cpu, sum(len(tokens) for tokens, _ in kept))
         await aborts
+        self._prompts = [np.concatenate((p, tokens)) for p, (tokens, _) in zip(self._prompts, kept, strict=True)]
         return turn
 
     async def _abort(self, session: aiohttp.ClientSession, ids: list[str]) -> None:
@@ -129,7 +132,7 @@ class BareClient:
 
 
 class AprilClient:
-    """A scheduler whose step never ends by itself: what one turn has aborted, the next one continues."""
+    """A scheduler whose step never ends by itself."""
 
     def __init__(self, url: str, case: Case, held: Held) -> None:
         self._case, self._held = case, held

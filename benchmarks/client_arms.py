@@ -119,10 +119,13 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def bare_call(
-    session: aiohttp.ClientSession, url: str, case: Case, number: int, index: int, prompt: Int32
+    session: aiohttp.ClientSession, url: str, case: Case, number: int, index: int, prompt: Int32, had: int = 0
 ) -> tuple[Int32, Float32]:
-    """One request; tokens int32 [T] and log-probabilities float32 [T] of its answer."""
-    sampling = SamplingParams(case.response_tokens, seed=attempt_seed(number, index, 0, 0))
+    """One request; tokens int32 [T] and log-probabilities float32 [T] of its answer.
+
+    ``had``: tokens of the response that the prompt ends in.
+    """
+    sampling = SamplingParams(case.response_tokens - had, seed=attempt_seed(number, index, 0, 0))
     body = case.body(Request(attempt_id(number, index), prompt, sampling))
     read = _read_vllm if case.kind == VLLM else _read_sglang
     tokens: list[int] = []

@@ -79,7 +79,7 @@ class StepFigures(msgspec.Struct, frozen=True):
 
 
 class Arm:
-    """One schedule, with a scheduler and a connection of its own to the common server."""
+    """One schedule, with a scheduler of its own before the common engine, which they use in turns."""
 
     def __init__(self, name: str, engine: dict[str, Any], weights: list[str]) -> None:
         self.name = name
@@ -88,9 +88,8 @@ class Arm:
         self._weights = itertools.cycle(weights)
         self._lengths = forced_lengths()
 
-    async def open(self) -> Rollouts:
-        """Connect; to be closed by the caller."""
-        (engine,) = await open_servers(self._config.engine)  # type: ignore[arg-type]
+    def open(self, engine: Engine) -> Rollouts:
+        """To be closed by the caller."""
         self._engine = StopwatchEngine(engine)
         self._rollouts = rollouts(
             self._config, engines=[self._engine], prompts=self._prompts(), rollout=self._rollout, check=False
@@ -185,10 +184,11 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
     times = StepTimes()
     arms = [Arm(name, engine, weights) for name in ARMS]
     async with AsyncExitStack() as stack:
-        for arm in arms:
-            stack.push_async_callback((await arm.open()).close)
+        # one for all: the labels that another connection gives to weights are none of its own
         (probe,) = await open_servers(config("sync", engine).engine)  # type: ignore[arg-type]
         stack.push_async_callback(probe.close)
+        for arm in arms:
+            stack.push_async_callback(arm.open(probe).close)
         limits = {n: LimitSlices(probe, n) for n in sorted(set(IN_FLIGHT.values()))}
         await times.measure(probe, PROMPT_LEN, (1, 8))  # a first request is slow everywhere
         times = StepTimes()
