@@ -1,9 +1,9 @@
 """What april reaches on a real server, beside the server's own limit and each schedule without any overhead.
 
 Forced lengths (lognormal between and within prompts), the same for every arm; a weight update from disk with a
-cache reset at every step boundary. One round = one step of each arm and one slice of each limit, in rotating
-order, so that a machine that gets slower favours nobody. The server's model must have no end-of-sequence token:
-response lengths are what this benchmark says.
+cache reset at every step boundary. One round = one step of each arm, and in every fourth one slice of each limit, in
+rotating order, so that a machine that gets slower favours nobody. The server's model must have no end-of-sequence
+token: response lengths are what this benchmark says.
 
     python -m benchmarks.real_engines vllm http://127.0.0.1:8000 --weights DIR DIR
 """
@@ -30,6 +30,7 @@ from april.driver.llm import LLM
 from april.engines.factory import open_servers
 from april.engines.protocol import Engine, Request
 from april.engines.response_lengths import LognormalLengths
+from april.errors import EngineUnreachable
 from april.simulation import Simulation
 from april.testing import rollouts
 from april.testing.same_loop import Rollouts
@@ -46,7 +47,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 IN_FLIGHT = {"sync": GROUPS * SAMPLES, "N' = 2N": 2 * GROUPS * SAMPLES, "refill": GROUPS * SAMPLES}
 SLICE_S = 2.0
-"""Of the limit, measured once per round and number in flight."""
+"""Of the limit, for each number in flight."""
+SLICE_EVERY = 4
+"""Rounds between two slices."""
 CURVE_EVERY = 8
 """Rounds between two measurements of the step times."""
 
@@ -159,8 +162,11 @@ class LimitSlices:
                 ids = prompt(PROMPT_LEN, number, self._engine.capabilities.vocab_size)
                 begun, count = time.perf_counter(), 0
                 request = Request(attempt_id("limit"), ids, SamplingParams(length, seed=number))
-                async for chunk in self._engine.generate(request):
-                    count += len(chunk.tokens)
+                try:
+                    async for chunk in self._engine.generate(request):
+                        count += len(chunk.tokens)
+                except EngineUnreachable as error:  # an idle connection that the server has just closed
+                    print(f"\n{error}", file=sys.stderr)
                 spans.append((begun, time.perf_counter(), count))
 
         tasks = [asyncio.create_task(place()) for _ in range(self.in_flight)]
@@ -192,7 +198,7 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
         limits = {n: LimitSlices(probe, n) for n in sorted(set(IN_FLIGHT.values()))}
         await times.measure(probe, PROMPT_LEN, (1, 8))  # a first request is slow everywhere
         times = StepTimes()
-        turns = [arm.step for arm in arms] + [s.measure for s in limits.values()]
+        steps_of_arms, slices_of_limits = [arm.step for arm in arms], [s.measure for s in limits.values()]
         for number in range(ramp + steps):
             if number == ramp:
                 for arm in arms:
@@ -201,6 +207,7 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
                     slices.rates.clear()
             if number >= ramp and (number - ramp) % CURVE_EVERY == 0:
                 await times.measure(probe, PROMPT_LEN)
+            turns = steps_of_arms + (slices_of_limits if number % SLICE_EVERY == 0 else [])
             shift = number % len(turns)
             for turn in turns[shift:] + turns[:shift]:
                 await turn()

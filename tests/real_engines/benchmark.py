@@ -35,7 +35,9 @@ def main(
     log = out / f"{kind}.log"
     try:
         if kind == "sglang":
-            server = sglang_server(kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT)
+            server = sglang_server(
+                kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT, room=IN_FLIGHT * CONTEXT
+            )
         elif kind == "vllm":
             server = vllm_server(
                 kind, models["first"], port, log, open_routes=True, context=CONTEXT, in_flight=IN_FLIGHT

@@ -35,13 +35,15 @@ def vllm_server(
     return Server(name, command, port, log, "/health", settings)
 
 
-def sglang_server(name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256) -> Server:
-    """One SGLang worker."""
+def sglang_server(
+    name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536
+) -> Server:
+    """One SGLang worker, with key-value memory for ``room`` tokens."""
     where = environment(SGLANG)
     command = [
         str(where / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
         "--attention-backend", "torch_native", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
-        "--context-length", str(context), "--max-total-tokens", "65536", "--max-running-requests", str(in_flight),
+        "--context-length", str(context), "--max-total-tokens", str(room), "--max-running-requests", str(in_flight),
         "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
         # or it keeps one of two cores busy while it waits
         "--sleep-on-idle",
