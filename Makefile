@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU build of torch; on a GPU machine use TORCH=torch.
 TORCH ?= torch==2.13.0
+# Aborted requests per engine in test-engines.
+ABORTS ?= 1000
 
 .PHONY: demo demo-vllm demo-sglang test test-engines verify coverage picture clean
 
@@ -17,7 +19,7 @@ test: $(VENV)/.installed
 
 # The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
 test-engines: $(VENV)/.installed
-	$(BIN)/python -m tests.real_engines
+	$(BIN)/python -m tests.real_engines --aborts $(ABORTS)
 
 # The demo on a real server, which is started and stopped.
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
