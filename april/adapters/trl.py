@@ -73,6 +73,7 @@ class Rollout:
         """While the trainer trains or evaluates."""
         self.ledger: dict[str, Ledger] = {}
         """april's ledgers at the end of the last training."""
+        self._written: Path | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -142,7 +143,8 @@ class Rollout:
         # the engine's thread may still be about to take the model out of its generation mode
         trainer.model.train()
         for name, value in batch.metrics.items():
-            trainer._metrics["train"][f"april/{name}"].append(value)
+            if name != "reward_mean":  # the rewards are TRL's
+                trainer._metrics["train"][f"april/{name}"].append(value)
         self._batch, self._last_batch = batch, batch.id
         passes = DatasetPasses(trainer)
         return [passes.row_of(sample.prompt) for sample in batch.samples]
@@ -195,9 +197,9 @@ class Rollout:
             path = self._weights_dir / f"step_{step}"
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
             self.scheduler.weight_update(path=path)
-            for old in self._weights_dir.glob("step_*"):
-                if old != path:
-                    shutil.rmtree(old, ignore_errors=True)
+            if self._written not in (None, path):
+                shutil.rmtree(str(self._written), ignore_errors=True)
+            self._written = path
         self._weights_of = step
 
     def close(self) -> None:

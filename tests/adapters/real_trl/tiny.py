@@ -18,8 +18,9 @@ def tokenizer() -> Any:
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
-    )
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>",
+        chat_template="{% for m in messages %}t3 {{ m['content'] }} {% endfor %}t4",
+    )  # fmt: skip
 
 
 def model(seed: int = 0) -> Any:
