@@ -12,14 +12,14 @@ Importing this module imports neither trl nor torch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from april.adapters.trl_checks import config_for, refuse_unsupported, require_seams, require_trl
+from april.adapters.trl_data import DatasetPasses, group_reward
 from april.config import Config, read_yaml
 from april.config_engines import TransformersEngineConfig
 from april.core.batch import Batch
@@ -29,14 +29,14 @@ from april.errors import CheckpointError, ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
-ROW = "row"
-"""Key of a prompt's data: its row in the train dataset."""
+Filter = Callable[[Any, Any], Any]
 
 
 def rollout(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     weights_dir: str | Path | None = None,
+    filter: Filter | None = None,
     **settings: Any,
 ) -> Rollout:
     """The ``rollout_func`` of an :data:`AprilGRPOTrainer`.
@@ -46,6 +46,9 @@ def rollout(
             says already (batch size, samples per prompt, length, temperature, seed) may be left out.
         weights_dir: directory that servers of ``config.engine`` can read; new weights go through it. The embedded
             engine needs none: it reads the trainer's model in place.
+        filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
+            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group, and once more
+            for those that are trained.
         settings: more settings, above those of ``config``: ``rollout(over_sampling_batch_size=64)``.
 
     Raises:
@@ -55,18 +58,21 @@ def rollout(
     if isinstance(config, Config):
         if settings:
             raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
-        return Rollout(config, weights_dir)
+        return Rollout(config, weights_dir, filter)
     values = read_yaml(config) if isinstance(config, (str, Path)) else {} if config is None else config
     if not isinstance(values, Mapping):
         raise ConfigError(f"rollout: expected a mapping of settings, got {type(values).__name__}")
-    return Rollout({**values, **settings}, weights_dir)
+    return Rollout({**values, **settings}, weights_dir, filter)
 
 
 class Rollout:
     """One trainer's rollouts: draws its own prompts, and hands over what TRL asks for."""
 
-    def __init__(self, settings: Config | Mapping[str, Any], weights_dir: str | Path | None) -> None:
+    def __init__(
+        self, settings: Config | Mapping[str, Any], weights_dir: str | Path | None, filter: Filter | None
+    ) -> None:
         self._settings = settings
+        self._filter = filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
         self.scheduler: RolloutScheduler | None = None
@@ -97,7 +103,7 @@ class Rollout:
             ConfigError: settings that contradict GRPOConfig, or that this adapter cannot be exact with.
         """
         config = config_for(self._settings, trainer)
-        refuse_unsupported(trainer, config, self._weights_dir is not None)
+        refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
         self._config = config
 
     # ---------------------------------------------------------------- what TRL calls
@@ -172,7 +178,9 @@ class Rollout:
         scheduler = RolloutScheduler(
             config,
             prompts=DatasetPasses(trainer),
-            reward=_scored_by_trl,
+            reward=_scored_by_trl if self._filter is None else None,
+            group_reward=None if self._filter is None else group_reward(trainer),
+            filter=self._filter,
             model=trainer.model if isinstance(config.engine, TransformersEngineConfig) else None,
             tokenizer=trainer.processing_class,
         )
@@ -196,7 +204,7 @@ class Rollout:
         else:
             path = self._weights_dir / f"step_{step}"
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
-            self.scheduler.weight_update(path=path)
+            self.scheduler.weight_update(path=str(path))
             if self._written not in (None, path):
                 shutil.rmtree(str(self._written), ignore_errors=True)
             self._written = path
@@ -255,44 +263,6 @@ class Rollout:
                 number, _, key = name.partition(".")
                 parts.setdefault(int(number), {})[key] = tensor
             trainer._step, trainer._buffered_inputs = state["micro"], [parts[i] for i in sorted(parts)]
-
-
-class DatasetPasses:
-    """The train dataset as april's prompts, each pass in an order of its own that follows from the trainer's seed."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._dataset = trainer.train_dataset
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called before each pass."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = np.arange(len(self._dataset))
-        if self._trainer.shuffle_dataset:
-            np.random.default_rng([self._trainer.args.seed, self._epoch]).shuffle(rows)
-        for row in rows.tolist():
-            yield {"token_ids": self._tokens(self._dataset[row]), ROW: row}
-
-    def row_of(self, prompt: Any) -> dict[str, Any]:
-        """A copy of the prompt's row, which TRL may write into.
-
-        Raises:
-            CheckpointError: it is another prompt now.
-        """
-        number = prompt.data[ROW]
-        row = dict(self._dataset[number])
-        if self._tokens(row) != prompt.token_ids.tolist():
-            raise CheckpointError(
-                f"row {number} of train_dataset is another prompt now than when it was drawn; the dataset and the "
-                "chat template must be the same after a restart"
-            )
-        return row
-
-    def _tokens(self, row: Mapping[str, Any]) -> list[int]:
-        return list(self._trainer._tokenize_prompts([row["prompt"]])[0][0])
 
 
 async def _scored_by_trl(prompt: Any, response: Any) -> float:

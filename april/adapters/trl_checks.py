@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 from april.config import Config
@@ -79,10 +80,29 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     return config.model_copy(update={"sampling": config.sampling.model_copy(update={"stop_token_ids": stop})})
 
 
-def refuse_unsupported(trainer: Any, config: Config, has_weights_dir: bool) -> None:
-    """Raise ConfigError for the first thing under which rollouts or their log-probabilities would not be right."""
-    for sentence in _objections(trainer, config, has_weights_dir):
+def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: bool) -> None:
+    """Raise ConfigError for the first thing under which rollouts or their log-probabilities would not be right.
+
+    Args:
+        trainer: made, and not trained yet.
+        config: as april will go by it.
+        servers: whether there is a directory through which servers get weights.
+        filters: whether groups may be rejected.
+    """
+    to_filter = _objections_to_filter(trainer, config) if filters else ()
+    for sentence in chain(_objections(trainer, config, servers), to_filter):
         raise ConfigError(sentence)
+
+
+def _objections_to_filter(trainer: Any, config: Config) -> Iterator[str]:
+    if config.on_data_end is not OnDataEnd.WRAP:
+        yield "filter: rejected groups are replaced by more prompts than a pass may have; set on_data_end: wrap"
+    for function in trainer.reward_funcs:
+        if hasattr(function, "parameters"):
+            yield "filter: rewards by a model are computed by TRL alone, too late for it; use reward functions"
+    tokenizer = trainer.processing_class
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        yield "filter: this tokenizer has a response template, by which TRL alone parses completions; leave one out"
 
 
 def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator[str]:

@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("saved_at", [2, 3])
 def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, saved_at: int, tmp_path: Path) -> None:
-    """Before the checkpoint and after it, each prompt is delivered once, and each response trained as often as asked."""
+    """Before the checkpoint and after it, each prompt is delivered once, each response trained as often as asked."""
     saving = {"save_strategy": "steps", "save_steps": 1, **MODES[mode]}
     before = runs.trainer(tmp_path, **saving)
     before.add_callback(StopAfter(saved_at))

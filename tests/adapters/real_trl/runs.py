@@ -106,7 +106,12 @@ def arguments(folder: Path, **changes: Any) -> GRPOConfig:
 
 
 def trainer(
-    folder: Path, rollouts: Any = None, reward_funcs: Any = reward, data: Any = None, held_out: Any = None, **changes: Any
+    folder: Path,
+    rollouts: Any = None,
+    reward_funcs: Any = reward,
+    data: Any = None,
+    held_out: Any = None,
+    **changes: Any,
 ) -> Watched:
     """A trainer of the tiny model; ``changes`` are of GRPOConfig."""
     torch.set_num_threads(1)

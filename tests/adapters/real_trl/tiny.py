@@ -15,12 +15,11 @@ VOCAB_SIZE, EOS = 64, 1
 def tokenizer() -> Any:
     """Words t3 to t63, between spaces."""
     words = {"<bos>": 0, "<eos>": EOS, "<pad>": 2, **{f"t{i}": i for i in range(3, VOCAB_SIZE)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    special = dict(zip(("bos_token", "eos_token", "pad_token"), words, strict=False))
+    made = Tokenizer(models.WordLevel(words, special["pad_token"]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>",
-        chat_template="{% for m in messages %}t3 {{ m['content'] }} {% endfor %}t4",
-    )  # fmt: skip
+    template = "{% for m in messages %}t3 {{ m['content'] }} {% endfor %}t4"
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
 
 
 def model(seed: int = 0) -> Any:
