@@ -232,7 +232,7 @@ class Rollout:
 
             state["micro"] = trainer._step
             parts = enumerate(trainer._buffered_inputs)
-            tensors = {f"{i}.{key}": value.clone() for i, part in parts for key, value in part.items()}
+            tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
             save_file(tensors, folder / BUFFER_FILE)
         (folder / STATE_FILE).write_bytes(msgspec.msgpack.encode(state))
 

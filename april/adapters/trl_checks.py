@@ -142,6 +142,9 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
     embedded = isinstance(config.engine, TransformersEngineConfig)
     if embedded and hasattr(trainer.model, "peft_config"):
         yield "april's embedded engine was not held against PEFT models; train the whole model"
+    for name in ("deepspeed", "fsdp"):
+        if embedded and getattr(trainer, f"is_{name}_enabled", False):
+            yield f"{name} moves parameters about, and april's embedded engine reads them in place; use a server engine"
     if embedded == has_weights_dir:
         yield (
             "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"

@@ -234,7 +234,7 @@ def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"partial_rollout": False}, {}, "set partial_rollout: true"),
     ({"n_samples_per_prompt": 4}, {}, "n_samples_per_prompt=4 of april contradicts num_generations=2 of GRPOConfig"),
-    ({"rollout_batch_size": 3}, {}, "rollout_batch_size=3 of april contradicts generation_batch_size / num_generations"),
+    ({"rollout_batch_size": 3}, {}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
     ({"max_response_len": 9}, {}, "max_response_len=9 of april contradicts max_completion_length=40"),
     ({"sampling": {"temperature": 0.5}}, {}, "sampling.temperature=0.5 of april contradicts temperature=1.0"),
     ({"sampling": {"top_p": 0.9}}, {}, "sampling.top_p=0.9 is not part of the log-probabilities"),
@@ -279,6 +279,12 @@ def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
         adapter.april_trainer(Tools)(model, adapter.rollout(), trl.prompts(4))
     with pytest.raises(april.ConfigError, match="weights_dir is for servers"):
         Trainer(model, adapter.rollout(weights_dir="somewhere"), trl.prompts(4))
+
+    class Sharded(trl.GRPOTrainer):
+        is_fsdp_enabled = True
+
+    with pytest.raises(april.ConfigError, match="fsdp moves parameters about"):
+        adapter.april_trainer(Sharded)(model, adapter.rollout(), trl.prompts(4))
     model.peft_config = {}
     with pytest.raises(april.ConfigError, match="not held against PEFT models"):
         Trainer(model, adapter.rollout(), trl.prompts(4))
