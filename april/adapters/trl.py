@@ -190,7 +190,8 @@ class Rollout:
             except BaseException:
                 scheduler.close()
                 raise
-            self._weights_of = self._saved["step"] if self._weights_dir is None else -1
+            # the saved version is that of these weights, those of a batch that was half trained then included
+            self._weights_of = trainer.state.global_step if self._weights_dir is None else -1
         self.scheduler = scheduler
         return scheduler
 
@@ -226,7 +227,7 @@ class Rollout:
         """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
         rest = self._open(trainer).state_dict(trained_through=self._last_batch)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"step": trainer.state.global_step, "rows": len(trainer.train_dataset), "rollouts": rest, "micro": 0}
+        state = {"rollouts": rest, "order": _order_of_prompts(trainer), "micro": 0}
         if trainer._step % _steps_per_generation(trainer):
             from safetensors.torch import save_file
 
@@ -240,7 +241,7 @@ class Rollout:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
 
         Raises:
-            CheckpointError: the checkpoint was saved without april, or over another dataset.
+            CheckpointError: the checkpoint was saved without april, or with other prompts.
         """
         try:
             state = msgspec.msgpack.decode((folder / STATE_FILE).read_bytes())
@@ -249,10 +250,10 @@ class Rollout:
                 f"{folder} has no {STATE_FILE}: it was not saved by AprilGRPOTrainer, so nobody knows which prompts "
                 "were trained; begin anew from its weights (model=...) instead"
             ) from None
-        if state["rows"] != len(trainer.train_dataset):
+        if state["order"] != (now := _order_of_prompts(trainer)):
             raise CheckpointError(
-                f"{folder} was saved over {state['rows']} prompts, train_dataset has {len(trainer.train_dataset)}; it "
-                "must be the same after a restart"
+                f"{folder} was saved with prompts {state['order']}, now they are {now}; they must be the same, in the "
+                "same order, after a restart"
             )
         self._saved = state
         if state["micro"]:
@@ -267,6 +268,12 @@ class Rollout:
 
 async def _scored_by_trl(prompt: Any, response: Any) -> float:
     return 0.0
+
+
+def _order_of_prompts(trainer: Any) -> dict[str, int]:
+    """What decides which prompt comes when, but for the prompts themselves."""
+    args = trainer.args
+    return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}
 
 
 def _steps_per_generation(trainer: Any) -> int:

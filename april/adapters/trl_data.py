@@ -67,7 +67,10 @@ def group_reward(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
     passes, weights = DatasetPasses(trainer), [float(weight) for weight in trainer.reward_weights]
 
     def rewards(prompt: Any, responses: Sequence[Any]) -> list[float]:
-        row, count = passes.row_of(prompt), len(responses)
+        count = len(responses)
+        if ROW not in prompt.data:  # of an evaluation, which TRL scores alone
+            return [0.0] * count
+        row = passes.row_of(prompt)
         ids = [response.tokens.tolist() for response in responses]
         completions = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(row["prompt"], str):
