@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
-
 import numpy as np
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--held-out", type=int, default=512)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
     figures = Figures()
     config = GRPOConfig(
         output_dir=str(options.out or tempfile.mkdtemp()),

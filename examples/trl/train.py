@@ -15,8 +15,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
-
 import april
 
 MODELS = {"qwen3-4b": "Qwen/Qwen3-4B", "r1-distill-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"}
@@ -55,7 +53,9 @@ def trl_arguments(model: str, algorithm: str) -> dict[str, Any]:
     }
 
 
-def april_arguments(algorithm: str, urls: Sequence[str] | None = None, weights_dir: str | None = None) -> dict[str, Any]:
+def april_arguments(
+    algorithm: str, urls: Sequence[str] | None = None, weights_dir: str | None = None
+) -> dict[str, Any]:
     """Arguments of ``april.adapters.trl.rollout``: N' = 2N as in the paper; N, n and lengths are TRL's."""
     arguments: dict[str, Any] = {"over_sampling_batch_size": 2 * GROUPS, "max_staleness": 5}
     if algorithm == "dapo":
@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights-dir", help="directory that the servers can read")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
 
     from datasets import load_dataset
     from trl import GRPOConfig
