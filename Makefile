@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # Aborted requests per engine in test-engines.
 ABORTS ?= 1000
 
-.PHONY: demo demo-vllm demo-sglang test test-engines verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test test-engines test-adapters verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -21,12 +21,16 @@ test: $(VENV)/.installed
 test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines --aborts $(ABORTS)
 
+# The adapters against the real trainers on this CPU, each in an environment of its own below .venv.
+test-adapters: $(VENV)/.installed
+	$(BIN)/python -m tests.adapters
+
 # The demo on a real server, which is started and stopped.
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.demo $*
 
 # Everything there is.
-verify: test test-engines demo demo-vllm demo-sglang
+verify: test test-engines test-adapters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest --cov --cov-report=term-missing

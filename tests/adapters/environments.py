@@ -1,0 +1,18 @@
+"""Environments for the trainers, each made once below ``.venv``, as those of the engines are."""
+
+from __future__ import annotations
+
+from tests.real_engines.environments import ROOT, TORCH, Recipe
+
+TRL_VERSION = "1.16.0"
+
+TRL = Recipe(
+    "trl",
+    (
+        # first: what follows would bring a build for CUDA along
+        ("install", TORCH),
+        ("install", f"trl=={TRL_VERSION}", "transformers==5.23.0", "accelerate", "datasets"),
+        ("install", "pytest", "pytest-asyncio"),
+        ("install", "--editable", f"{ROOT}[transformers,yaml]"),
+    ),
+)

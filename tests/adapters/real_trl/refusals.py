@@ -1,0 +1,74 @@
+"""What the real package's own configuration can say that april cannot be exact with; and dynamic sampling."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import tiny
+from trl import GRPOTrainer
+
+import april
+from april.adapters.trl import rollout
+from april.adapters.trl_checks import SEAMS, TESTED_VERSION, require_trl
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9"),
+    ({"top_k": 10}, {}, "GRPOConfig.top_k=10"),
+    ({"min_p": 0.1}, {}, "GRPOConfig.min_p=0.1"),
+    ({"repetition_penalty": 1.1}, {}, "GRPOConfig.repetition_penalty=1.1"),
+    ({"temperature": 0.7}, {"sampling": {"temperature": 0.8}}, "contradicts temperature=0.7"),
+    ({"num_generations": 2}, {"n_samples_per_prompt": 4}, "contradicts num_generations=2"),
+    ({"generation_batch_size": 32}, {"rollout_batch_size": 4}, "contradicts generation_batch_size / num_generations=8"),
+    ({}, {"over_sampling_batch_size": 8, "partial_rollout": False}, "set partial_rollout: true"),
+]
+
+
+@pytest.mark.parametrize(("args", "settings", "sentence"), WRONG)
+def test_wrong_settings_are_refused(args: Any, settings: Any, sentence: str, tmp_path: Path) -> None:
+    """When the trainer is made, by one sentence."""
+    with pytest.raises(april.ConfigError, match=sentence):
+        runs.trainer(tmp_path, rollout(**settings), **args)
+
+
+def test_the_plain_trainer_is_refused_before_it_trains(tmp_path: Path) -> None:
+    """It would take the ratio of stale tokens to be 1."""
+    plain = GRPOTrainer(
+        model=tiny.model(), reward_funcs=runs.reward, args=runs.arguments(tmp_path), train_dataset=tiny.dataset(8),
+        processing_class=tiny.tokenizer(), rollout_func=rollout(),
+    )  # fmt: skip
+    with pytest.raises(april.ConfigError, match="this rollout_func needs AprilGRPOTrainer"):
+        plain.train()
+
+
+def test_a_data_stream_is_refused(tmp_path: Path) -> None:
+    """april orders the prompts itself, and finds a row again after a restart."""
+    with pytest.raises(april.ConfigError, match="IterableDataset, which cannot be read row by row"):
+        runs.trainer(tmp_path, data=tiny.dataset(8).to_iterable_dataset(), max_steps=2)
+
+
+def test_the_tested_version_is_this_one() -> None:
+    """The page, the recipe and the refusal name it; all that is overridden is there."""
+    assert require_trl().__version__ == TESTED_VERSION
+    for name, parameters in SEAMS.items():
+        assert tuple(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
+    assert "rollout_func" in inspect.signature(GRPOTrainer.__init__).parameters
+
+
+def test_dynamic_sampling(tmp_path: Path) -> None:
+    """Groups without a difference in reward never reach the trainer, which has no such thing itself."""
+
+    def even_rows(number: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        return [0.0 if n % 2 else len(ids) / 100 for n, ids in zip(number, completion_ids, strict=True)]
+
+    rollouts = rollout(**runs.SETTINGS, filter=april.rewards_differ, on_data_end="wrap")
+    trainer = runs.trainer(tmp_path, rollouts, even_rows, max_steps=4)
+    trainer.train()
+
+    logged = [row for row in trainer.state.log_history if "frac_reward_zero_std" in row]
+    assert [float(row["frac_reward_zero_std"]) for row in logged] == [0.0] * 4
+    assert all(row % 2 == 0 for row in trainer.delivered)
+    assert trainer.rollout_func.ledger["prompts"].dropped

@@ -1,0 +1,41 @@
+"""A tiny random Qwen3, a tokenizer of 64 words and a data set, all made on the spot: nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE, EOS = 64, 1
+
+
+def tokenizer() -> Any:
+    """Words t3 to t63, between spaces."""
+    words = {"<bos>": 0, "<eos>": EOS, "<pad>": 2, **{f"t{i}": i for i in range(3, VOCAB_SIZE)}}
+    special = dict(zip(("bos_token", "eos_token", "pad_token"), words, strict=False))
+    made = Tokenizer(models.WordLevel(words, special["pad_token"]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for m in messages %}t3 {{ m['content'] }} {% endfor %}t4"
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
+
+
+def model(seed: int = 0) -> Any:
+    """float32, about 20,000 parameters; ends a response with a probability of some 1/64 per token."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
+            bos_token_id=0, eos_token_id=EOS, pad_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def dataset(rows: int, conversational: bool = False) -> Dataset:
+    """Each prompt once, with a column that says which row it is."""
+    texts = [f"t{3 + i % 61} t{3 + i // 61}" for i in range(rows)]
+    prompts = [[{"role": "user", "content": text}] for text in texts] if conversational else texts
+    return Dataset.from_dict({"prompt": prompts, "number": list(range(rows))})

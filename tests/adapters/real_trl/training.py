@@ -1,0 +1,112 @@
+"""The unmodified GRPOTrainer trains on aborted and resumed responses, and every one of its numbers is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+import tiny
+
+LOSSES = {
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "grpo": {"loss_type": "grpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_aborted_and_resumed_responses_are_trained_exactly(loss: str, tmp_path: Path) -> None:
+    """Partials cross updates; log-probabilities agree; each prompt settled once; rewards see the rows of april."""
+    trainer = runs.trainer(tmp_path, temperature=0.8, **LOSSES[loss])
+    trainer.train()
+
+    assert trainer.state.global_step == runs.ROWS // runs.GROUPS >= 4
+    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    ledger = trainer.rollout_func.ledger
+    assert (ledger["prompts"].delivered, ledger["prompts"].held) == (runs.ROWS, 0)
+    assert ledger["tokens"].balanced
+    assert ledger["tokens"].delivered == ledger["tokens"].observed == trainer.tokens
+    assert sum(trainer.trained.values()) == runs.ROWS * runs.SAMPLES
+    logged = [row for row in trainer.state.log_history if "april/aborted_attempts" in row]
+    aborted = sum(float(row["april/aborted_attempts"]) for row in logged)
+    assert aborted > 0
+    assert trainer.resumed > 0
+    assert trainer.stale_tokens > 0
+    largest = max(trainer.logprob_errors)
+    assert largest <= 1e-3
+    # behind the present weights, the ratio is not 1, which TRL without the subclass would take it for
+    assert max(trainer.stale_differences) > 10 * largest
+    clipped = max(float(row["clip_ratio/region_mean"]) for row in logged)
+    assert loss != "gspo" or clipped > 0
+    print(
+        f"\n{loss}: {aborted:.0f} attempts aborted, {trainer.resumed} resumed responses trained, "
+        f"{trainer.stale_tokens / trainer.tokens:.0%} of {trainer.tokens} tokens from older weights; log-probabilities "
+        f"differ by at most {largest:.1e} (older weights: {max(trainer.stale_differences):.1e}); clipped {clipped:.3f}"
+    )
+
+
+def test_several_optimizer_steps_per_generation_batch_and_several_passes(tmp_path: Path) -> None:
+    """Two passes, num_iterations 2: each row is trained twice per pass, each prompt settled once per pass."""
+    trainer = runs.trainer(
+        tmp_path, per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2,
+        gradient_accumulation_steps=1, num_train_epochs=2,
+    )  # fmt: skip
+    trainer.train()
+
+    assert trainer.state.global_step == 2 * 2 * 2 * runs.ROWS // runs.GROUPS
+    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 2)
+    assert sum(trainer.trained.values()) == 2 * 2 * runs.ROWS * runs.SAMPLES
+    assert max(trainer.logprob_errors) <= 1e-3
+    assert [step for _, step in trainer.weights] == list(range(0, 48, 4))
+
+
+def test_two_generation_batches_per_optimizer_step(tmp_path: Path) -> None:
+    """Between them the weights, and so the version, stay the same."""
+    trainer = runs.trainer(
+        tmp_path, per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=4
+    )
+    trainer.train()
+
+    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    assert [step for _, step in trainer.weights] == [0, 0, 1, 1, 2, 2]
+    assert max(trainer.logprob_errors) <= 1e-3
+
+
+def test_evaluation_answers_the_rows_that_were_asked(tmp_path: Path) -> None:
+    """In their order, with the present weights, and training goes on as if nothing had been."""
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "eval_on_start": True}
+    trainer = runs.trainer(tmp_path, held_out=tiny.dataset(8), **evaluation)
+    trainer.evaluate()
+    trainer.train()
+
+    # the reward function has looked at their columns; the log of the one before the training is gone
+    assert len([row for row in trainer.state.log_history if "eval_reward" in row]) == 1 + 3
+    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    assert max(trainer.logprob_errors) <= 1e-3
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradient_checkpointing_changes_nothing(checkpointing: bool, tmp_path: Path) -> None:
+    """It meddles with the forward pass of the model from which the engine generates in place."""
+    trainer = runs.trainer(tmp_path, gradient_checkpointing=checkpointing, max_steps=3)
+    trainer.train()
+
+    assert max(trainer.logprob_errors) <= 1e-3
+
+
+def test_conversations(tmp_path: Path) -> None:
+    """Prompts as messages go through the trainer's chat template, and rewards get messages."""
+    trainer = runs.trainer(tmp_path, data=tiny.dataset(runs.ROWS, conversational=True), max_steps=2)
+    trainer.train()
+
+    assert sum(trainer.delivered.values()) == 2 * runs.GROUPS
+
+
+def test_bfloat16_autocast(tmp_path: Path) -> None:
+    """TRL's default on a GPU: the engine generates under the same autocast as the trainer's own forward pass."""
+    trainer = runs.trainer(tmp_path, bf16=True, max_steps=4)
+    trainer.train()
+
+    print(f"\nbf16: log-probabilities of the present weights differ by at most {max(trainer.logprob_errors):.1e}")
+    assert max(trainer.logprob_errors) <= 0.1

@@ -1,0 +1,363 @@
+"""The TRL adapter before a stand-in of TRL's trainer: which rows it hands over, when weights change, what it refuses.
+
+The real package is held against it by ``make test-adapters``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_fixtures import ServerThread
+from tiny_models import tiny_model
+from vllm_fixtures import KNOWN
+
+import april
+from april.adapters import trl as adapter
+from april.adapters.trl_checks import require_trl
+from april.adapters.trl_data import ROW, DatasetPasses
+from april.testing.fake_vllm_server import FakeVllmServer
+
+from . import stand_in_trl as trl
+
+Trainer = adapter.april_trainer(trl.GRPOTrainer)
+PARTIALS: dict[str, Any] = {
+    "over_sampling_batch_size": 4,
+    "engine": {"kind": "transformers", "stream_interval": 4},
+}
+
+
+def trainer(count: int = 12, settings: dict[str, Any] | None = None, **args: Any) -> Any:
+    rollouts = adapter.rollout(PARTIALS if settings is None else settings)
+    return Trainer(tiny_model(), rollouts, trl.prompts(count), **args)
+
+
+def delivered(made: Any) -> Counter[int]:
+    return Counter(row["answer"] for rows in made.scored for row in rows[::2])
+
+
+def test_what_is_scored_is_what_was_delivered() -> None:
+    """Rows have the prompt and the columns of their response, each prompt once; old log-probabilities are april's."""
+    made = trainer()
+    made.train(steps=6)
+
+    assert delivered(made) == dict.fromkeys(range(12), 1)
+    assert [row["answer"] for rows in made.scored for row in rows[::2]] != list(range(12))
+    for rows, output in zip(made.scored, made.outputs, strict=True):
+        assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
+        assert rows[0]["prompt"] == rows[1]["prompt"]
+        assert rows[0] is not rows[1]  # TRL writes into its rows
+        assert output["old_per_token_logps"] is output["sampling_per_token_logps"]
+        assert [len(row) for row in output["logprobs"]] == [len(row) for row in output["completion_ids"]]
+    assert made.model.training
+    assert sum(made._metrics["train"]["april/resumed_samples"]) > 0
+    assert made.rollout_func.scheduler is None
+    assert made.rollout_func.ledger["prompts"].delivered == 12
+
+
+def test_each_pass_has_its_own_order_and_follows_the_seed() -> None:
+    """The same seed gives the same passes; without shuffling, the data set's order."""
+    made = trainer()
+    passes = DatasetPasses(made)
+    orders = []
+    for epoch in (0, 1, 0):
+        passes.set_epoch(epoch)
+        orders.append([prompt[ROW] for prompt in passes])
+    made.shuffle_dataset = False
+
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == [prompt[ROW] for prompt in passes] == list(range(12))
+
+
+def test_several_passes_settle_each_prompt_once_per_pass() -> None:
+    """As many passes as the trainer says; wrap begins them again for ever."""
+    made = trainer()
+    made.state.num_train_epochs = 2
+    made.train(steps=12)
+    endless = trainer(count=3, settings=PARTIALS | {"on_data_end": "wrap"})
+    endless.train(steps=4)
+
+    assert delivered(made) == dict.fromkeys(range(12), 2)
+    assert sum(delivered(endless).values()) == 8
+
+
+def test_weights_get_a_new_version_when_the_optimizer_has_stepped() -> None:
+    """Two generation batches between two optimizer steps have one version; the engine sees the weights in place."""
+    made = trainer(settings={})
+    versions: list[int] = []
+
+    def step(output: Any) -> None:
+        versions.append(made.rollout_func.scheduler.version.n)
+        made.state.global_step -= made._step % 2 == 0  # no optimizer step after every other generation batch
+
+    made.optimizer_step = step
+    made.train(steps=3)
+
+    assert versions == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_trainer_resumed_from_its_checkpoint_goes_on_with_the_partials(tmp_path: Path) -> None:
+    """Nothing is lost and nothing is delivered twice; the state is in the checkpoint's own directory."""
+    before = trainer()
+    before.folder = tmp_path
+    before.train(steps=3)
+    after = trainer()
+    after.train(steps=6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    assert delivered(before) + delivered(after) == dict.fromkeys(range(12), 1)
+    assert sum(after._metrics["train"]["april/resumed_samples"]) > 0
+    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [adapter.STATE_FILE]
+
+
+def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """Its tensors come back, and its rows are not delivered again."""
+    before = trainer(steps_per_generation=2)
+    before.folder = tmp_path
+    parts = [{"completion_ids": torch.arange(6).view(2, 3) + i, "advantages": torch.ones(2)} for i in range(2)]
+
+    def step(output: Any) -> None:
+        before._buffered_inputs = parts
+
+    before.optimizer_step = step
+    before.train(steps=1)
+    after = trainer(steps_per_generation=2)
+    after._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
+
+    assert after._step == 1
+    for restored, part in zip(after._buffered_inputs, parts, strict=True):
+        assert all(torch.equal(restored[key], part[key]) for key in part)
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """One without april's state, one of other prompts, one whose prompts have changed."""
+    before = trainer()
+    before.folder = tmp_path
+    before.train(steps=1)
+    checkpoint = str(tmp_path / "checkpoint-1")
+
+    with pytest.raises(april.CheckpointError, match="saved with prompts .*'rows': 12.*, now they are .*'rows': 11"):
+        trainer(count=11).train(2, checkpoint)
+    with pytest.raises(april.CheckpointError, match="'seed': 42.*, now they are .*'seed': 43"):
+        trainer(seed=43).train(2, checkpoint)
+    changed = trainer()
+    changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))
+    with pytest.raises(april.CheckpointError, match="is another prompt now"):
+        changed.train(6, checkpoint)
+    (tmp_path / "checkpoint-1" / adapter.STATE_FILE).unlink()
+    with pytest.raises(april.CheckpointError, match="was not saved by AprilGRPOTrainer"):
+        trainer().train(2, checkpoint)
+
+
+def test_an_evaluation_answers_what_was_asked_and_leaves_training_alone() -> None:
+    """The rows asked, in their order, under the present weights, before and between steps."""
+    made = trainer()
+    rows = [dict(row) for row in trl.prompts(4)]
+    outputs = [made.evaluate(rows)]
+    made.optimizer_step = lambda output: outputs.append(made.evaluate(rows))
+    made.train(steps=6)
+
+    for output in outputs:
+        assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
+        assert "old_per_token_logps" not in output
+    trained = [scored for scored in made.scored if scored is not rows]
+    assert Counter(row["answer"] for scored in trained for row in scored[::2]) == dict.fromkeys(range(12), 1)
+
+
+def test_servers_get_each_new_weights_through_a_directory(tmp_path: Path) -> None:
+    """Saved before the first rollout and after each step, of which only the last is left; other files stay."""
+    server = FakeVllmServer(max_running=4, turns=5)
+    (tmp_path / "step_of_mine").mkdir()
+    with ServerThread(server):
+        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path)
+        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
+        made.train(steps=4)
+
+        assert not server.violations
+        assert server.weights == "step_3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_of_mine"]
+    assert sum(delivered(made).values()) == 8
+    assert set(delivered(made).values()) == {1}
+
+
+def test_too_old_tokens_are_masked() -> None:
+    """april's loss mask goes to TRL as env_mask, which is left out where everything carries loss."""
+    settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 6}
+    made = trainer(settings=settings)
+    made.train(steps=6)
+
+    masks = [output.get("env_mask") for output in made.outputs]
+    assert masks[0] is None
+    masked = [mask for mask in masks if mask is not None]
+    assert masked
+    assert any(0 in row for mask in masked for row in mask)
+    with_mask = made.outputs[masks.index(masked[0])]
+    assert [len(row) for row in masked[0]] == [len(row) for row in with_mask["completion_ids"]]
+
+
+def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
+    """Groups whose rewards do not differ are replaced; plain and async functions see the columns of their own row."""
+    asked: list[list[int]] = []
+
+    def even(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float | None]:
+        assert prompts == [trl.prompts(12)[n]["prompt"] for n in answer]
+        assert [len(text.split()) for text in completions] == [len(ids) for ids in completion_ids]
+        others["log_metric"]("asked", 1.0)
+        others["log_extra"]("answer", answer)
+        asked.append(answer)
+        return [None if n % 2 else float(i) for i, n in enumerate(answer)]
+
+    async def never(completion_ids: Any, **others: Any) -> list[float]:
+        return [1.0] * len(completion_ids)
+
+    def make(on_data_end: str, functions: list[Any]) -> Any:
+        rollouts = adapter.rollout(PARTIALS, on_data_end=on_data_end, filter=april.rewards_differ)
+        return Trainer(tiny_model(), rollouts, trl.prompts(12), reward_funcs=functions)
+
+    made = make("wrap", [even, never])
+    rows = [dict(row) for row in trl.prompts(4)]
+    made.optimizer_step = lambda output: made.evaluate(rows)
+    made.train(steps=4)
+    made.scored = [scored for scored in made.scored if scored is not rows]
+
+    assert all(row["answer"] % 2 == 0 for rows in made.scored for row in rows)
+    assert any(answer[0] % 2 for answer in asked)
+    assert made.rollout_func.ledger["prompts"].dropped
+    with pytest.raises(april.ConfigError, match=r"filter: .* set on_data_end: wrap"):
+        make("short", [even])
+    with pytest.raises(april.ConfigError, match="filter: rewards by a model"):
+        make("wrap", [torch.nn.Linear(1, 1)])
+
+
+# -------------------------------------------------------------------- refusals
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"partial_rollout": False}, {}, "set partial_rollout: true"),
+    ({"n_samples_per_prompt": 4}, {}, "n_samples_per_prompt=4 of april contradicts num_generations=2 of GRPOConfig"),
+    ({"rollout_batch_size": 3}, {}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
+    ({"max_response_len": 9}, {}, "max_response_len=9 of april contradicts max_completion_length=40"),
+    ({"sampling": {"temperature": 0.5}}, {}, "sampling.temperature=0.5 of april contradicts temperature=1.0"),
+    ({"sampling": {"top_p": 0.9}}, {}, "sampling.top_p=0.9 is not part of the log-probabilities"),
+    ({"sampling": {"top_p": 0.9}, "allow_mismatch": True}, {}, "allow_mismatch: true: TRL recomputes"),
+    ({"oversampling_batch_size": 8}, {}, "do you mean over_sampling_batch_size"),
+    ({"epochs": 2}, {}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
+    ({"on_data_end": "wait"}, {}, "on_data_end to short or wrap"),
+    ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, {}, "give rollout\\(weights_dir=...\\)"),
+    ({}, {"top_p": 0.9}, "GRPOConfig.top_p=0.9 is not part of the log-probabilities"),
+    ({}, {"top_k": 5}, "GRPOConfig.top_k=5"),
+    ({}, {"min_p": 0.1}, "GRPOConfig.min_p=0.1"),
+    ({}, {"repetition_penalty": 1.1}, "GRPOConfig.repetition_penalty=1.1"),
+    ({}, {"generation_kwargs": {"typical_p": 0.2}}, "generation_kwargs=\\['typical_p'\\]"),
+    ({}, {"use_vllm": True}, "use_vllm=True: april generates"),
+    ({}, {"processes": 2}, "2 processes would each draw the same prompts"),
+]
+
+
+@pytest.mark.parametrize(("settings", "args", "sentence"), REFUSED)
+def test_wrong_use_is_refused_when_the_trainer_is_made(
+    settings: dict[str, Any], args: dict[str, Any], sentence: str
+) -> None:
+    """One sentence each, before a model generates anything."""
+    with pytest.raises(april.ConfigError, match=sentence):
+        trainer(settings=PARTIALS | settings, **args)
+
+
+def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
+    """Streams, images, tools, PEFT models, and a directory for weights that nobody reads."""
+
+    class Tools(trl.GRPOTrainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.tools = [print]
+
+    model = tiny_model()
+    with pytest.raises(april.ConfigError, match="list_iterator, which cannot be read row by row"):
+        Trainer(model, adapter.rollout(), iter([]))
+    with pytest.raises(april.ConfigError, match="images: april resumes by token ids alone"):
+        Trainer(model, adapter.rollout(), trl.Rows([{"prompt": "1", "image": 0}]))
+    with pytest.raises(april.ConfigError, match="tools and environments generate inside"):
+        adapter.april_trainer(Tools)(model, adapter.rollout(), trl.prompts(4))
+    with pytest.raises(april.ConfigError, match="weights_dir is for servers"):
+        Trainer(model, adapter.rollout(weights_dir="somewhere"), trl.prompts(4))
+
+    class Sharded(trl.GRPOTrainer):
+        is_fsdp_enabled = True
+
+    with pytest.raises(april.ConfigError, match="fsdp moves parameters about"):
+        adapter.april_trainer(Sharded)(model, adapter.rollout(), trl.prompts(4))
+    model.peft_config = {}
+    with pytest.raises(april.ConfigError, match="not held against PEFT models"):
+        Trainer(model, adapter.rollout(), trl.prompts(4))
+
+
+def test_the_two_halves_need_each_other() -> None:
+    """A plain GRPOTrainer would train stale tokens uncorrected; the subclass needs april's rollouts."""
+    plain = trl.GRPOTrainer(tiny_model(), adapter.rollout(), trl.prompts(4))
+    with pytest.raises(april.ConfigError, match="this rollout_func needs AprilGRPOTrainer"):
+        plain.train(steps=1)
+    with pytest.raises(april.ConfigError, match="AprilGRPOTrainer needs rollout_func="):
+        Trainer(tiny_model(), print, trl.prompts(4))
+    with pytest.raises(april.ConfigError, match="belongs to no trainer yet"):
+        _ = adapter.rollout().config
+
+
+def test_a_trainer_of_another_version_is_refused() -> None:
+    """By the methods that the adapter builds on, and what they take."""
+
+    class Renamed(trl.GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any], images: Any = None) -> Any:  # type: ignore[override]
+            raise NotImplementedError
+
+    with pytest.raises(april.ConfigError, match=r"_tokenize_prompts\(prompts\) is not there in trl .*1\.16\.0"):
+        adapter.april_trainer(Renamed)
+
+
+def test_other_calls_and_ends_of_the_data_are_refused() -> None:
+    """Rollouts that TRL asks for in a way nobody foresaw, and prompts that are not enough."""
+    made = trainer()
+    with pytest.raises(april.RolloutError, match="outside of its generation step"):
+        made.rollout_func(["10 11"] * 4, made)
+    with pytest.raises(april.RolloutError, match="asked for 3 rows at once and not for a generation batch of 4"):
+        made.rollout_func.next_rows(made, 3)
+    few = trainer(count=3)
+    with pytest.raises(april.RolloutError, match="a batch of 2 rows where TRL needs 4"):
+        few.train(steps=2)
+
+
+def test_settings_come_from_a_config_a_mapping_a_file_or_keywords(tmp_path: Path) -> None:
+    """What GRPOConfig says already may be left out; keywords go above a file, and not beside a Config."""
+    whole = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, seed=42)
+    (tmp_path / "april.yaml").write_text("over_sampling_batch_size: 3\nmax_staleness: 2\n", "utf-8")
+    model = tiny_model()
+
+    def config(*given: Any, **settings: Any) -> april.Config:
+        made: Any = Trainer(model, adapter.rollout(*given, **settings), trl.prompts(4)).rollout_func.config
+        return made
+
+    assert config() == config(whole) == config({"max_response_len": 40})
+    assert config().sampling.stop_token_ids == (trl.EOS,)
+    from_file = config(tmp_path / "april.yaml", over_sampling_batch_size=4)
+    assert (from_file.over_sampling_batch_size, from_file.max_staleness) == (4, 2)
+    with pytest.raises(april.ConfigError, match=r"rollout: \['seed'\] beside an april.Config"):
+        adapter.rollout(whole, seed=1)
+    with pytest.raises(april.ConfigError, match="expected a mapping of settings, got list"):
+        adapter.rollout([1])  # type: ignore[arg-type]
+
+
+def test_without_trl_the_import_works_and_the_trainer_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing the adapter loads neither trl nor torch; asking for the trainer names the package."""
+    check = "import sys, april.adapters.trl; assert not {'trl', 'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+    monkeypatch.setitem(sys.modules, "trl", None)
+
+    with pytest.raises(april.ConfigError, match=r"pip install trl==1\.16\.0"):
+        _ = adapter.AprilGRPOTrainer
+    with pytest.raises(april.ConfigError, match=r"needs trl.*its import failed"):
+        require_trl()
+    with pytest.raises(AttributeError, match="no attribute 'AprilPPOTrainer'"):
+        _ = adapter.AprilPPOTrainer
