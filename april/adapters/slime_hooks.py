@@ -31,9 +31,9 @@ class SlimeHooks:
         self._finished = finished
         self.held: Held = {}
         self.dropped: Counter[str] = Counter()
-        """Groups that the filter rejected in this rollout, by its reason."""
+        """Groups that the filter has rejected since the last batch, by its reason."""
         self.judged: list[list[Any]] = []
-        """Groups that were complete in this rollout, rejected ones included; kept where slime has a use for them."""
+        """Groups that were scored since the last batch, rejected ones included; kept where slime has a use for them."""
         self._remaining = 0
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self._filter = framework.load_function(path) if path else None
@@ -46,9 +46,13 @@ class SlimeHooks:
 
     def begin(self) -> None:
         """A rollout begins."""
-        self.dropped.clear()
-        self.judged = []
         self._remaining = self._args.over_sampling_batch_size or self._args.rollout_batch_size
+
+    def take(self) -> tuple[Counter[str], list[list[Any]]]:
+        """What the filter has rejected and what was scored since this was last asked; scoring goes on meanwhile."""
+        dropped, self.dropped = self.dropped, Counter()
+        judged, self.judged = self.judged, []
+        return dropped, sorted(judged, key=lambda group: group[0].index)
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
         """Reward of one response, by slime's own ``async_rm``."""

@@ -90,14 +90,14 @@ class Session:
         while len(self._batches) > NAMED_BATCHES:
             del self._batches[min(self._batches)]
         groups = self._groups_of(batch)
+        dropped, judged = self._hooks.take()
         args, load = self._args, self._framework.load_function
         if getattr(args, "rollout_sample_filter_path", None):
             load(args.rollout_sample_filter_path)(args, groups)
         if getattr(args, "rollout_all_samples_process_path", None):
-            judged = sorted(self._hooks.judged, key=lambda group: group[0].index)
             load(args.rollout_all_samples_process_path)(args, judged, self._data_source)
         metrics: dict[str, Any] = {f"rollout/april/{name}": value for name, value in batch.metrics.items()}
-        metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in self._hooks.dropped.items()}
+        metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in dropped.items()}
         return self._framework.get("rollout.base_types.RolloutFnTrainOutput")(samples=groups, metrics=metrics)
 
     def _groups_of(self, batch: Batch) -> list[list[Any]]:
