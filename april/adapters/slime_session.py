@@ -108,7 +108,9 @@ class Session:
             group = []
             for _ in range(size):
                 delivered = next(done)
-                sample = self._leased[delivered.id] = self._hooks.held.pop(delivered.id)
+                # never in neither of the two: a checkpoint may be written at this moment
+                sample = self._leased[delivered.id] = self._hooks.held[delivered.id]
+                del self._hooks.held[delivered.id]
                 if self._finished is not None:
                     self._finished.pop(delivered.id, None)
                 group.append(finish(sample, delivered, batch.version, self._names, mask_offpolicy=mask))
@@ -230,7 +232,8 @@ class Session:
         else:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
         groups = carry.groups_in(state)
-        kept = {"held": self._leased | self._hooks.held, "finished": self._finished or {}}
+        held = self._hooks.held.copy()
+        kept = {"held": held | self._leased, "finished": (self._finished or {}).copy()}
         return {
             "state": carry.without_objects(state),
             "names": [[*version, *name] for version, name in self._names.items()],
