@@ -16,6 +16,9 @@ from april.errors import ConfigError, EngineError
 from april.testing.fake_sglang_router import FakeSglangRouter
 from april.testing.fake_sglang_server import FakeSglangServer
 
+USER = "adapters.slime_functions_of_a_user"
+EOS = 2
+
 
 @pytest.fixture(autouse=True)
 def framework() -> Iterator[None]:
@@ -90,6 +93,23 @@ def test_no_update_is_no_version() -> None:
                 fleet.update(str(rollout_id // 2 + 1))
             said.append(versions(fleet(rollout_id)))
         assert said == [{"0.0"}, {"0.0"}, {"0.1"}, {"0.1"}, {"0.2"}, {"0.2"}]
+
+
+def test_a_function_that_talks_to_the_servers_itself() -> None:
+    """Its requests are ended all at once, its samples go on where they stood; the trainer's labels stay."""
+    with Fleet(custom_generate_function_path=f"{USER}.over_http") as fleet:
+        continued = 0
+        for rollout_id in range(8):
+            fleet.update(str(rollout_id + 1))
+            for s in fleet(rollout_id):
+                spans = s.metadata["april"]["spans"]
+                continued += len(spans) > 1
+                assert spans[-1][1] == s.response_length == len(s.rollout_log_probs) == s.reward
+                assert s.tokens.index(EOS, 2) == len(s.tokens) - 1
+                assert s.weight_versions == [str(int(v[2:]) + 1) for _, _, v in spans]
+            assert {server.label for server in fleet.engines} == {str(rollout_id + 1)}
+        assert continued
+        assert any(body.get("abort_all") for server in fleet.engines for body in server.aborts)
 
 
 def test_servers_that_nobody_labels_have_new_weights_every_time() -> None:
