@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,8 @@ running: dict[int, asyncio.Event] = {}
 """By index of the sample: set it to cut the call of :func:`generate`."""
 seen: list[Any] = []
 numbers = count()
+at_reward: list[Callable[[], Any]] = []
+"""Done once per reward."""
 
 
 async def group_reward(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[float]:
@@ -32,6 +35,13 @@ async def group_length(args: Namespace, samples: list[Sample], **kwargs: Any) ->
 async def two_rewards(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """Several numbers; --reward-key names one."""
     return {"length": float(sample.response_length), "other": 0.0}
+
+
+async def busy_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """Does what ``at_reward`` says in another thread, as something beside the rollout would."""
+    for what in at_reward:
+        await asyncio.to_thread(what)
+    return float(sample.response_length)
 
 
 async def failing_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 
+from adapters import slime_functions_of_a_user as user
 from adapters.slime_stand_in import DataSource, Sample, Tokenizer, installed, namespace
 from adapters.test_slime_rollouts import simulated
 from april.adapters import slime_carry
@@ -113,6 +115,43 @@ def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path) -> None:
     check(again)
     assert [g[0].group_index for g in again] == [g[0].group_index for g in lost]
     assert [s.tokens for g in again for s in g] == [s.tokens for g in lost for s in g]
+
+
+def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
+    """miles saves beside the next rollout: each of the files written meanwhile is whole, and restores everything."""
+    process = Process(tmp_path, custom_rm_path=f"{USER}.busy_reward")
+    trained = {g[0].group_index for r in (0, 1) for g in process(r)}
+    files: list[tuple[bytes, bytes]] = []
+    one_by_one = threading.Lock()
+
+    def save() -> None:
+        with one_by_one:
+            process.data.save(1)
+            written = sorted((tmp_path / "rollout").iterdir())
+            files.append((written[0].read_bytes(), written[1].read_bytes()))
+
+    user.at_reward.append(save)
+    try:
+        process(2)
+    finally:
+        user.at_reward.clear()
+    process.end()
+    names = sorted((tmp_path / "rollout").iterdir())
+    for carry, state in files[:: max(1, len(files) // 4)]:
+        names[0].write_bytes(carry)
+        names[1].write_bytes(state)
+        process = Process(tmp_path, 2)
+        again: Counter[int] = Counter()
+        for rollout_id in (2, 3, 4, 5):
+            groups = process(rollout_id)
+            check(groups)
+            again.update(g[0].group_index for g in groups)
+        books = process.session.scheduler.ledger()["prompts"]
+        process.end()
+        assert set(again.values()) == {1}
+        assert not trained & set(again)
+        assert books.observed == process.data.groups == len(trained) + len(again) + books.held
+    assert files
 
 
 def test_versions_go_on_over_a_restart(tmp_path: Path) -> None:
