@@ -195,6 +195,15 @@ class _Loop:
         self._thread.start()
 
     def close(self) -> None:
+        """Calls that were given up a moment ago end first."""
+
+        async def end() -> None:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

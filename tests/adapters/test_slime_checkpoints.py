@@ -154,6 +154,22 @@ def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
     assert files
 
 
+def test_a_group_that_nobody_has_asked_for_is_kept(tmp_path: Path) -> None:
+    """What the data source has given and april has not drawn yet is in the file: slime's own position is behind it."""
+    process = Process(tmp_path)
+    process(0)
+    (ahead,) = process.data.get_samples(1)
+    process.session._groups.ahead.append(ahead)
+    process.data.save(0)
+    process.end()
+    process = Process(tmp_path, 1)
+    delivered = {g[0].group_index for rollout_id in range(1, 8) for g in process(rollout_id)}
+    books = process.session.scheduler.ledger()["prompts"]
+    process.end()
+    assert ahead[0].group_index in delivered
+    assert books.observed == process.data.groups
+
+
 def test_versions_go_on_over_a_restart(tmp_path: Path) -> None:
     """Tokens from before keep their stamp and their distance; names of versions are kept as well."""
     process = Process(tmp_path)

@@ -34,9 +34,9 @@ def framework() -> Iterator[None]:
 
 
 def simulated(name: str, slots: int = 64, **options: Any) -> SimulatedEngine:
-    """0.2 ms a token, so that rollouts end in the middle of responses."""
+    """0.5 ms a token, so that rollouts end in the middle of responses."""
     lengths = by_sample_key(LENGTHS)
-    return SimulatedEngine(name, DecodeCost(2e-4, 0.0, 0.0), lengths, max_running=slots, vocab_size=VOCAB, **options)
+    return SimulatedEngine(name, DecodeCost(5e-4, 0.0, 0.0), lengths, max_running=slots, vocab_size=VOCAB, **options)
 
 
 class Run:
