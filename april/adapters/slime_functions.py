@@ -7,6 +7,7 @@ The sample that the function returned is the truth; what april keeps of its toke
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -45,6 +46,8 @@ class FunctionEngine:
     def __init__(
         self, args: Any, framework: Framework, function: Any, groups: Groups, samples: Held, urls: Sequence[str]
     ) -> None:
+        if callable(function) and "evaluation" in inspect.signature(function).parameters:
+            function = functools.partial(function, evaluation=False)
         check_function("--custom-generate-function-path", function, ("args", "sample", "sampling_params"))
         self._args, self._framework, self._function = args, framework, function
         self._groups, self._samples = groups, samples
@@ -110,8 +113,7 @@ class FunctionEngine:
         for name in ("session_id", "routing_key"):
             if getattr(sample, name, "") is None:
                 setattr(sample, name, str(uuid.uuid4()))
-        evaluates = "evaluation" in inspect.signature(self._function).parameters
-        sample = await self._function(args, sample, params, **({"evaluation": False} if evaluates else {}))
+        sample = await self._function(args, sample, params)
         if isinstance(sample, list):
             raise RequestRefused(
                 "the custom generate function returned several samples for one, which april cannot count; use slime's "

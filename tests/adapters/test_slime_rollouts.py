@@ -259,7 +259,8 @@ def test_the_class_that_miles_constructs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_tokens_without_correction_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """Over-sampling without --use-tis or --use-rollout-logprobs works, and says what it means."""
-    with caplog.at_level(logging.WARNING, "april"), Run(use_tis=False) as run:
+    with caplog.at_level(logging.WARNING, "april"), Run(use_tis=False, buffer_filter_path="some.filter") as run:
         run(0)
     assert "without correction" in caplog.text
     assert "--use-tis" in caplog.text
+    assert "--buffer-filter-path has nothing to choose from" in caplog.text
