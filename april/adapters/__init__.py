@@ -1,1 +1,1 @@
-"""Who asks: one leaf per trainer; each imports its trainer lazily, none imports another."""
+"""Adapters: one leaf per trainer, which imports its trainer lazily; none imports another."""

@@ -1,0 +1,105 @@
+"""What april uses of slime, or of its fork miles: found when it is needed, looked at before anything starts.
+
+slime is used from a source tree and has no version to pin, so its functions are checked to take what april gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from april.driver.user_code import check_function
+from april.errors import ConfigError
+
+NAMES = ("slime", "miles")
+TRIED = "slime 624b824 and miles 31f1ca9"
+
+NEEDED = {
+    "utils.misc.load_function": ("path",),
+    "utils.async_utils.get_async_loop": (),
+    "utils.processing_utils.load_tokenizer": ("name_or_path",),
+    "rollout.base_types.RolloutFnTrainOutput": ("samples", "metrics"),
+    "rollout.filter_hub.base_types.call_dynamic_filter": ("fn", "args", "group"),
+    "rollout.rm_hub.async_rm": ("args", "sample"),
+    "rollout.rm_hub.batched_async_rm": ("args", "samples"),
+}
+"""Where it is, below the framework's name, and what april gives it."""
+SAMPLE_FIELDS = (
+    "index", "prompt", "tokens", "response", "response_length", "reward", "loss_mask", "weight_versions",
+    "rollout_log_probs", "status", "metadata", "to_dict", "from_dict", "Status",
+)  # fmt: skip
+
+
+class Framework:
+    """slime or miles, by name; modules are imported when something of them is used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, path: str) -> Any:
+        """``path`` below the framework's name; raises ConfigError where it has moved."""
+        module, _, attribute = f"{self.name}.{path}".rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.name} has no {path}, which april needs ({type(error).__name__}: {error}); the adapter was "
+                f"tried with {TRIED}"
+            ) from error
+
+    def check(self) -> None:
+        """Raise ConfigError unless everything is there and takes what april gives it."""
+        for path, parameters in NEEDED.items():
+            try:
+                check_function(f"{self.name}.{path}", self.get(path), parameters)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; the adapter was tried with {TRIED}") from None
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise ConfigError unless a sample of the data source has the fields that april reads and writes."""
+        missing = [name for name in SAMPLE_FIELDS if not hasattr(sample, name)]
+        if missing:
+            raise ConfigError(
+                f"a sample of the data source ({type(sample).__name__}) has no {', '.join(missing)}; the adapter was "
+                f"tried with {TRIED}"
+            )
+
+    def load_function(self, path: str) -> Any:
+        """What a flag of the trainer names, by the trainer's own loader."""
+        try:
+            return self.get("utils.misc.load_function")(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{self.name} cannot load {path}: {type(error).__name__}: {error}") from error
+
+    async def on_its_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await ``work`` on the trainer's own background loop, where its HTTP sessions live."""
+        loop = self.get("utils.async_utils.get_async_loop")().loop
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+def framework_of(data_source: Any) -> Framework:
+    """The framework that a data source belongs to, else the one that is loaded, else the one that is installed.
+
+    Raises:
+        ConfigError: there is neither slime nor miles.
+    """
+    homes = {base.__module__.partition(".")[0] for base in type(data_source).__mro__}
+    loaded = [name for name in NAMES if f"{name}.rollout.base_types" in sys.modules]
+    for name in NAMES:
+        if name in homes or (loaded and name == loaded[0] and not homes & set(NAMES)):
+            return Framework(name)
+    for name in NAMES:
+        # a folder of that name in the current directory would be found too, and has no file
+        spec = importlib.util.find_spec(name)
+        if spec is not None and (spec.origin or importlib.util.find_spec(f"{name}.rollout") is not None):
+            return Framework(name)
+    raise ConfigError(
+        "april.adapters.slime is called by slime or miles (--rollout-function-path "
+        "april.adapters.slime.generate_rollout), and neither is on PYTHONPATH; in a loop of your own use "
+        "april.RolloutScheduler"
+    )
+

@@ -1,0 +1,174 @@
+"""slime's samples on both sides: groups of its data source become prompts, delivered responses become samples.
+
+Invariant: a group that the data source has given is in april's books, or in ``ahead``; there is no third place.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from april.core.batch import DeliveredSample
+from april.core.tape import Int32, Segment, SegmentKind
+from april.core.types import FinishReason, Prompt, SampleId
+from april.core.versions import PolicyVersion
+from april.errors import ConfigError, RolloutError
+
+log = logging.getLogger("april")
+
+Names = Mapping[PolicyVersion, tuple[str, int]]
+"""What slime calls the weights of a version, and the rollout that began under it."""
+
+
+class Groups:
+    """Iterates over the data source for april, one group of n samples at a time, without end.
+
+    Args:
+        data_source: with ``get_samples(k)``, as slime's.
+        n: samples per group.
+        encode: text to token ids.
+        check: raises for a sample that april cannot use.
+        any_prompt: who generates reads the prompt itself; its token ids here are for the books.
+    """
+
+    def __init__(
+        self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
+        any_prompt: bool = False,
+    ) -> None:  # fmt: skip
+        self._data_source = data_source
+        self._n = n
+        self._encode = encode
+        self._check = check
+        self._any_prompt = any_prompt
+        self._skip = 0
+        self._type: Any = None
+        self._told = False
+        self.drawn = 0
+        """Groups that were handed out, those before a restart included."""
+        self.ahead: list[Any] = []
+        """Groups that the data source has given and nobody has asked for."""
+
+    def __iter__(self) -> Groups:
+        return self
+
+    def __next__(self) -> Any:
+        if self._skip:
+            self._skip -= 1
+            return None  # drawn before the restart; april passes over it
+        group = self.ahead[0] if self.ahead else self._draw()
+        prompt = {"token_ids": self._prompt_ids(group), "group": group}
+        if self.ahead:
+            self.ahead.pop(0)
+        self.drawn += 1
+        return prompt
+
+    def go_on(self, drawn: int, ahead: list[Any]) -> None:
+        """As before a restart."""
+        self.drawn = self._skip = drawn
+        self.ahead = ahead
+
+    def sample(self, entry: Any) -> Any:
+        """A sample to write into: a copy of one that was drawn, or one made of what was saved."""
+        if not isinstance(entry, Mapping):
+            return copy.deepcopy(entry)
+        if self._type is None:  # nothing was drawn since the restart
+            self.ahead.append(self._draw())
+        return self._type.from_dict(copy.deepcopy(dict(entry)))
+
+    def _draw(self) -> list[Any]:
+        groups = self._data_source.get_samples(1)
+        if not groups:
+            raise StopIteration
+        (group,) = groups
+        if len(group) != self._n:
+            raise RolloutError(
+                f"the data source gave a group of {len(group)} samples, and --n-samples-per-prompt is {self._n}"
+            )
+        if self._type is None:
+            self._check(group[0])
+            self._type = type(group[0])
+        if group[0].response_length and not self._told:
+            self._told = True
+            log.warning("samples of the data source come with a response; april does not know how it came about and "
+                        "generates it anew")  # fmt: skip
+        return list(group)
+
+    def _prompt_ids(self, group: Sequence[Any]) -> Sequence[int]:
+        sample = self.sample(group[0])
+        ids = sample.tokens[: len(sample.tokens) - sample.response_length]
+        if ids:
+            return list(ids)
+        if self._any_prompt:
+            return self._encode(str(sample.prompt)) or [0]
+        if any(v is not None for v in (getattr(sample, "multimodal_inputs", None) or {}).values()):
+            raise ConfigError(
+                f"sample {sample.index} has images or other inputs, which april does not send; let slime itself talk "
+                "to the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
+            )
+        if not isinstance(sample.prompt, str):
+            raise ConfigError(f"the prompt of sample {sample.index} is no text; add --apply-chat-template")
+        return self._encode(sample.prompt)
+
+
+def fill(sample: Any, prompt: Prompt, tokens: Int32, logprobs: Any, mask: Any, finish: FinishReason, text: str) -> Any:
+    """Write a finished response into a fresh sample; the reward is still to come."""
+    sample.tokens = prompt.token_ids.tolist() + tokens.tolist()
+    sample.response = text
+    sample.response_length = len(tokens)
+    sample.rollout_log_probs = logprobs.tolist()
+    sample.loss_mask = mask.tolist()
+    sample.reward = None
+    sample.status = sample.Status.COMPLETED if finish is FinishReason.STOP else sample.Status.TRUNCATED
+    return sample
+
+
+def finish(
+    sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, *, mask_offpolicy: bool
+) -> Any:
+    """Provenance and loss mask of a sample that is delivered now, under ``version``.
+
+    ``mask_offpolicy``: of a response that was continued, the tokens of older weights than its last ones carry no
+    loss. A response that one version wrote keeps its mask, however old that version is.
+    """
+    mask = delivered.loss_mask.astype(bool)
+    spans = spans_of(delivered.segments)
+    generated = [v for _, _, v in spans if v is not None]
+    if mask_offpolicy and generated:
+        for start, end, v in spans:
+            if v is not None and v < max(generated):
+                mask[start:end] = False
+    was = sample.loss_mask
+    if was is None:
+        was = [1] * sample.response_length
+    if len(was) == len(mask):  # a hook may have rewritten the response
+        sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
+    sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
+    oldest = min(generated, default=version)
+    metadata = {**(sample.metadata or {}), "april": {
+        "spans": [[start, end, None if v is None else str(v)] for start, end, v in spans],
+        "version": str(version), "staleness": delivered.staleness, "resumes": delivered.resumes,
+    }}  # fmt: skip
+    if oldest != version and oldest in names:
+        metadata.setdefault("start_rollout_id", names[oldest][1])
+    sample.metadata = metadata
+    return sample
+
+
+def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
+    """[start, end) of the response and the version that wrote it (None: the environment), attempts joined."""
+    spans: list[tuple[int, int, PolicyVersion | None]] = []
+    for s in segments:
+        version = s.version if s.kind is SegmentKind.GENERATED else None
+        if spans and spans[-1][2] == version:
+            spans[-1] = (spans[-1][0], s.start + s.count, version)
+        else:
+            spans.append((s.start, s.start + s.count, version))
+    return spans
+
+
+Held = dict[SampleId, Any]
+"""Scored samples that are not delivered yet."""

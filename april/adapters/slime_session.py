@@ -1,0 +1,269 @@
+"""One training run of slime: a scheduler over its data source, a batch per rollout, the carry at every checkpoint.
+
+Invariant: between two calls of :meth:`Session.rollout` no request of april's is at any server, so slime may offload its
+engines and change their weights as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from april.adapters import slime_carry as carry
+from april.adapters.slime_arguments import config_of, router_url, warn_of
+from april.adapters.slime_framework import Framework
+from april.adapters.slime_functions import FunctionEngine
+from april.adapters.slime_hooks import SlimeHooks
+from april.adapters.slime_samples import Groups, Held, finish
+from april.adapters.slime_servers import UNLABELLED, servers_behind
+from april.core.batch import Batch
+from april.core.versions import PolicyVersion
+from april.driver.llm import single_turn
+from april.engines.protocol import Engine
+from april.errors import CheckpointError
+from april.scheduler import RolloutScheduler
+
+log = logging.getLogger("april")
+
+STEADY_S = 0.05
+STEADY_TRIES = 200
+"""A prompt that is being drawn while slime saves is waited for."""
+NAMED_BATCHES = 16
+NAMED_VERSIONS = 1000
+"""Rollouts and versions that are remembered by name."""
+
+
+class Session:
+    """What lives as long as slime's data source.
+
+    Args:
+        args: slime's namespace; that of the first call counts.
+        engines: engine objects instead of slime's SGLang servers.
+        tokenizer: instead of that of ``--hf-checkpoint``.
+        check: cross-check april's books after every event.
+    """
+
+    def __init__(
+        self, args: Any, data_source: Any, framework: Framework, rollout_id: int, *,
+        engines: Sequence[Engine] | None = None, tokenizer: Any = None, check: bool = False,
+    ) -> None:  # fmt: skip
+        framework.check()
+        self._args, self._data_source, self._framework = args, data_source, framework
+        self._own_engines = engines
+        path = getattr(args, "custom_generate_function_path", None)
+        self._function = framework.load_function(path) if path else None
+        if tokenizer is None:
+            load = framework.get("utils.processing_utils.load_tokenizer")
+            tokenizer = load(args.hf_checkpoint, trust_remote_code=True)
+        self._tokenizer = tokenizer
+        self._check = check
+        self._batches: dict[int, int] = {}
+        """Batch of each rollout that may still be named by a checkpoint."""
+        self._names: dict[PolicyVersion, tuple[str, int]] = {}
+        self._leased: Held = {}
+        """Delivered, and not known to be trained on."""
+        self._labels: tuple[str | None, ...] = ()
+        self._weights: int | None = None
+        self._last_id = rollout_id
+        self._urls, labels = self._look()
+        self._labelled = any(label not in UNLABELLED for label in labels)
+        """The trainer labels weights when it updates them; if not, every rollout has new ones."""
+        self._open(self._saved(rollout_id))
+        self._name(labels, labels, rollout_id)
+        if hasattr(data_source, "save"):
+            self._hook_save()
+
+    # ---------------------------------------------------------------- one rollout
+
+    def rollout(self, rollout_id: int, weight_version: int | None = None) -> Any:
+        """N groups of n samples, as slime's own function returns them.
+
+        ``weight_version``: of the servers, where the trainer says it.
+        """
+        self._follow_weights(rollout_id, weight_version)
+        self._hooks.begin()
+        batch = self.scheduler.next_batch()
+        self._batches[rollout_id] = batch.id
+        while len(self._batches) > NAMED_BATCHES:
+            del self._batches[min(self._batches)]
+        groups = self._groups_of(batch)
+        dropped, judged = self._hooks.take()
+        args, load = self._args, self._framework.load_function
+        if getattr(args, "rollout_sample_filter_path", None):
+            load(args.rollout_sample_filter_path)(args, groups)
+        if getattr(args, "rollout_all_samples_process_path", None):
+            load(args.rollout_all_samples_process_path)(args, judged, self._data_source)
+        metrics: dict[str, Any] = {f"rollout/april/{name}": value for name, value in batch.metrics.items()}
+        metrics |= {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in dropped.items()}
+        return self._framework.get("rollout.base_types.RolloutFnTrainOutput")(samples=groups, metrics=metrics)
+
+    def _groups_of(self, batch: Batch) -> list[list[Any]]:
+        done = iter(batch.samples)
+        mask = bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False))
+        groups: list[list[Any]] = []
+        for size in batch.group_sizes:
+            group = []
+            for _ in range(size):
+                delivered = next(done)
+                # never in neither of the two: a checkpoint may be written at this moment
+                sample = self._leased[delivered.id] = self._hooks.held[delivered.id]
+                del self._hooks.held[delivered.id]
+                if self._finished is not None:
+                    self._finished.pop(delivered.id, None)
+                group.append(finish(sample, delivered, batch.version, self._names, mask_offpolicy=mask))
+            groups.append(group)
+        return sorted(groups, key=lambda group: group[0].index)
+
+    def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
+        """The trainer has updated the weights since the last call, or it has not; the servers' labels tell."""
+        urls, labels = self._look()
+        said: tuple[str | None, ...] = labels if weight_version is None else (str(weight_version),)
+        last, self._last_id, before, self._weights = self._last_id, rollout_id, self._weights, weight_version
+        if urls != self._urls:
+            self._move(urls, said, rollout_id)
+            return
+        if rollout_id == last:
+            return
+        self._labelled |= any(label not in (*UNLABELLED, *self._labels) for label in labels)
+        by_label = not self._labelled or labels != self._labels
+        if by_label if weight_version is None else weight_version != before:
+            # the weights are there; april pauses, has caches emptied and writes its own label
+            self.scheduler.weight_update(transfer=lambda: None)
+            self._leased.clear()
+            self._name(said, labels, rollout_id)
+
+    def _name(self, said: Sequence[str | None], labels: tuple[str | None, ...], rollout_id: int) -> None:
+        """What slime calls the present version, and which labels its servers have until the trainer writes others."""
+        version = self.scheduler.version
+        named = [label for label in said if label not in UNLABELLED]
+        self._names[version] = (str(named[0] if named else rollout_id), rollout_id)
+        for old in sorted(self._names)[:-NAMED_VERSIONS]:
+            del self._names[old]
+        # april's own engines have written theirs; a custom generate function leaves slime's
+        self._labels = labels if self._function is not None else (str(version),) * len(labels)
+
+    # ---------------------------------------------------------------- the scheduler
+
+    def _open(self, saved: dict[str, Any] | None) -> None:
+        args, framework = self._args, self._framework
+        config = config_of(args, self._urls or None, own_function=self._function is not None)
+        groups = self._groups = Groups(
+            self._data_source, args.n_samples_per_prompt, self._encode, framework.check_sample,
+            any_prompt=self._function is not None,
+        )  # fmt: skip
+        self._finished: Held | None = None
+        engines, rollout = self._own_engines, single_turn
+        if self._function is not None:
+            self._finished = {}
+            engine = FunctionEngine(args, framework, self._function, groups, self._finished, self._urls)
+            engines, rollout = [engine], engine.rollout
+        hooks = self._hooks = SlimeHooks(args, framework, groups, self._finished)
+        in_groups = bool(getattr(args, "group_rm", False))
+        self.scheduler = RolloutScheduler(
+            config, prompts=groups, engines=engines, rollout=rollout, tokenizer=self._tokenizer, check=self._check,
+            reward=None if in_groups else hooks.reward, group_reward=hooks.group_reward if in_groups else None,
+            filter=hooks.filter if hooks.has_filter else None,
+        )  # fmt: skip
+        try:
+            if saved is not None:
+                self._restore(saved)
+        except BaseException:
+            self.scheduler.close()
+            raise
+        warn_of(args, config)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _look(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+        """Addresses of the servers behind slime's router, and the labels of their weights."""
+        if self._own_engines is not None:
+            return (), ()
+        return asyncio.run(servers_behind(router_url(self._args)))
+
+    def _move(self, urls: tuple[str, ...], said: tuple[str | None, ...], rollout_id: int) -> None:
+        """slime has started servers anew, at other addresses: a new scheduler goes on from the old one's books."""
+        log.warning("the servers have changed from %s to %s", ", ".join(self._urls), ", ".join(urls))
+        saved = self._content(max(self._batches.values(), default=None))
+        self.close()
+        self._urls = urls
+        self._leased.clear()
+        self._open(saved)
+        self._name(said, said if len(said) == len(urls) else (None,) * len(urls), rollout_id)
+
+    def close(self) -> None:
+        """End the scheduler; what it held and no checkpoint has is gone."""
+        self.scheduler.close()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _hook_save(self) -> None:
+        save: Callable[[int], Any] = self._data_source.save
+
+        def both(rollout_id: int) -> None:
+            self.save(rollout_id, save)
+
+        self._data_source.save = both
+
+    def save(self, rollout_id: int, save: Callable[[int], Any]) -> None:
+        """slime's own file by ``save``, and april's beside it, of the same moment.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        save(rollout_id)
+        directory = getattr(self._args, "save", None)
+        if directory is not None:
+            through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
+            carry.write(carry.path_of(directory, rollout_id), self._content(through, lambda: save(rollout_id)))
+
+    def _content(self, trained_through: int | None, again: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+        """What a checkpoint needs; ``again`` is called if the data source has moved meanwhile."""
+        for _ in range(STEADY_TRIES):
+            drawn = self._groups.drawn
+            state = self.scheduler.state_dict(trained_through)
+            if state["prompts"]["position"] == drawn == self._groups.drawn:
+                break
+            threading.Event().wait(STEADY_S)
+            again()
+        else:
+            raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
+        groups = carry.groups_in(state)
+        held = self._hooks.held.copy()
+        kept = {"held": held | self._leased, "finished": (self._finished or {}).copy()}
+        return {
+            "state": carry.without_objects(state),
+            "names": [[*version, *name] for version, name in self._names.items()],
+            "ahead": [[carry.as_dict(s) for s in group] for group in self._groups.ahead],
+            **{
+                what: {carry.key_of(i): carry.as_dict(s) for i, s in samples.items() if i.group in groups}
+                for what, samples in kept.items()
+            },
+        }
+
+    def _saved(self, rollout_id: int) -> dict[str, Any] | None:
+        directory = getattr(self._args, "load", None)
+        if directory is None or rollout_id == 0:
+            return None
+        path = carry.path_of(directory, rollout_id - 1)
+        content = carry.read(path)
+        if content is None:
+            log.warning(
+                "rollout %d goes on from a checkpoint that april has not written (there is no %s): what was unfinished "
+                "then is lost, and its prompts are not asked again in this epoch", rollout_id, path,
+            )  # fmt: skip
+        return content
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        try:
+            self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
+            self._names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
+            for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
+                if kept is not None:
+                    kept.update({carry.id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"april's carry is damaged: {type(error).__name__}: {error}") from error
+        self.scheduler.load_state_dict(saved["state"])

@@ -1,0 +1,266 @@
+"""Stands in for slime and miles: what a rollout function meets there, by the same names, without torch or ray.
+
+Written from their contract: the data source and its buffer, the sample, the loaders and the hooks. The real ones are
+heavy to install; what was run on them is in docs/slime.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+import threading
+import types
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Status(Enum):
+    """As slime names them."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """The fields that a rollout function may meet."""
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+
+    Status = Status
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "status": self.status.value}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        data = {**data, "status": Status(data["status"])}
+        known = {f.name for f in fields(Sample)}
+        sample = Sample(**{k: v for k, v in data.items() if k in known})
+        for name in set(data) - known:
+            setattr(sample, name, data[name])
+        return sample
+
+
+class DataSource:
+    """Prompts in order, epoch after epoch; ``drawn`` lists the groups that were given."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.offset = self.groups = self.samples = 0
+        self.drawn: list[int] = []
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        out = []
+        for _ in range(num_samples):
+            group = []
+            for _ in range(self.args.n_samples_per_prompt):
+                group.append(Sample(self.groups, self.samples, prompt=f"p{self.offset}", label=str(self.offset)))
+                self.samples += 1
+            self.drawn.append(self.groups)
+            self.groups += 1
+            self.offset = (self.offset + 1) % self.args.prompts
+            out.append(group)
+        return out
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        raise AssertionError("april keeps unfinished groups itself")
+
+    def _path(self, directory: str, rollout_id: int) -> Path:
+        return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
+
+    def save(self, rollout_id: int) -> None:
+        path = self._path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([self.offset, self.groups, self.samples]))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        if self.args.load is not None and rollout_id is not None:
+            self.offset, self.groups, self.samples = json.loads(self._path(self.args.load, rollout_id).read_text())
+
+    def __len__(self) -> int:
+        return int(self.args.prompts)
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What a rollout for training returns."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What a filter may return instead of a bool."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """The filter's verdict, a bool or more."""
+    output = fn(*args, **kwargs)
+    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=output)
+
+
+class Tokenizer:
+    """A token per prompt, and text that says which tokens there are."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [1 + int(text[1:]) % 900, 7]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(i) for i in ids if i or not skip_special_tokens)
+
+
+def load_tokenizer(name_or_path: str, **kwargs: Any) -> Tokenizer:
+    """By name."""
+    return Tokenizer()
+
+
+def load_function(path: str) -> Any:
+    """What a dotted path of the command line names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of one sample."""
+    return await load_function(args.custom_rm_path)(args, sample, **kwargs)
+
+
+async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> Any:
+    """The rewards of a group."""
+    return await load_function(args.custom_rm_path)(args, samples, **kwargs)
+
+
+async def apply_rollout_sample_hooks(args: Namespace, value: Sample, **kwargs: Any) -> Sample:
+    """Each hook, in order."""
+    for path in args.rollout_sample_hook_path:
+        result = load_function(path)(args, value)
+        value = value if result is None else result
+    return value
+
+
+def evaluated(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The framework's own rollout function, of which only the evaluation is used."""
+    assert evaluation
+    return ("evaluated", rollout_id)
+
+
+class InferenceRolloutFn:
+    """miles' own rollout class, of which only the evaluation is used."""
+
+    def __init__(self, input: Any) -> None:
+        self.input = input
+
+    async def __call__(self, input: Any) -> Any:
+        assert input.evaluation
+        return ("evaluated", input.rollout_id)
+
+
+class _Loop:
+    """The framework's background loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"{id(self)} loop", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Calls that were given up a moment ago end first."""
+
+        async def end() -> None:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextmanager
+def installed(name: str = "slime") -> Iterator[None]:
+    """The framework can be imported by ``name``."""
+    loop = _Loop()
+    contents: dict[str, dict[str, Any]] = {
+        "": {},
+        "utils": {},
+        "utils.misc": {"load_function": load_function},
+        "utils.async_utils": {"get_async_loop": lambda: loop},
+        "utils.processing_utils": {"load_tokenizer": load_tokenizer},
+        "rollout": {},
+        "rollout.base_types": {"RolloutFnTrainOutput": RolloutFnTrainOutput},
+        "rollout.filter_hub": {},
+        "rollout.filter_hub.base_types": {"call_dynamic_filter": call_dynamic_filter},
+        "rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
+        "rollout.sample_hooks": {"apply_rollout_sample_hooks": apply_rollout_sample_hooks},
+        "rollout.sglang_rollout": {"generate_rollout": evaluated},
+    }
+    if name == "miles":
+        common = {"InferenceRolloutFn": InferenceRolloutFn}
+        contents |= {"rollout.inference_rollout": {}, "rollout.inference_rollout.inference_rollout_common": common}
+    modules = {}
+    for path, names in contents.items():
+        module = types.ModuleType(f"{name}.{path}".rstrip("."))
+        module.__dict__.update(names, __path__=[])
+        modules[module.__name__] = module
+    assert not any(n.partition(".")[0] == name for n in sys.modules)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for path in modules:
+            del sys.modules[path]
+        loop.close()
+
+
+def namespace(**changes: Any) -> Namespace:
+    """slime's flags, with the values of a small run: N = 3, N' = 5, n = 2."""
+    values: dict[str, Any] = {
+        "hf_checkpoint": "tok", "save": None, "load": None, "prompts": 500, "rollout_global_dataset": True,
+        "rollout_batch_size": 3, "over_sampling_batch_size": 5, "n_samples_per_prompt": 2, "partial_rollout": True,
+        "rollout_max_response_len": 100, "rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1,
+        "rollout_stop": None, "rollout_stop_token_ids": None, "rollout_skip_special_tokens": False, "rollout_seed": 42,
+        "mask_offpolicy_in_partial_rollout": False, "custom_generate_function_path": None, "custom_rm_path":
+        "adapters.slime_stand_in.length_reward", "reward_key": None, "group_rm": False, "use_tis": True,
+        "rollout_sample_hook_path": [], "dynamic_sampling_filter_path": None, "rollout_sample_filter_path": None,
+        "rollout_all_samples_process_path": None, "buffer_filter_path": None, "use_rollout_routing_replay": False,
+    }  # fmt: skip
+    assert not set(changes) - set(values) - {"april", "sglang_router_ip", "sglang_router_port"}
+    return Namespace(**(values | changes))
+
+
+async def length_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """The number of response tokens."""
+    return float(sample.response_length)

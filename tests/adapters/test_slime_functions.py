@@ -1,0 +1,166 @@
+"""A custom generate function as an engine: what the protocol asks of it, where requests end only all at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters.slime_stand_in import DataSource, Sample, Tokenizer, installed, namespace
+from april.adapters.slime_framework import Framework
+from april.adapters.slime_functions import FunctionEngine
+from april.adapters.slime_samples import Groups, Held
+from april.core.sampling import SamplingParams
+from april.core.types import SampleId
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.errors import EngineError, RequestRefused
+
+PROMPT = np.array([5, 7], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def framework() -> Iterator[None]:
+    with installed():
+        yield
+
+
+class Told:
+    """A function that adds one token per call, when it is told to; ``begun`` counts its calls."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.go = False
+        self.seen: list[dict[str, Any]] = []
+
+    async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+        assert not evaluation
+        self.seen.append(sampling_params)
+        self.begun += 1
+        while not self.go:  # noqa: ASYNC110 - told by the test, from another thread
+            await asyncio.sleep(0)
+        sample.tokens = [*(sample.tokens or PROMPT.tolist()), 9]
+        sample.response_length += 1
+        sample.status = Sample.Status.ABORTED if sample.response_length == 1 else Sample.Status.COMPLETED
+        return sample
+
+
+def engine_test(test: Callable[[FunctionEngine, Told, Held], Awaitable[None]], **flags: Any) -> None:
+    """The engine with two samples of one group."""
+    args = namespace(**flags)
+    framework, told, samples = Framework("slime"), Told(), {}
+    groups = Groups(DataSource(args), 2, lambda text: Tokenizer().encode(text, False), framework.check_sample)
+    group = next(groups)["group"]
+
+    async def program() -> None:
+        engine = FunctionEngine(args, framework, told.generate, groups, samples, ())
+        engine._fresh = {SampleId(0, i): group[i] for i in range(2)}
+        async with asyncio.timeout(20):
+            await test(engine, told, samples)
+        await engine.close()
+
+    asyncio.run(program())
+
+
+def request(index: int, attempt: str, offset: int = 0) -> Request:
+    return Request(attempt, PROMPT, SamplingParams(100), sample_key=(0, index), response_offset=offset)
+
+
+async def read(engine: FunctionEngine, asked: Request) -> Chunk:
+    (chunk,) = [chunk async for chunk in engine.generate(asked)]
+    return chunk
+
+
+async def begun(told: Told, count: int) -> None:
+    while told.begun < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_a_sample_goes_on_where_it_stood() -> None:
+    """The function gets what it made before, and april the new tokens only, under the present version."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        told.go = True
+        first = await read(engine, request(0, "a"))
+        await engine.update_weights(PolicyVersion(0, 1))
+        second = await read(engine, request(0, "b", offset=1))
+        assert (first.finish, first.version) == (EngineFinish.ABORT, (0, 0))
+        assert (second.finish, second.version) == (EngineFinish.STOP, (0, 1))
+        assert first.tokens.tolist() == second.tokens.tolist() == [9]
+        assert samples[SampleId(0, 0)].tokens == [5, 7, 9, 9]
+        # april has dropped what it had: so does the function
+        await read(engine, request(0, "c"))
+        assert samples[SampleId(0, 0)].tokens == [5, 7, 9]
+
+    engine_test(test)
+
+
+def test_one_of_several_is_ended_without_the_others() -> None:
+    """Its call is given up, the sample stays as it was; the other one runs to its end."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        calls = [asyncio.create_task(read(engine, request(i, name))) for i, name in enumerate("ab")]
+        await begun(told, 2)
+        await engine.abort(["a", "unknown"])
+        cut = await calls[0]
+        assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 0)
+        told.go = True
+        assert (await calls[1]).tokens.tolist() == [9]
+        assert set(samples) == {SampleId(0, 1)}
+
+    engine_test(test)
+
+
+def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
+    """Nothing runs when pause returns; what waits before the gate can be aborted there."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        running = asyncio.create_task(read(engine, request(0, "a")))
+        await begun(told, 1)
+        pausing = asyncio.create_task(engine.pause())
+        told.go = True
+        await pausing
+        assert running.done() or (await running).finish is EngineFinish.ABORT
+        waiting = [asyncio.create_task(read(engine, request(1, name))) for name in "bc"]
+        await asyncio.sleep(0)
+        await engine.abort(["b"])
+        assert (await waiting[0]).finish is EngineFinish.ABORT
+        await engine.resume()
+        assert (await waiting[1]).tokens.tolist() == [9]
+        assert told.begun == 2
+        assert (await engine.health()).ok
+
+    engine_test(test)
+
+
+def test_the_function_gets_slimes_sampling_parameters() -> None:
+    """Top-p with the ids that the trainer replays; and no weights through april."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        told.go = True
+        await read(engine, request(0, "a"))
+        (params,) = told.seen
+        assert (params["top_p"], params["max_new_tokens"], params["temperature"]) == (0.9, 100, 0.7)
+        assert params["custom_params"] == {"return_top_p_token_ids": True}
+        with pytest.raises(EngineError, match="slime updates the weights of its servers itself"):
+            await engine.update_weights(PolicyVersion(0, 1), "/weights")
+
+    engine_test(test, rollout_top_p=0.9, rollout_temperature=0.7)
+
+
+def test_several_samples_for_one_are_refused() -> None:
+    """Before april's books could be wrong."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        async def several(*_: Any) -> list[Sample]:
+            return [Sample(), Sample()]
+
+        engine._function = several
+        with pytest.raises(RequestRefused, match="returned several samples for one"):
+            await read(engine, request(0, "a"))
+        assert not samples
+
+    engine_test(test)
