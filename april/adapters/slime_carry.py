@@ -5,7 +5,6 @@ One file per checkpoint, written whole or not at all, readable by its owner only
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 
 from april.core.types import SampleId
 from april.errors import CheckpointError
+from april.private_file import write_private
 
 FORMAT = 1
 
@@ -33,15 +33,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         data = msgspec.msgpack.encode({"april_slime_format": FORMAT, **content}, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the carry for {path} cannot be written: {error}") from error
-    part = path.with_name(f"{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_private(path, data)
     except OSError as error:
         raise CheckpointError(f"the carry cannot be written to {path}: {error.strerror}") from error
 

@@ -143,7 +143,7 @@ class Session:
         for old in sorted(self._names)[:-NAMED_VERSIONS]:
             del self._names[old]
         # april's own engines have written theirs; a custom generate function leaves slime's
-        self._labels = labels if self._function is not None else (str(version),) * len(labels)
+        self._labels = labels if self._function is not None else self._look()[1]
 
     # ---------------------------------------------------------------- the scheduler
 

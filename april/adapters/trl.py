@@ -26,6 +26,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
 from april.errors import CheckpointError, ConfigError, RolloutError
+from april.private_file import write_private
 from april.scheduler import RolloutScheduler
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
@@ -226,16 +227,15 @@ class Rollout:
     def save(self, trainer: Any, folder: Path) -> None:
         """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
         rest = self._open(trainer).state_dict(trained_through=self._last_batch)
-        folder.mkdir(parents=True, exist_ok=True)
         state = {"rollouts": rest, "order": _order_of_prompts(trainer), "micro": 0}
         if trainer._step % _steps_per_generation(trainer):
-            from safetensors.torch import save_file
+            from safetensors.torch import save
 
             state["micro"] = trainer._step
             parts = enumerate(trainer._buffered_inputs)
             tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
-            save_file(tensors, folder / BUFFER_FILE)
-        (folder / STATE_FILE).write_bytes(msgspec.msgpack.encode(state))
+            write_private(folder / BUFFER_FILE, save(tensors))
+        write_private(folder / STATE_FILE, msgspec.msgpack.encode(state))
 
     def load(self, trainer: Any, folder: Path) -> None:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
