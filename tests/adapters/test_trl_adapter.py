@@ -140,9 +140,9 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     before.train(steps=1)
     checkpoint = str(tmp_path / "checkpoint-1")
 
-    with pytest.raises(april.CheckpointError, match="saved with prompts .*'rows': 12.*, now they are .*'rows': 11"):
+    with pytest.raises(april.CheckpointError, match=r"saved with prompts .*'rows': 12.*, now they are .*'rows': 11"):
         trainer(count=11).train(2, checkpoint)
-    with pytest.raises(april.CheckpointError, match="'seed': 42.*, now they are .*'seed': 43"):
+    with pytest.raises(april.CheckpointError, match=r"'seed': 42.*, now they are .*'seed': 43"):
         trainer(seed=43).train(2, checkpoint)
     changed = trainer()
     changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))

@@ -83,7 +83,7 @@ def test_a_checkpoint_without_april_and_another_dataset_are_refused(tmp_path: Pa
     runs.trainer(tmp_path, **saving).train()
     checkpoint = tmp_path / "checkpoint-1"
     saving["max_steps"] = 2
-    with pytest.raises(CheckpointError, match="'rows': 24.* now they are .*'rows': 20"):
+    with pytest.raises(CheckpointError, match=r"'rows': 24.* now they are .*'rows': 20"):
         runs.trainer(tmp_path, data=tiny.dataset(20), **saving).train(resume_from_checkpoint=str(checkpoint))
     turned = tiny.dataset(runs.ROWS).select(range(runs.ROWS - 1, -1, -1))
     with pytest.raises(CheckpointError, match="is another prompt now"):
