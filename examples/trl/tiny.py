@@ -40,8 +40,8 @@ def tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(task.VOCAB_SIZE)}, str(task.PAD_ID)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = {"bos_token": task.BOS_ID, "eos_token": task.EOS_ID, "pad_token": task.PAD_ID}
-    special = {name: str(i) for name, i in ids.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)  # type: ignore[no-untyped-call]
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=words, **{name: str(i) for name, i in ids.items()})
 
 
 def questions(count: int, held_out: bool = False) -> Dataset:
