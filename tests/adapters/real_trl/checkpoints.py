@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import runs
+import short_runs
 import tiny
 import torch
 from transformers import TrainerCallback
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, saved_at: int, tmp_path: Path) -> None:
     """Before the checkpoint and after it, each prompt is delivered once, each response trained as often as asked."""
     saving = {"save_strategy": "steps", "save_steps": 1, **MODES[mode]}
-    before = runs.trainer(tmp_path, **saving)
+    before = short_runs.trainer(tmp_path, **saving)
     before.add_callback(StopAfter(saved_at))
     before.train()
     checkpoint = tmp_path / f"checkpoint-{saved_at}"
@@ -50,17 +50,17 @@ def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, sa
     held = state["rollouts"]["core"]["waiting"]
     assert sum(1 for group in held for sample in group["samples"] if sample["tokens"]) > 0  # partials cross the restart
 
-    after = runs.trainer(tmp_path, **saving)
+    after = short_runs.trainer(tmp_path, **saving)
     after.train(resume_from_checkpoint=str(checkpoint))
 
-    assert before.delivered + after.delivered == dict.fromkeys(range(runs.ROWS), 1)
-    assert after.rollout_func.ledger["prompts"].delivered == runs.ROWS
+    assert before.delivered + after.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
+    assert after.rollout_func.ledger["prompts"].delivered == short_runs.ROWS
     times = 2 if "middle" in mode else 1
     trained = before.trained + after.trained
-    assert sum(trained.values()) == times * runs.ROWS * runs.SAMPLES
+    assert sum(trained.values()) == times * short_runs.ROWS * short_runs.SAMPLES
     assert {count % times for count in trained.values()} == {0}
     assert max(after.logprob_errors) <= 1e-3
-    assert after.state.global_step == times * times * runs.ROWS // runs.GROUPS
+    assert after.state.global_step == times * times * short_runs.ROWS // short_runs.GROUPS
     assert (checkpoint / BUFFER_FILE).exists() == ("middle" in mode)
     print(f"\n{mode}, cut after step {saved_at}: {sum(before.delivered.values())} groups before, {len(held)} held")
 
@@ -68,9 +68,9 @@ def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, sa
 def test_the_weights_of_a_resumed_training_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """What remains of a half-trained generation batch gives the same weights as without the cut."""
     saving = {"save_strategy": "steps", "save_steps": 1, **MODES["middle of a generation batch"], "max_steps": 4}
-    whole = runs.trainer(tmp_path / "whole", **saving)
+    whole = short_runs.trainer(tmp_path / "whole", **saving)
     whole.train()
-    cut = runs.trainer(tmp_path / "cut", **saving)
+    cut = short_runs.trainer(tmp_path / "cut", **saving)
     cut.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
@@ -80,15 +80,15 @@ def test_the_weights_of_a_resumed_training_are_those_of_the_checkpoint(tmp_path:
 def test_a_checkpoint_without_april_and_another_dataset_are_refused(tmp_path: Path) -> None:
     """Nobody knows which of its prompts were trained."""
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    runs.trainer(tmp_path, **saving).train()
+    short_runs.trainer(tmp_path, **saving).train()
     checkpoint = tmp_path / "checkpoint-1"
     saving["max_steps"] = 2
     with pytest.raises(CheckpointError, match=r"'rows': 24.* now they are .*'rows': 20"):
-        runs.trainer(tmp_path, data=tiny.dataset(20), **saving).train(resume_from_checkpoint=str(checkpoint))
-    turned = tiny.dataset(runs.ROWS).select(range(runs.ROWS - 1, -1, -1))
+        short_runs.trainer(tmp_path, data=tiny.dataset(20), **saving).train(resume_from_checkpoint=str(checkpoint))
+    turned = tiny.dataset(short_runs.ROWS).select(range(short_runs.ROWS - 1, -1, -1))
     with pytest.raises(CheckpointError, match="is another prompt now"):
-        runs.trainer(tmp_path, data=turned, **saving).train(resume_from_checkpoint=str(checkpoint))
+        short_runs.trainer(tmp_path, data=turned, **saving).train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / STATE_FILE).unlink()
     with pytest.raises(CheckpointError, match="was not saved by AprilGRPOTrainer"):
-        runs.trainer(tmp_path, **saving).train(resume_from_checkpoint=str(checkpoint))
+        short_runs.trainer(tmp_path, **saving).train(resume_from_checkpoint=str(checkpoint))
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 1

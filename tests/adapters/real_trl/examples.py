@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import runs
+import short_runs
 import tiny
 from transformers import HfArgumentParser
 from trl import GRPOConfig
@@ -36,7 +36,7 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, tmp_path: Path) 
 
     assert (args.generation_batch_size, args.num_generations, args.max_completion_length) == (256, 8, 16_384)
     assert args.steps_per_generation == args.gradient_accumulation_steps
-    trainer = runs.Watched(
+    trainer = short_runs.Watched(
         model=tiny.model(), reward_funcs=example.right_answer, args=args, train_dataset=tiny.dataset(64),
         processing_class=tiny.tokenizer(), rollout_func=rollout(**example.april_arguments(algorithm)),
     )  # fmt: skip

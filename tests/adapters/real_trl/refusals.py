@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+import short_runs
 import tiny
 from trl import GRPOTrainer
 
@@ -31,14 +31,14 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_wrong_settings_are_refused(args: Any, settings: Any, sentence: str, tmp_path: Path) -> None:
     """When the trainer is made, by one sentence."""
     with pytest.raises(april.ConfigError, match=sentence):
-        runs.trainer(tmp_path, rollout(**settings), **args)
+        short_runs.trainer(tmp_path, rollout(**settings), **args)
 
 
 def test_the_plain_trainer_is_refused_before_it_trains(tmp_path: Path) -> None:
     """It would take the ratio of stale tokens to be 1."""
     plain = GRPOTrainer(
-        model=tiny.model(), reward_funcs=runs.reward, args=runs.arguments(tmp_path), train_dataset=tiny.dataset(8),
-        processing_class=tiny.tokenizer(), rollout_func=rollout(),
+        model=tiny.model(), reward_funcs=short_runs.reward, args=short_runs.arguments(tmp_path),
+        train_dataset=tiny.dataset(8), processing_class=tiny.tokenizer(), rollout_func=rollout(),
     )  # fmt: skip
     with pytest.raises(april.ConfigError, match="this rollout_func needs AprilGRPOTrainer"):
         plain.train()
@@ -47,7 +47,7 @@ def test_the_plain_trainer_is_refused_before_it_trains(tmp_path: Path) -> None:
 def test_a_data_stream_is_refused(tmp_path: Path) -> None:
     """april orders the prompts itself, and finds a row again after a restart."""
     with pytest.raises(april.ConfigError, match="IterableDataset, which cannot be read row by row"):
-        runs.trainer(tmp_path, data=tiny.dataset(8).to_iterable_dataset(), max_steps=2)
+        short_runs.trainer(tmp_path, data=tiny.dataset(8).to_iterable_dataset(), max_steps=2)
 
 
 def test_the_tested_version_is_this_one() -> None:
@@ -64,8 +64,8 @@ def test_dynamic_sampling(tmp_path: Path) -> None:
     def even_rows(number: Any, completion_ids: Any, **columns: Any) -> list[float]:
         return [0.0 if n % 2 else len(ids) / 100 for n, ids in zip(number, completion_ids, strict=True)]
 
-    rollouts = rollout(**runs.SETTINGS, filter=april.rewards_differ, on_data_end="wrap")
-    trainer = runs.trainer(tmp_path, rollouts, even_rows, max_steps=4)
+    rollouts = rollout(**short_runs.SETTINGS, filter=april.rewards_differ, on_data_end="wrap")
+    trainer = short_runs.trainer(tmp_path, rollouts, even_rows, max_steps=4)
     trainer.train()
 
     logged = [row for row in trainer.state.log_history if "frac_reward_zero_std" in row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import runs
+import short_runs
 import tiny
 
 LOSSES = {
@@ -18,16 +18,16 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_aborted_and_resumed_responses_are_trained_exactly(loss: str, tmp_path: Path) -> None:
     """Partials cross updates; log-probabilities agree; each prompt settled once; rewards see the rows of april."""
-    trainer = runs.trainer(tmp_path, temperature=0.8, **LOSSES[loss])
+    trainer = short_runs.trainer(tmp_path, temperature=0.8, **LOSSES[loss])
     trainer.train()
 
-    assert trainer.state.global_step == runs.ROWS // runs.GROUPS >= 4
-    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    assert trainer.state.global_step == short_runs.ROWS // short_runs.GROUPS >= 4
+    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
     ledger = trainer.rollout_func.ledger
-    assert (ledger["prompts"].delivered, ledger["prompts"].held) == (runs.ROWS, 0)
+    assert (ledger["prompts"].delivered, ledger["prompts"].held) == (short_runs.ROWS, 0)
     assert ledger["tokens"].balanced
     assert ledger["tokens"].delivered == ledger["tokens"].observed == trainer.tokens
-    assert sum(trainer.trained.values()) == runs.ROWS * runs.SAMPLES
+    assert sum(trainer.trained.values()) == short_runs.ROWS * short_runs.SAMPLES
     logged = [row for row in trainer.state.log_history if "april/aborted_attempts" in row]
     aborted = sum(float(row["april/aborted_attempts"]) for row in logged)
     assert aborted > 0
@@ -48,27 +48,27 @@ def test_aborted_and_resumed_responses_are_trained_exactly(loss: str, tmp_path: 
 
 def test_several_optimizer_steps_per_generation_batch_and_several_passes(tmp_path: Path) -> None:
     """Two passes, num_iterations 2: each row is trained twice per pass, each prompt settled once per pass."""
-    trainer = runs.trainer(
+    trainer = short_runs.trainer(
         tmp_path, per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2,
         gradient_accumulation_steps=1, num_train_epochs=2,
     )  # fmt: skip
     trainer.train()
 
-    assert trainer.state.global_step == 2 * 2 * 2 * runs.ROWS // runs.GROUPS
-    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 2)
-    assert sum(trainer.trained.values()) == 2 * 2 * runs.ROWS * runs.SAMPLES
+    assert trainer.state.global_step == 2 * 2 * 2 * short_runs.ROWS // short_runs.GROUPS
+    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 2)
+    assert sum(trainer.trained.values()) == 2 * 2 * short_runs.ROWS * short_runs.SAMPLES
     assert max(trainer.logprob_errors) <= 1e-3
     assert [step for _, step in trainer.weights] == list(range(0, 48, 4))
 
 
 def test_two_generation_batches_per_optimizer_step(tmp_path: Path) -> None:
     """Between them the weights, and so the version, stay the same."""
-    trainer = runs.trainer(
+    trainer = short_runs.trainer(
         tmp_path, per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=4
     )
     trainer.train()
 
-    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
     assert [step for _, step in trainer.weights] == [0, 0, 1, 1, 2, 2]
     assert max(trainer.logprob_errors) <= 1e-3
 
@@ -76,20 +76,20 @@ def test_two_generation_batches_per_optimizer_step(tmp_path: Path) -> None:
 def test_evaluation_answers_the_rows_that_were_asked(tmp_path: Path) -> None:
     """In their order, with the present weights, and training goes on as if nothing had been."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "eval_on_start": True}
-    trainer = runs.trainer(tmp_path, held_out=tiny.dataset(8), **evaluation)
+    trainer = short_runs.trainer(tmp_path, held_out=tiny.dataset(8), **evaluation)
     trainer.evaluate()
     trainer.train()
 
     # the reward function has looked at their columns; the log of the one before the training is gone
     assert len([row for row in trainer.state.log_history if "eval_reward" in row]) == 1 + 3
-    assert trainer.delivered == dict.fromkeys(range(runs.ROWS), 1)
+    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
     assert max(trainer.logprob_errors) <= 1e-3
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_gradient_checkpointing_changes_nothing(checkpointing: bool, tmp_path: Path) -> None:
     """It meddles with the forward pass of the model from which the engine generates in place."""
-    trainer = runs.trainer(tmp_path, gradient_checkpointing=checkpointing, max_steps=3)
+    trainer = short_runs.trainer(tmp_path, gradient_checkpointing=checkpointing, max_steps=3)
     trainer.train()
 
     assert max(trainer.logprob_errors) <= 1e-3
@@ -97,15 +97,15 @@ def test_gradient_checkpointing_changes_nothing(checkpointing: bool, tmp_path: P
 
 def test_conversations(tmp_path: Path) -> None:
     """Prompts as messages go through the trainer's chat template, and rewards get messages."""
-    trainer = runs.trainer(tmp_path, data=tiny.dataset(runs.ROWS, conversational=True), max_steps=2)
+    trainer = short_runs.trainer(tmp_path, data=tiny.dataset(short_runs.ROWS, conversational=True), max_steps=2)
     trainer.train()
 
-    assert sum(trainer.delivered.values()) == 2 * runs.GROUPS
+    assert sum(trainer.delivered.values()) == 2 * short_runs.GROUPS
 
 
 def test_bfloat16_autocast(tmp_path: Path) -> None:
     """TRL's default on a GPU: the engine generates under the same autocast as the trainer's own forward pass."""
-    trainer = runs.trainer(tmp_path, bf16=True, max_steps=4)
+    trainer = short_runs.trainer(tmp_path, bf16=True, max_steps=4)
     trainer.train()
 
     print(f"\nbf16: log-probabilities of the present weights differ by at most {max(trainer.logprob_errors):.1e}")
