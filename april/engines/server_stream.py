@@ -162,6 +162,8 @@ class ServerStream(Piling):
             self._client.require_ok(reply, self._route)
         chunks = self._reader.read_all([reply.body])
         if not self._again():
+            if self._reader.failure is not None:
+                chunks = [c for c in chunks if c.finish is None]  # the end cannot be true, nor what came with it
             self._chunks += chunks
             self.over = True
 
@@ -195,10 +197,10 @@ class ServerStream(Piling):
         self._read()
         reader = self._reader
         assert reader is not None
-        whole = self._last is not None and self._sure
-        self._keep_last()
-        if reader.failure is None and not whole:
-            reader.failure = error
+        whole = self._last is not None and self._sure and reader.failure is None
+        self._keep_last(sure=whole)
+        if not whole:
+            reader.failure = reader.failure or error
         self.over = True
 
     def _rest(self) -> None:
@@ -211,23 +213,23 @@ class ServerStream(Piling):
                 self._payloads(splitter.end())
             except EngineError as error:
                 reader.failure = error
-        self._keep_last()
-        if reader.failure is None and not self._sure:
-            reader.failure = EngineUnreachable(
-                f"{self._client.url}{self._route}: the stream broke off; has the server died?"
-            )
+        if reader.failure is None:
+            self._keep_last(sure=self._sure)
+            if not self._sure:
+                reader.failure = EngineUnreachable(
+                    f"{self._client.url}{self._route}: the stream broke off; has the server died?"
+                )
 
     @property
     def _sure(self) -> bool:
         """Whether what has ended the request is the end of it."""
         return self._done or not self._needs_done
 
-    def _keep_last(self) -> None:
+    def _keep_last(self, *, sure: bool) -> None:
         """Its tokens are good in any case; that they are the last ones is not."""
         last, self._last = self._last, None
         if last is not None:
-            whole = self._sure and self._reader is not None and self._reader.failure is None
-            self._chunks.append(last if whole else replace(last, finish=None))
+            self._chunks.append(last if sure else replace(last, finish=None))
 
     def _payloads(self, payloads: list[bytes]) -> None:
         reader = self._reader

@@ -7,7 +7,7 @@ import asyncio
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, Reading, equal, same
 from april.testing.conformance.check import check
-from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
+from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.verdicts import Figures
 from april.testing.conformance.with_april import failover
 
@@ -42,8 +42,6 @@ async def disconnect(bench: Bench) -> Figures:
 async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:
-        if not bench.engine.capabilities.remote:
-            raise NotOffered("the engine is in april's own process, and dies with it")
         raise NotTested("nothing was given to kill the server with")
     uncut: list[Reading] = []
     if bench.subject.greedy_repeats:
