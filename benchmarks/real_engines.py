@@ -30,7 +30,6 @@ from april.driver.llm import LLM
 from april.engines.factory import open_servers
 from april.engines.protocol import Engine, Request
 from april.engines.response_lengths import LognormalLengths
-from april.errors import EngineUnreachable
 from april.simulation import Simulation
 from april.testing import rollouts
 from april.testing.same_loop import Rollouts
@@ -162,11 +161,8 @@ class LimitSlices:
                 ids = prompt(PROMPT_LEN, number, self._engine.capabilities.vocab_size)
                 begun, count = time.perf_counter(), 0
                 request = Request(attempt_id("limit"), ids, SamplingParams(length, seed=number))
-                try:
-                    async for chunk in self._engine.generate(request):
-                        count += len(chunk.tokens)
-                except EngineUnreachable as error:  # an idle connection that the server has just closed
-                    print(f"\n{error}", file=sys.stderr)
+                async for chunk in self._engine.generate(request):
+                    count += len(chunk.tokens)
                 spans.append((begun, time.perf_counter(), count))
 
         tasks = [asyncio.create_task(place()) for _ in range(self.in_flight)]

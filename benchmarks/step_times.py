@@ -11,7 +11,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import msgspec
@@ -20,7 +20,6 @@ import numpy as np
 from april.core.sampling import SamplingParams
 from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Engine, EngineFinish, Request
-from april.errors import EngineUnreachable
 
 POINTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SHORT, LONG = 50, 250
@@ -39,16 +38,11 @@ def prompt(length: int, seed: int, vocab_size: int) -> np.ndarray[tuple[int], np
     return np.random.default_rng(seed).integers(3, vocab_size, length, dtype=np.int32)
 
 
-async def run_to_end(engine: Engine, request: Request, tries: int = 3) -> int:
+async def run_to_end(engine: Engine, request: Request) -> int:
     """Tokens of one request; raises RuntimeError when it did not use its whole budget."""
     count, finish = 0, None
-    try:
-        async for chunk in engine.generate(request):
-            count, finish = count + len(chunk.tokens), chunk.finish
-    except EngineUnreachable:  # an idle connection that the server has just closed; the figures are medians
-        if tries == 1:
-            raise
-        return await run_to_end(engine, replace(request, attempt_id=attempt_id("again")), tries - 1)
+    async for chunk in engine.generate(request):
+        count, finish = count + len(chunk.tokens), chunk.finish
     if finish is not EngineFinish.LENGTH or count != request.sampling.max_tokens:
         raise RuntimeError(f"a request ended by {finish} after {count} of {request.sampling.max_tokens} tokens")
     return count
