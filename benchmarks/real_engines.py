@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,10 @@ class LimitSlices:
                 ids = prompt(PROMPT_LEN, number, self._engine.capabilities.vocab_size)
                 begun, count = time.perf_counter(), 0
                 request = Request(attempt_id("limit"), ids, SamplingParams(length, seed=number))
-                async for chunk in self._engine.generate(request):
-                    count += len(chunk.tokens)
+                # closed also when it breaks: its place at the engine would stay taken
+                async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        count += len(chunk.tokens)
                 spans.append((begun, time.perf_counter(), count))
 
         tasks = [asyncio.create_task(place()) for _ in range(self.in_flight)]

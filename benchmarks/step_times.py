@@ -11,6 +11,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import median
 
@@ -41,8 +42,9 @@ def prompt(length: int, seed: int, vocab_size: int) -> np.ndarray[tuple[int], np
 async def run_to_end(engine: Engine, request: Request) -> int:
     """Tokens of one request; raises RuntimeError when it did not use its whole budget."""
     count, finish = 0, None
-    async for chunk in engine.generate(request):
-        count, finish = count + len(chunk.tokens), chunk.finish
+    async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            count, finish = count + len(chunk.tokens), chunk.finish
     if finish is not EngineFinish.LENGTH or count != request.sampling.max_tokens:
         raise RuntimeError(f"a request ended by {finish} after {count} of {request.sampling.max_tokens} tokens")
     return count
