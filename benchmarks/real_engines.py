@@ -33,7 +33,7 @@ from april.engines.response_lengths import LognormalLengths
 from april.simulation import Simulation
 from april.testing import rollouts
 from april.testing.same_loop import Rollouts
-from benchmarks.step_times import MeasuredCost, StepTimes, attempt_id, prompt
+from benchmarks.step_times import LONG, SHORT, MeasuredCost, StepTimes, attempt_id, prompt
 from benchmarks.stopwatch_engine import StopwatchEngine
 
 GROUPS, SAMPLES, CAP = 4, 8, 3_000
@@ -45,9 +45,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "refill": {"refill": "sample", "max_in_flight": GROUPS * SAMPLES},
 }
 IN_FLIGHT = {"sync": GROUPS * SAMPLES, "N' = 2N": 2 * GROUPS * SAMPLES, "refill": GROUPS * SAMPLES}
-SLICE_S = 2.0
-"""Of the limit, for each number in flight."""
-SLICE_EVERY = 4
+SLICE_S = 3.0
+"""Of the limit, for each number in flight; as many responses as there are places end before, or all would be short."""
+SLICE_EVERY = 8
 """Rounds between two slices."""
 CURVE_EVERY = 8
 """Rounds between two measurements of the step times."""
@@ -152,7 +152,7 @@ class LimitSlices:
     async def measure(self) -> None:
         """One slice: tokens made while all places were taken, by the second."""
         spans: list[tuple[float, float, int]] = []
-        stop = asyncio.Event()
+        stop, settled = asyncio.Event(), asyncio.Event()
 
         async def place() -> None:
             while not stop.is_set():
@@ -166,9 +166,13 @@ class LimitSlices:
                     async for chunk in chunks:
                         count += len(chunk.tokens)
                 spans.append((begun, time.perf_counter(), count))
+                if len(spans) >= self.in_flight:
+                    settled.set()
 
         tasks = [asyncio.create_task(place()) for _ in range(self.in_flight)]
-        await asyncio.sleep(0.3)  # all are decoding
+        settling = asyncio.create_task(settled.wait())
+        await asyncio.wait([settling, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        settling.cancel()
         start = time.perf_counter()
         await asyncio.sleep(SLICE_S)
         end = time.perf_counter()
@@ -216,8 +220,7 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
 
 def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, steps: int) -> dict[str, Any]:
     """Rates, ratios, and where the time went that is not decoding."""
-    curve = times.curve()
-    cost = MeasuredCost.of(curve)
+    cost = MeasuredCost.of(times, PROMPT_LEN)
     limit = {n: sum(s.rates) / len(s.rates) for n, s in limits.items()}
     rows = {arm.name: arm_row(arm, limit[IN_FLIGHT[arm.name]], cost, times, steps) for arm in arms}
     for row in rows.values():
@@ -228,10 +231,20 @@ def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, st
     return {
         "arms": rows,
         "limit_tokens_per_s": limit,
-        "limit_by_curve": {n: n / cost.step_s(n, 0) for n in limit},
-        "step_ms": {n: s * 1e3 for n, s in curve.items()},
+        "limit_by_curve": {n: 1.0 / _seconds_per_token(cost, n) for n in limit},
+        "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
+        "held_token_ns": cost.per_kv_token_s * 1e9,
         "start_ms": {n: s * 1e3 for n, s in times.start_s().items()},
     }
+
+
+def _seconds_per_token(cost: MeasuredCost, in_flight: int) -> float:
+    """Of an engine kept full by responses of the forced lengths."""
+    lengths = forced_lengths()
+    drawn = [lengths.sample(group, index) for group in range(512) for index in range(SAMPLES)]
+    # a response of length L is met with a probability proportional to L, and half done
+    held = PROMPT_LEN + sum(n * n for n in drawn) / (2 * sum(drawn))
+    return cost.step_s(in_flight, round(in_flight * held)) / in_flight
 
 
 def arm_row(arm: Arm, limit: float, cost: MeasuredCost, times: StepTimes, steps: int) -> dict[str, float]:
@@ -272,9 +285,15 @@ def table(found: dict[str, Any]) -> str:
             f"| {r['abort_share']:.1%} | {r['reprefill_share']:.1%} | {r['in_flight_mean']:.1f} "
             f"| {r['off_policy_share']:.0%} |"
         )
-    kept = ", ".join(f"{rate:,.0f} tok/s at {n}" for n, rate in found["limit_tokens_per_s"].items())
+    by_curve = found["limit_by_curve"]
+    kept = ", ".join(
+        f"{rate:,.0f} tok/s at {n}, {rate / by_curve[n]:.2f} of the curve's"
+        for n, rate in found["limit_tokens_per_s"].items()
+    )
     curve = ", ".join(f"{ms:.2f} at {n}" for n, ms in found["step_ms"].items())
-    return "\n".join([*lines, "", f"Limit (server kept full): {kept}.", f"Decode step, ms: {curve}."])
+    each = PROMPT_LEN + (SHORT + LONG) // 2
+    held = f"{found['held_token_ns']:.0f} ns more for each token in the cache beyond {each} per request"
+    return "\n".join([*lines, "", f"Limit (server kept full): {kept}.", f"Decode step, ms: {curve}; {held}."])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""How long one decode step of an engine takes, by the number in flight; and what a request costs besides.
+"""How long a decode step takes, by the number in flight and what they hold; and what a request costs besides.
 
 Two waves of equal requests, short and long: the difference is decoding alone, what is left of the short one is
-prefill and the way to the engine and back.
+prefill and the way to the engine and back. The same two waves with long prompts: what the tokens in the cache cost.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ POINTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SHORT, LONG = 50, 250
 """Tokens of the two waves."""
 LONG_PROMPT = 1_000
+HOLDING = 32
+"""In flight when the cost of what they hold is measured."""
 _numbers = itertools.count()
 
 
@@ -62,6 +64,12 @@ async def wave_s(engine: Engine, count: int, tokens: int, prompt_len: int) -> fl
     return time.perf_counter() - start
 
 
+async def _start_and_step(engine: Engine, count: int, prompt_len: int) -> tuple[float, float]:
+    """Seconds of a wave of SHORT tokens, and of one decode step between SHORT and LONG tokens."""
+    short, long = await wave_s(engine, count, SHORT, prompt_len), await wave_s(engine, count, LONG, prompt_len)
+    return short, (long - short) / (LONG - SHORT)
+
+
 class StepTimes(msgspec.Struct):
     """Medians over all measurements so far."""
 
@@ -71,14 +79,19 @@ class StepTimes(msgspec.Struct):
     """In flight -> seconds besides decoding (prefill of short prompts included)."""
     prefill: list[float] = []
     """Seconds per prompt token beyond the short prompt."""
+    held: list[float] = []
+    """Seconds per decode step and token in the cache."""
 
     async def measure(self, engine: Engine, prompt_len: int, points: Sequence[int] = POINTS) -> None:
         """One more measurement at each point."""
         for n in points:
-            short, long = await wave_s(engine, n, SHORT, prompt_len), await wave_s(engine, n, LONG, prompt_len)
-            step = (long - short) / (LONG - SHORT)
+            short, step = await _start_and_step(engine, n, prompt_len)
             self.samples.setdefault(n, []).append(step)
             self.starts.setdefault(n, []).append(short - SHORT * step)
+        if HOLDING in points:
+            _, step = await _start_and_step(engine, HOLDING, LONG_PROMPT)
+            more = step - self.samples[HOLDING][-1]
+            self.held.append(more / (HOLDING * (LONG_PROMPT - prompt_len)))
         long_prompts = await wave_s(engine, 8, 2, LONG_PROMPT) - await wave_s(engine, 8, 2, prompt_len)
         self.prefill.append(long_prompts / (8 * (LONG_PROMPT - prompt_len)))
 
@@ -96,32 +109,22 @@ class MeasuredCost(DecodeCost):
     """The measured curve as the cost of a simulated engine: nothing but decode steps costs time."""
 
     points: tuple[tuple[int, float], ...] = ()
+    held_each: float = 0.0
+    """Tokens in the cache per request when the points were measured."""
 
     @classmethod
-    def of(cls, curve: dict[int, float]) -> MeasuredCost:
+    def of(cls, times: StepTimes, prompt_len: int) -> MeasuredCost:
         """Between the points the curve is a straight line, beyond the last one too."""
+        curve = times.curve()
         if len(curve) < 2:
             raise ValueError("a curve needs two points")
-        return cls(1e-9, 0.0, 0.0, points=tuple(sorted(curve.items())))
+        per_token = max(median(times.held), 0.0) if times.held else 0.0
+        return cls(1e-9, 0.0, per_token, points=tuple(sorted(curve.items())), held_each=prompt_len + (SHORT + LONG) / 2)
 
     def step_s(self, n: int, kv_tokens: int) -> float:
-        """Seconds of a step with ``n`` in flight."""
+        """Seconds of a step with ``n`` in flight that hold ``kv_tokens`` tokens."""
         numbers = [p[0] for p in self.points]
         at = min(max(bisect_left(numbers, n), 1), len(numbers) - 1)
         (a, low), (b, high) = self.points[at - 1], self.points[at]
-        return max(low + (high - low) * (n - a) / (b - a), 1e-9)
-
-    def steps_s(self, steps: int, n: int, kv_tokens: int) -> float:
-        """Every step is the same."""
-        return steps * self.step_s(n, kv_tokens)
-
-    def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
-        """Whole steps that fit."""
-        if seconds < 0.0:
-            return 0
-        k = int(seconds / self.step_s(n, kv_tokens))
-        while self.steps_s(k, n, kv_tokens) > seconds:
-            k -= 1
-        while self.steps_s(k + 1, n, kv_tokens) <= seconds:
-            k += 1
-        return k
+        line = low + (high - low) * (n - a) / (b - a)
+        return max(line + self.per_kv_token_s * (kv_tokens - n * self.held_each), 1e-9)
