@@ -43,6 +43,8 @@ from benchmarks.open_files import require_open_files
 MOST_TOKENS = 4_000
 """Budget of the requests, which nothing reaches."""
 POLL_S = 0.005
+TAKEN_S = 60.0
+"""Longest wait until a server has taken all requests."""
 DECODING_S = 0.5
 """After a real server has taken all requests: each has its first tokens."""
 
@@ -168,7 +170,11 @@ class AprilClient:
 
 
 async def _until_held(held: Held, case: Case) -> None:
-    while await asyncio.to_thread(held) < case.in_flight:  # noqa: ASYNC110 - another process
+    """Raises RuntimeError when one of them has ended by itself, which would be waited for in vain."""
+    latest = time.monotonic() + TAKEN_S
+    while (there := await asyncio.to_thread(held)) < case.in_flight:
+        if time.monotonic() > latest:
+            raise RuntimeError(f"the server has {there} of {case.in_flight} requests after {TAKEN_S:g} s")
         await asyncio.sleep(POLL_S)
     if case.model != MODEL:
         await asyncio.sleep(DECODING_S)
