@@ -150,7 +150,7 @@ class FunctionEngine(ServerEngine):
             self._calls[attempt].cancel()
 
     async def pause(self) -> None:
-        """Nothing runs when it returns: a call that does not end (a tool, a judge) is ended, and what it has is lost."""
+        """Nothing runs when it returns: a call that does not end (a tool that hangs) is ended, what it has is lost."""
         try:
             await super().pause()
         except EngineError as error:

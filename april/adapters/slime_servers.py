@@ -7,7 +7,6 @@ import asyncio
 import msgspec
 
 from april.core.versions import PolicyVersion
-
 from april.engines.http_client import HttpClient
 from april.engines.sglang_router import router_workers
 from april.errors import EngineError
@@ -53,7 +52,7 @@ class Weights:
         return not self._labelled or self._seen != self._known
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """What the servers had when they were last looked at is ``version``, and april has given them to its engines."""
+        """What the servers had when they were last looked at is ``version``, and april's engines know it."""
         named = [label for label in self._said if label not in UNLABELLED]
         self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
         for old in sorted(self.names)[:-NAMED_VERSIONS]:
