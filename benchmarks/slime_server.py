@@ -105,8 +105,8 @@ class TimedSglangServer(FakeSglangServer):
 
     def _routes(self) -> list[web.RouteDef]:
         return [
-            *super()._routes(), web.get("/workers", self._workers), web.post("/trainer", self._trainer),
-            web.get("/figures", self._figures),
+            *super()._routes(), web.get("/workers", self._workers), web.get("/readiness", self._ready),
+            web.post("/trainer", self._trainer), web.get("/figures", self._figures),
         ]  # fmt: skip
 
     def _length_of(self, request: Request) -> int:
