@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -21,14 +20,15 @@ from benchmarks.slime_server import PER_UPDATE
 from benchmarks.slime_surroundings import Trainer, write_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
-FAST = ["--shorter", "25", "--faster", "8"]
+SHORT = ["--shorter", "25"]
+"""Some 100 tokens at 5 ms each: long beside what requests cost on a CPU, so that rounds end in the middle of some."""
 SMALL = ["--partial-rollout", "--rollout-batch-size", "8", "--over-sampling-batch-size", "16",
          "--n-samples-per-prompt", "4"]  # fmt: skip
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with served(FAST) as address:
+    with served(SHORT) as address:
         yield address
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_lost_where_slimes_own_loses_groups(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "benchmarks.slime_rollouts", "--slime", os.environ["SLIME_TREE"], "--rounds", "20",
         "--warm", "0", "--rollout-batch-size", "32", "--over-sampling-batch-size", "64", "--shorter", "25",
-        "--rollout-max-response-len", "600", "--faster", "8", "--arms", "slime", "april", "--json", str(out),
+        "--rollout-max-response-len", "600", "--arms", "slime", "april", "--json", str(out),
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True)
     slime, april = json.loads(out.read_text())
@@ -247,5 +247,4 @@ def test_a_reward_that_waits_for_another_server(url: str, work: Path) -> None:
     for rollout_id in range(3):
         for group in run(rollout_id).samples:
             assert all(s.reward >= 0 for s in group)
-    assert not asyncio.all_tasks(run.trainer.get("utils.async_utils.get_async_loop")().loop)
     run.close()
