@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,22 @@ import numpy as np
 from april.adapters.slime_framework import Framework
 from april.adapters.slime_samples import Groups, Held
 from april.core.types import Prompt, SampleId
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.user_code import check_function
-from april.engines.admission import Admission
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
+from april.engines.server_engine import ServerEngine
 from april.engines.wire_arrays import empty_chunk
 from april.errors import EngineError, RequestRefused
 
-RESEND_S = 1.0
+log = logging.getLogger("april")
+
 MAX_CONTEXT = 1 << 30
 """The function keeps slime's own limits; april has none for it."""
 
 
-class FunctionEngine:
+class FunctionEngine(ServerEngine):
     """Implements :class:`april.engines.protocol.Engine`; one request is one call of ``function``.
 
     Args:
@@ -41,28 +43,24 @@ class FunctionEngine:
         urls: the servers, for aborts.
     """
 
-    name = "slime"
-
     def __init__(
         self, args: Any, framework: Framework, function: Any, groups: Groups, samples: Held, urls: Sequence[str]
     ) -> None:
         if callable(function) and "evaluation" in inspect.signature(function).parameters:
             function = functools.partial(function, evaluation=False)
         check_function("--custom-generate-function-path", function, ("args", "sample", "sampling_params"))
+        per_server = getattr(args, "sglang_server_concurrency", None)
+        super().__init__("slime", Capabilities(
+            LogprobKind.UNKNOWN, 2**31 - 1, MAX_CONTEXT, (), per_server * len(urls) if per_server and urls else None,
+            version_spans=False, streams=False, honours_seeds=False,
+        ))  # fmt: skip
         self._args, self._framework, self._function = args, framework, function
         self._groups, self._samples = groups, samples
         self._fresh: Held = {}
         self._urls = urls
         self._clients: list[HttpClient] = []
-        self._admission = Admission()
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._cut: set[str] = set()
-        self._version = FIRST_VERSION
-        per_server = getattr(args, "sglang_server_concurrency", None)
-        self.capabilities = Capabilities(
-            LogprobKind.UNKNOWN, 2**31 - 1, MAX_CONTEXT, (), per_server * len(urls) if per_server and urls else None,
-            version_spans=False, streams=False, honours_seeds=False,
-        )  # fmt: skip
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
         """The rollout function that belongs to this engine: it says which sample a request is about."""
@@ -135,8 +133,7 @@ class FunctionEngine:
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """All of them through the servers; some only by ending their calls, which loses what the calls have so far."""
-        self._admission.abort(attempt_ids)
-        asked = set(self._calls) if attempt_ids is None else set(self._calls) & set(attempt_ids)
+        asked = set(self._to_abort(attempt_ids)) & set(self._calls)
         if not asked:
             return
         if asked == set(self._calls):
@@ -144,31 +141,29 @@ class FunctionEngine:
             await asyncio.gather(
                 *(c.json("POST", "/abort_request", {"abort_all": True}, retry=True) for c in self._clients)
             )
-            return
-        for attempt in asked:
+        else:
+            self._end(asked)
+
+    def _end(self, attempt_ids: Collection[str]) -> None:
+        for attempt in attempt_ids:
             self._cut.add(attempt)
             self._calls[attempt].cancel()
 
     async def pause(self) -> None:
-        """Nothing runs when it returns."""
-        self._admission.close()
-        while self._admission.inside:
-            await self.abort(None)
-            try:
-                async with asyncio.timeout(RESEND_S):
-                    await self._admission.until_idle()
-            except TimeoutError:
-                continue
-
-    async def resume(self) -> None:
-        """Calls may begin again."""
-        self._admission.open()
+        """Nothing runs when it returns: a call that does not end (a tool that hangs) is ended, what it has is lost."""
+        try:
+            await super().pause()
+        except EngineError as error:
+            log.warning("%s; the calls of the custom generate function are ended, what they have is lost", error)
+            self._end(list(self._calls))
+            await self._admission.until_idle()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """slime has updated them."""
         if path is not None:
             raise EngineError("slime updates the weights of its servers itself")
-        self._version = version
+        self._require_idle()
+        self._labels.present = version
 
     async def health(self) -> Health:
         """slime watches its servers itself."""

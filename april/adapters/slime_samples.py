@@ -148,10 +148,13 @@ def finish(
         sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
     sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
     oldest = min(generated, default=version)
-    metadata = {**(sample.metadata or {}), "april": {
+    provenance = {
         "spans": [[start, end, None if v is None else str(v)] for start, end, v in spans],
         "version": str(version), "staleness": delivered.staleness, "resumes": delivered.resumes,
-    }}  # fmt: skip
+    }  # fmt: skip
+    # the trainer's conversion takes this along with the tokens, and leaves metadata behind
+    sample.train_metadata = {**(getattr(sample, "train_metadata", None) or {}), "april": provenance}
+    metadata = {**(sample.metadata or {}), "april": provenance}
     if oldest != version and oldest in names:
         metadata.setdefault("start_rollout_id", names[oldest][1])
     sample.metadata = metadata

@@ -1,4 +1,4 @@
-"""The SGLang servers behind slime's router, and what they call their weights."""
+"""The SGLang servers behind slime's router, what they call their weights, and whether these are new."""
 
 from __future__ import annotations
 
@@ -6,13 +6,61 @@ import asyncio
 
 import msgspec
 
+from april.core.versions import PolicyVersion
 from april.engines.http_client import HttpClient
 from april.engines.sglang_router import router_workers
 from april.errors import EngineError
 
 UNLABELLED = (None, "default")
 """Labels of weights that nobody has labelled."""
+NAMED_VERSIONS = 1000
+"""So many are remembered by name."""
 
+
+class Weights:
+    """Whose weights the servers have: the trainer labels them when it updates them, or every rollout has new ones.
+
+    Args:
+        router: address of slime's router; None: there are no servers to ask.
+        relabels: april writes labels of its own, over the trainer's.
+        rollout_id: that of the first rollout.
+    """
+
+    def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
+        self._router, self._relabels = router, relabels
+        self._last_id = rollout_id
+        self._told: int | None = None
+        self.names: dict[PolicyVersion, tuple[str, int]] = {}
+        """What slime calls the weights of a version, and the rollout that began under it."""
+        self.urls, self._seen = self._ask()
+        self._said, self._known = self._seen, self._seen
+        self._labelled = any(label not in UNLABELLED for label in self._seen)
+
+    def look(self, rollout_id: int, told: int | None) -> bool:
+        """Whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
+
+        ``told``: their version, where the trainer says it; else the servers' labels tell.
+        """
+        self.urls, self._seen = self._ask()
+        self._said = self._seen if told is None else (str(told),)
+        last, self._last_id, before, self._told = self._last_id, rollout_id, self._told, told
+        self._labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
+        if rollout_id == last:
+            return False
+        if told is not None:
+            return told != before
+        return not self._labelled or self._seen != self._known
+
+    def name(self, version: PolicyVersion, rollout_id: int) -> None:
+        """What the servers had when they were last looked at is ``version``, and april's engines know it."""
+        named = [label for label in self._said if label not in UNLABELLED]
+        self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
+        for old in sorted(self.names)[:-NAMED_VERSIONS]:
+            del self.names[old]
+        self._known = self._ask()[1] if self._relabels else self._seen
+
+    def _ask(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+        return ((), ()) if self._router is None else asyncio.run(servers_behind(self._router))
 
 
 async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None, ...]]:

@@ -6,7 +6,6 @@ engines and change their weights as it likes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from april.adapters.slime_framework import Framework
 from april.adapters.slime_functions import FunctionEngine
 from april.adapters.slime_hooks import SlimeHooks
 from april.adapters.slime_samples import Groups, Held, finish
-from april.adapters.slime_servers import UNLABELLED, servers_behind
+from april.adapters.slime_servers import Weights
 from april.core.batch import Batch
 from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
@@ -32,8 +31,7 @@ STEADY_S = 0.05
 STEADY_TRIES = 200
 """A prompt that is being drawn while slime saves is waited for."""
 NAMED_BATCHES = 16
-NAMED_VERSIONS = 1000
-"""Rollouts and versions that are remembered by name."""
+"""So many rollouts are remembered by name."""
 
 
 class Session:
@@ -62,17 +60,13 @@ class Session:
         self._check = check
         self._batches: dict[int, int] = {}
         """Batch of each rollout that may still be named by a checkpoint."""
-        self._names: dict[PolicyVersion, tuple[str, int]] = {}
         self._leased: Held = {}
         """Delivered, and not known to be trained on."""
-        self._labels: tuple[str | None, ...] = ()
-        self._weights: int | None = None
-        self._last_id = rollout_id
-        self._urls, labels = self._look()
-        self._labelled = any(label not in UNLABELLED for label in labels)
-        """The trainer labels weights when it updates them; if not, every rollout has new ones."""
+        router = None if engines is not None else router_url(args)
+        # april's own engines write their labels; a custom generate function leaves slime's
+        self._weights = Weights(router, rollout_id, relabels=self._function is None)
         self._open(self._saved(rollout_id))
-        self._name(labels, labels, rollout_id)
+        self._weights.name(self.scheduler.version, rollout_id)
         if hasattr(data_source, "save"):
             self._hook_save()
 
@@ -113,43 +107,29 @@ class Session:
                 del self._hooks.held[delivered.id]
                 if self._finished is not None:
                     self._finished.pop(delivered.id, None)
-                group.append(finish(sample, delivered, batch.version, self._names, mask_offpolicy=mask))
+                group.append(finish(sample, delivered, batch.version, self._weights.names, mask_offpolicy=mask))
             groups.append(group)
         return sorted(groups, key=lambda group: group[0].index)
 
     def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
-        """The trainer has updated the weights since the last call, or it has not; the servers' labels tell."""
-        urls, labels = self._look()
-        said: tuple[str | None, ...] = labels if weight_version is None else (str(weight_version),)
-        last, self._last_id, before, self._weights = self._last_id, rollout_id, self._weights, weight_version
-        if urls != self._urls:
-            self._move(urls, said, rollout_id)
-            return
-        if rollout_id == last:
-            return
-        self._labelled |= any(label not in (*UNLABELLED, *self._labels) for label in labels)
-        by_label = not self._labelled or labels != self._labels
-        if by_label if weight_version is None else weight_version != before:
+        """Take over what the trainer has done to servers and weights since the last call."""
+        before = self._weights.urls
+        updated = self._weights.look(rollout_id, weight_version)
+        if self._weights.urls != before:
+            self._move(before)
+        elif updated:
             # the weights are there; april pauses, has caches emptied and writes its own label
             self.scheduler.weight_update(transfer=lambda: None)
             self._leased.clear()
-            self._name(said, labels, rollout_id)
-
-    def _name(self, said: Sequence[str | None], labels: tuple[str | None, ...], rollout_id: int) -> None:
-        """What slime calls the present version, and which labels its servers have until the trainer writes others."""
-        version = self.scheduler.version
-        named = [label for label in said if label not in UNLABELLED]
-        self._names[version] = (str(named[0] if named else rollout_id), rollout_id)
-        for old in sorted(self._names)[:-NAMED_VERSIONS]:
-            del self._names[old]
-        # april's own engines have written theirs; a custom generate function leaves slime's
-        self._labels = labels if self._function is not None else self._look()[1]
+        else:
+            return
+        self._weights.name(self.scheduler.version, rollout_id)
 
     # ---------------------------------------------------------------- the scheduler
 
     def _open(self, saved: dict[str, Any] | None) -> None:
         args, framework = self._args, self._framework
-        config = config_of(args, self._urls or None, own_function=self._function is not None)
+        config = config_of(args, self._weights.urls or None, own_function=self._function is not None)
         groups = self._groups = Groups(
             self._data_source, args.n_samples_per_prompt, self._encode, framework.check_sample,
             any_prompt=self._function is not None,
@@ -158,7 +138,7 @@ class Session:
         engines, rollout = self._own_engines, single_turn
         if self._function is not None:
             self._finished = {}
-            engine = FunctionEngine(args, framework, self._function, groups, self._finished, self._urls)
+            engine = FunctionEngine(args, framework, self._function, groups, self._finished, self._weights.urls)
             engines, rollout = [engine], engine.rollout
         hooks = self._hooks = SlimeHooks(args, framework, groups, self._finished)
         in_groups = bool(getattr(args, "group_rm", False))
@@ -178,21 +158,13 @@ class Session:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _look(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-        """Addresses of the servers behind slime's router, and the labels of their weights."""
-        if self._own_engines is not None:
-            return (), ()
-        return asyncio.run(servers_behind(router_url(self._args)))
-
-    def _move(self, urls: tuple[str, ...], said: tuple[str | None, ...], rollout_id: int) -> None:
+    def _move(self, before: Sequence[str]) -> None:
         """slime has started servers anew, at other addresses: a new scheduler goes on from the old one's books."""
-        log.warning("the servers have changed from %s to %s", ", ".join(self._urls), ", ".join(urls))
+        log.warning("the servers have changed from %s to %s", ", ".join(before), ", ".join(self._weights.urls))
         saved = self._content(max(self._batches.values(), default=None))
         self.close()
-        self._urls = urls
         self._leased.clear()
         self._open(saved)
-        self._name(said, said if len(said) == len(urls) else (None,) * len(urls), rollout_id)
 
     def close(self) -> None:
         """End the scheduler; what it held and no checkpoint has is gone."""
@@ -236,7 +208,7 @@ class Session:
         kept = {"held": held | self._leased, "finished": (self._finished or {}).copy()}
         return {
             "state": carry.without_objects(state),
-            "names": [[*version, *name] for version, name in self._names.items()],
+            "names": [[*version, *name] for version, name in self._weights.names.items()],
             "ahead": [[carry.as_dict(s) for s in group] for group in self._groups.ahead],
             **{
                 what: {carry.key_of(i): carry.as_dict(s) for i, s in samples.items() if i.group in groups}
@@ -260,7 +232,7 @@ class Session:
     def _restore(self, saved: dict[str, Any]) -> None:
         try:
             self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
-            self._names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
+            self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
                     kept.update({carry.id_of(k): self._groups.sample(s) for k, s in saved[key].items()})

@@ -6,7 +6,7 @@
 #   PLATFORM   nvidia | amd
 #   TRAINER    slime (Megatron) | miles (Megatron) | miles-fsdp
 #   ROLLOUT    april | own (the trainer's own partial rollout) | plain (no over-sampling)
-#   DATA       dapo-math-17k/dapo-math-17k.jsonl, below DATA_DIR
+#   DATA       dapo-math-17k | deepscaler | deepmath-103k, or a file below DATA_DIR with INPUT_KEY and LABEL_KEY
 #
 # TRAINER_DIR, MODEL_DIR, DATA_DIR, SAVE_DIR and MEGATRON_DIR say where things are. DRY_RUN=1 prints the command.
 set -euo pipefail
@@ -16,7 +16,7 @@ ALGORITHM=${ALGORITHM:-grpo}
 PLATFORM=${PLATFORM:-nvidia}
 TRAINER=${TRAINER:-slime}
 ROLLOUT=${ROLLOUT:-april}
-DATA=${DATA:-dapo-math-17k/dapo-math-17k.jsonl}
+DATA=${DATA:-dapo-math-17k}
 NUM_GPUS=${NUM_GPUS:-8}
 HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
@@ -39,7 +39,7 @@ case $MODEL in
     r1-distill-1.5b) NAME=DeepSeek-R1-Distill-Qwen-1.5B SHAPE=qwen2.5-1.5B ;;
     *) wrong "MODEL=$MODEL must be qwen3-4b or r1-distill-1.5b" ;;
 esac
-RUN=$SAVE_DIR/$NAME-$ALGORITHM-$TRAINER-$ROLLOUT
+RUN=$SAVE_DIR/$NAME-$ALGORITHM-$(basename "${DATA%.*}")-$TRAINER-$ROLLOUT
 COMMAND=(python3 train.py --hf-checkpoint "$MODEL_DIR/$NAME" --load "$RUN" --save "$RUN" --save-interval 20)
 
 if [ "$TRAINER" = miles-fsdp ]; then
@@ -68,8 +68,17 @@ fi
 
 # ---------------------------------------------------------------- data, rollout, algorithm
 
+# the data sets as published, of columns of their own names; README.md says how the last two become one file each
+case $DATA in
+    dapo-math-17k) FILE=dapo-math-17k/dapo-math-17k.jsonl INPUT=prompt LABEL=label ;;
+    deepscaler) FILE=deepscaler/deepscaler.parquet INPUT=problem LABEL=answer ;;
+    deepmath-103k) FILE=deepmath-103k/deepmath-103k.parquet INPUT=question LABEL=final_answer ;;
+    *.jsonl | *.parquet) FILE=$DATA INPUT=prompt LABEL=label ;;
+    *) wrong "DATA=$DATA must be dapo-math-17k, deepscaler, deepmath-103k, or a .jsonl or .parquet file" ;;
+esac
 COMMAND+=(
-    --prompt-data "$DATA_DIR/$DATA" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+    --prompt-data "$DATA_DIR/$FILE" --input-key "${INPUT_KEY:-$INPUT}" --label-key "${LABEL_KEY:-$LABEL}"
+    --apply-chat-template --rollout-shuffle
     --rm-type deepscaler --num-rollout "${NUM_ROLLOUT:-3000}" --balance-data
     --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
     --rollout-max-response-len 16384 --rollout-temperature 0.8

@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up-steps", type=int, default=STEPS)
     parser.add_argument("--held-out", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=42, help="of the order of the prompts and of sampling")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         num_generations=SAMPLES,
         max_completion_length=task.RESPONSE_CAP,
         max_steps=options.steps,
+        seed=options.seed,
         learning_rate=1e-3,
         loss_type="grpo",
         num_generations_eval=1,

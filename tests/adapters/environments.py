@@ -16,3 +16,15 @@ TRL = Recipe(
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),
 )
+
+SLIME = Recipe(
+    "slime",
+    (
+        ("install", TORCH),
+        # what slime and miles import on the way of a rollout, and to read their flags; they themselves are source trees
+        ("install", "ray", "transformers==5.23.0", "wandb", "polars", "httpx", "tqdm", "pillow", "pylatexenc"),
+        ("install", "sglang-router==0.3.2", "pybase64", "pyyaml", "omegaconf", "sympy", "pytest", "pytest-asyncio"),
+        ("install", "--editable", f"{ROOT}[yaml]"),
+    ),
+)
+"""Around a source tree of slime or miles: ``python -m tests.adapters.real_slime``."""

@@ -50,6 +50,7 @@ class Sample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     session_id: str | None = None
+    train_metadata: dict[str, Any] | None = None
 
     Status = Status
 

@@ -39,6 +39,19 @@ def test_each_workload_on_each_platform(model: str, algorithm: str) -> None:
         assert len([w for w in words if w.startswith("--")]) == len({w for w in words if w.startswith("--")})
 
 
+def test_each_data_set() -> None:
+    """Columns by the names that its publishers gave them; another file with columns of the user's choice."""
+    for data, keys in {
+        "dapo-math-17k": ["prompt", "label"], "deepscaler": ["problem", "answer"],
+        "deepmath-103k": ["question", "final_answer"], "mine/data.jsonl": ["prompt", "label"],
+    }.items():  # fmt: skip
+        words = command(DATA=data)
+        assert [words[words.index(f"--{which}-key") + 1] for which in ("input", "label")] == keys
+    words = command(DATA="mine/data.parquet", INPUT_KEY="text")
+    assert words[words.index("--input-key") + 1] == "text"
+    assert words[words.index("--prompt-data") + 1] == "/root/mine/data.parquet"
+
+
 def test_one_switch() -> None:
     """april and the trainer's own partial rollout differ in two flags, and in the directory of the checkpoints."""
     april, own = command(ROLLOUT="april"), command(ROLLOUT="own")

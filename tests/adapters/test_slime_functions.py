@@ -136,6 +136,31 @@ def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
     engine_test(test)
 
 
+def test_a_pause_ends_calls_that_do_not_end_themselves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the deadline of a pause, said in the log: weights are not held up by a tool that hangs."""
+    monkeypatch.setattr("april.engines.server_engine.PAUSE_DEADLINE_S", 0.05)
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        running = asyncio.create_task(read(engine, request(0, "a")))
+        await begun(told, 1)
+        with pytest.raises(EngineError, match="weights were updated while requests run"):
+            await engine.update_weights(PolicyVersion(0, 1))
+        await engine.pause()
+        cut = await running
+        assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 0)
+        assert not samples
+        await engine.update_weights(PolicyVersion(0, 1))
+        await engine.resume()
+        told.go = True
+        assert (await read(engine, request(0, "b"))).version == (0, 1)
+
+    engine_test(test)
+    assert "has not ended 1 aborted requests in 0.05 s" in caplog.text
+    assert "what they have is lost" in caplog.text
+
+
 def test_the_function_gets_slimes_sampling_parameters() -> None:
     """Top-p with the ids that the trainer replays; and no weights through april."""
 

@@ -126,6 +126,7 @@ def test_every_token_is_stamped_and_exact() -> None:
         for rollout_id in range(12):
             for s in (s for g in run(rollout_id) for s in g):
                 check(s, rollout_id)
+                assert s.train_metadata["april"] == s.metadata["april"]  # what the trainer's conversion takes along
                 resumed += s.metadata["april"]["resumes"]
         assert resumed
         assert run.output.metrics["rollout/april/off_policy_share"] > 0

@@ -1,0 +1,1 @@
+"""The adapter inside the real, unmodified slime and miles: ``python -m tests.adapters.real_slime --slime PATH``."""

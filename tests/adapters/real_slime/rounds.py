@@ -1,0 +1,250 @@
+"""Whole rollouts on a server over HTTP: slime's contract, the books beside slime's own, every hook, miles."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from april.adapters.slime import RolloutFunction, make_generate_rollout
+from benchmarks.slime_rollouts import _post, served
+from benchmarks.slime_server import PER_UPDATE
+from benchmarks.slime_surroundings import Trainer, write_inputs
+
+ROOT = Path(__file__).resolve().parents[3]
+SHORT = ["--shorter", "25"]
+"""Some 100 tokens at 5 ms each: long beside what requests cost on a CPU, so that rounds end in the middle of some."""
+SMALL = ["--partial-rollout", "--rollout-batch-size", "8", "--over-sampling-batch-size", "16",
+         "--n-samples-per-prompt", "4"]  # fmt: skip
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with served(SHORT) as address:
+        yield address
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
+
+
+class Run:
+    """april as the rollout function of ``trainer``, and the trainer's own update of the weights before each rollout."""
+
+    def __init__(self, url: str, work: Path, *flags: str, trainer: str = "slime", **settings: Any) -> None:
+        self.trainer, self.url = Trainer(trainer), url
+        self.args = self.trainer.arguments(url, work, [*SMALL, *flags])
+        for name, value in settings.items():
+            setattr(self.args, name, value)
+        self.data = self.trainer.data_source(self.args)
+        self.function = make_generate_rollout(check=True)
+        self.trained: Counter[int] = Counter()
+        self.resumed = 0
+
+    def __call__(self, rollout_id: int) -> Any:
+        _post(self.url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        output = self.function(self.args, rollout_id, self.data)
+        assert [len(group) for group in output.samples] == [4] * 8
+        for group in output.samples:
+            self.trained[group[0].group_index] += 1
+            for sample in group:
+                self.resumed += check(sample)
+        return output
+
+    @property
+    def books(self) -> Any:
+        (session,) = self.function.function.sessions.values()
+        session.scheduler.validate()
+        return session.scheduler.ledger()["prompts"]
+
+    def close(self) -> None:
+        """All that was drawn is delivered once, held, or dropped by name."""
+        books = self.books
+        assert books.observed == len(self.data.drawn) == sum(self.trained.values()) + books.held + sum(
+            books.dropped.values()
+        )
+        assert set(self.trained.values()) == {1}
+        self.function.function.close()
+
+
+def check(sample: Any) -> int:
+    """Every token has the log-probability of the weights that its span names; 1 if several wrote it."""
+    updates = np.rint(np.array(sample.rollout_log_probs) / -PER_UPDATE).astype(int) - 1
+    assert len(updates) == len(sample.loss_mask) == sample.response_length
+    assert sample.response == "x" * sample.response_length or sample.metadata["april"]
+    spans = sample.metadata["april"]["spans"]
+    assert [end for _, end, _ in spans[:-1]] == [start for start, _, _ in spans[1:]]
+    for (start, end, version), name in zip(spans, sample.weight_versions, strict=True):
+        assert set(updates[start:end]) == {int(name) - 1}
+        assert version is not None
+    return len(spans) > 1
+
+
+def test_slimes_contract_of_rollout_functions() -> None:
+    """slime's own test file, as it is, with april's function for its --rollout-function-path."""
+    path = Path(os.environ["SLIME_TREE"]) / "tests" / "plugin_contracts" / "test_plugin_rollout_contracts.py"
+    target = "adapters.real_slime.contract_target.generate_rollout"
+    done = subprocess.run(
+        [sys.executable, str(path), "--rollout-function-path", target], cwd=path.parents[2], capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "6 passed" in done.stdout
+
+
+def test_nothing_is_lost_where_slimes_own_loses_groups(tmp_path: Path) -> None:
+    """N = 32, N' = 64, n = 8, twenty rounds: drawn == delivered + held, each group once; slime's own beside it."""
+    out = tmp_path / "results.json"
+    command = [
+        sys.executable, "-m", "benchmarks.slime_rollouts", "--slime", os.environ["SLIME_TREE"], "--rounds", "20",
+        "--warm", "0", "--rollout-batch-size", "32", "--over-sampling-batch-size", "64", "--shorter", "25",
+        "--rollout-max-response-len", "600", "--arms", "slime", "april", "--json", str(out),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True)
+    slime, april = json.loads(out.read_text())
+    for result in (slime, april):
+        print({key: result[key] for key in ("arm", "drawn", "delivered", "held", "dropped", "lost", "twice")})
+    assert april["delivered"] == 640
+    assert april["lost"] == april["dropped"] == april["twice"] == 0
+    assert april["drawn"] == 640 + april["held"]
+
+
+def test_slimes_own_generate_function(url: str, work: Path) -> None:
+    """--custom-generate-function-path with slime's own ``generate``: counted, stamped and continued by april."""
+    run = Run(url, work, "--custom-generate-function-path", "slime.rollout.sglang_rollout.generate")
+    for rollout_id in range(20):
+        run(rollout_id)
+    assert run.resumed
+    run.close()
+
+
+def test_filter_group_reward_and_hooks(url: str, work: Path) -> None:
+    """A dynamic filter of slime, --group-rm, a sample hook, both filters of samples, all loaded by slime's loader."""
+    here = "adapters.real_slime.hooks_of_a_user"
+    run = Run(
+        url, work, "--dynamic-sampling-filter-path",
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", "--group-rm",
+        "--custom-rm-path", f"{here}.group_reward", "--rollout-sample-hook-path", f"{here}.mark",
+        "--rollout-sample-filter-path", f"{here}.last_is_removed", "--rollout-all-samples-process-path", f"{here}.see",
+    )  # fmt: skip
+    hooks = __import__(here, fromlist=["judged"])
+    dropped = 0
+    for rollout_id in range(8):
+        output = run(rollout_id)
+        dropped += sum(n for name, n in output.metrics.items() if name.startswith("rollout/dynamic_filter/drop_"))
+        assert all(s.metadata["marked"] for group in output.samples for s in group)
+        assert output.samples[-1][-1].remove_sample
+        assert all(len({s.reward for s in group}) > 1 for group in output.samples)
+    assert dropped
+    assert hooks.judged >= 64 + dropped
+    run.close()
+
+
+def test_only_older_tokens_of_continued_responses_are_masked(url: str, work: Path) -> None:
+    """--mask-offpolicy-in-partial-rollout: no finished sample is masked whole, as slime's own does."""
+    run = Run(url, work, "--mask-offpolicy-in-partial-rollout")
+    for rollout_id in range(10):
+        for group in run(rollout_id).samples:
+            for sample in group:
+                last = sample.metadata["april"]["spans"][-1][0]
+                assert sample.loss_mask == [0] * last + [1] * (sample.response_length - last)
+    assert run.resumed
+    run.close()
+
+
+def test_restarts_skip_no_prompt(url: str, work: Path) -> None:
+    """Four processes' worth of slime's own save and load, each ended two rounds after its checkpoint."""
+    trained: Counter[int] = Counter()
+    for start in (0, 5, 10, 15):
+        run = Run(url, work, save=str(work / "checkpoints"), load=str(work / "checkpoints"))
+        if start:
+            run.data.load(start - 1)
+        for rollout_id in range(start, start + 7):
+            groups = run(rollout_id).samples
+            if rollout_id < start + 5:
+                trained.update(group[0].group_index for group in groups)
+            if rollout_id == start + 4:
+                run.data.save(rollout_id)
+                drawn, held = run.data.sample_group_index, run.books.held
+        run.function.function.close()
+        assert len(trained) == sum(trained.values()) == drawn - held
+    files = sorted(path.name for path in (work / "checkpoints" / "rollout").iterdir())
+    assert files[:4] == [f"april_carry_{n}.msgpack" for n in (14, 19, 4, 9)]
+
+
+def test_slimes_manager_takes_the_samples(url: str, work: Path) -> None:
+    """The code of slime's rollout manager makes training data of them, with log-probabilities."""
+    run = Run(url, work, custom_reward_post_process_path=None, custom_convert_samples_to_train_data_path=None)
+    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
+    manager = object.__new__(cls)
+    manager.args, manager.generate_rollout, manager.data_source = run.args, run.function, run.data
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    for rollout_id in range(4):
+        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        samples, metrics = cls._get_rollout_data(manager, rollout_id=rollout_id)
+        train = cls._convert_samples_to_train_data(manager, samples)
+        assert len(train["tokens"]) == len(train["rollout_log_probs"]) == 32
+        for said, mask, length in zip(
+            train["rollout_log_probs"], train["loss_masks"], train["response_lengths"], strict=True
+        ):
+            assert len(said) == len(mask) == length
+        for told, length in zip(train["metadata"], train["response_lengths"], strict=True):
+            assert told["april"]["spans"][-1][1] == length
+        assert metrics["rollout/april/groups"] == 8
+    run.function.function.close()
+
+
+def test_evaluation_is_slimes_and_touches_no_carry(url: str, work: Path) -> None:
+    """evaluation=True between rollouts: slime's own function answers, and april's books stay as they were."""
+    run = Run(url, work)
+    dataset = run.trainer.get("utils.eval_config.EvalDatasetConfig")(
+        name="toy", path=f"{work}/prompts.jsonl@[0:20]", n_samples_per_eval_prompt=2, temperature=1.0, top_p=1.0,
+        top_k=-1, max_response_len=300, input_key="prompt", label_key="label", metadata_key="metadata", tool_key=None,
+    )  # fmt: skip
+    run.args.eval_datasets, run.args.eval_max_prompt_len = [dataset], None
+    for rollout_id in range(3):
+        run(rollout_id)
+        before = run.books
+        output = run.function(run.args, rollout_id, run.data, evaluation=True)
+        assert len(output.data["toy"]["samples"]) == 40
+        assert run.books == before
+    run.close()
+
+
+@pytest.mark.skipif(not os.environ.get("MILES_TREE"), reason="no --miles PATH")
+@pytest.mark.parametrize("name", ["generate_rollout", "GenerateRollout"])
+def test_miles_loads_both_forms(name: str, url: str, work: Path) -> None:
+    """miles' own loader and caller, with the function and with the class, twenty rounds."""
+    run = Run(url, work, trainer="miles")
+    get = run.trainer.get
+    given = get("rollout.base_types.RolloutFnConstructorInput")(args=run.args, data_source=run.data)
+    loaded = get("rollout.inference_rollout.compatibility.load_rollout_function")(given, f"april.adapters.slime.{name}")
+    call = get("rollout.inference_rollout.compatibility.call_rollout_function")
+    for rollout_id in range(20):
+        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        asked = get("rollout.base_types.RolloutFnTrainInput")(rollout_id=rollout_id, weight_version=rollout_id + 1)
+        for group in call(loaded, asked).samples:
+            run.trained[group[0].group_index] += 1
+            run.resumed += sum(map(check, group))
+    function: RolloutFunction = loaded._function if hasattr(loaded, "_function") else loaded.fn.function
+    run.function.function.sessions = function.sessions
+    assert run.resumed
+    run.close()
+
+
+def test_a_reward_that_waits_for_another_server(url: str, work: Path) -> None:
+    """Rewards run on slime's own loop, where its HTTP client lives, while generation goes on."""
+    run = Run(url, work, "--custom-rm-path", "adapters.real_slime.hooks_of_a_user.asks_the_server")
+    for rollout_id in range(3):
+        for group in run(rollout_id).samples:
+            assert all(s.reward >= 0 for s in group)
+    run.close()
