@@ -1,0 +1,158 @@
+"""verl's client and agent-loop worker, with the desk behind them; runs in verl's worker processes.
+
+Validation is verl's own, unchanged: it has no session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import transfer_queue as tq
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from april.adapters.verl.answers import Settled
+from april.adapters.verl.calls import CURRENT, SampleGivenUp, Session, generate
+from april.adapters.verl.checks import plain_class
+
+log = logging.getLogger("april")
+
+
+class Remote:
+    """An actor whose methods are called like those of an object: each returns something to be awaited."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._actor, name).remote
+
+
+class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
+    """Asks the desk before every request, and tells it what came."""
+
+    desk: Any
+    max_tokens: int
+
+    @classmethod
+    def around(cls, client: Any, desk: Any, max_tokens: int) -> Client:
+        """verl's client with the ``desk`` (an actor) behind it; ``max_tokens`` of a call that names no limit."""
+        new = cls.__new__(cls)
+        new.__dict__.update(client.__dict__)
+        new.__dict__.setdefault("_only_hybrid", False)
+        new.desk, new.max_tokens = desk, max_tokens
+        return new
+
+    async def generate(  # type: ignore[no-untyped-def]
+        self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """verl's TokenOutput, from however many requests; its ``extra_fields`` have the oldest and newest weights."""
+        session = CURRENT.get()
+        if session is None:
+            return await super().generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            )
+        limit = next((k for k in ("max_tokens", "max_new_tokens") if sampling_params.get(k) is not None), "max_tokens")
+        last: list[Any] = []
+
+        async def send(token_ids: list[int], max_tokens: int) -> Any:
+            output = await LLMServerClient.generate(
+                self, request_id, prompt_ids=token_ids, sampling_params={**sampling_params, limit: max_tokens},
+                **dict(kwargs),
+            )  # fmt: skip
+            last.append(output)
+            return output
+
+        done = await generate(
+            session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
+            float(sampling_params.get("temperature", 1.0)),
+        )  # fmt: skip
+        steps = [n for *_, n in done.spans]
+        preempted = [o.num_preempted for o in last if o.num_preempted is not None]
+        return TokenOutput(
+            token_ids=done.tokens.tolist(),
+            log_probs=done.logprobs.tolist(),
+            stop_reason="length" if done.by_length else "completed",
+            num_preempted=sum(preempted) if preempted else None,
+            extra_fields={
+                "global_steps": max(steps, default=None),
+                "min_global_steps": min(steps, default=None),
+                "max_global_steps": max(steps, default=None),
+                "num_cached_tokens": last[0].extra_fields.get("num_cached_tokens") if last else None,
+            },
+        )
+
+
+class AgentLoopWorker(plain_class(AgentLoopWorkerTQ)):  # type: ignore[misc]
+    """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        desk, uid = Remote(self.llm_client.desk), prompt["uid"]
+        if trajectory["validate"]:
+            try:
+                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            finally:
+                await desk.validated(uid)
+            return
+        run = (prompt, sampling_params, trajectory, trace)
+        loops = [self._run_sample(desk, uid, i, *run) for i in range(self.rollout_config.n)]
+        written = [key for keys in await asyncio.gather(*loops) for key in keys]
+        if await desk.closed(uid):
+            # only now can no sibling write any more
+            await tq.async_kv_clear(keys=[uid, *written], partition_id="train")
+
+    async def _run_sample(
+        self, desk: Any, uid: str, index: int,
+        prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool,
+    ) -> list[str]:  # fmt: skip
+        """One sample until its group is settled; the keys of what it has stored."""
+        written: list[str] = []
+        while not isinstance(answer := await desk.start(uid, index), Settled):
+            if written:
+                await tq.async_kv_clear(keys=written, partition_id="train")
+                written = []
+            session = Session(desk, uid, index, answer.life)
+            session.keys = written
+            CURRENT.set(session)
+            try:
+                await self._run_agent_loop(
+                    dict(sampling_params), trajectory=trajectory, trace=trace, session_id=index, **prompt
+                )
+            except SampleGivenUp:
+                continue
+            except Exception as error:
+                log.exception("agent loop %d of %s failed", index, uid)
+                await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
+            else:
+                await desk.returned(uid, index, session.life, session.reward, session.value)
+        return written
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        session = None if validate else CURRENT.get()
+        outputs = output if isinstance(output, list) else [output]
+        if session is not None:
+            for one in outputs:
+                spans, oldest, newest = session.provenance(len(one.prompt_ids), len(one.response_ids))
+                one.extra_fields["april_spans"] = spans
+                one.extra_fields["april_resumes"] = session.resumes
+                one.extra_fields["min_global_steps"] = oldest
+                one.extra_fields["max_global_steps"] = newest
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        if session is None or not outputs:
+            return
+        session.keys += [f"{session.uid}_{session.index}_{i}" for i in range(len(outputs))]
+        session.reward = outputs[-1].reward_score
+        metric = self.config.algorithm.get("filter_groups", None)
+        name = metric.get("metric", None) if metric else None
+        if name == "reward":
+            session.value = session.reward
+        elif name:
+            found = outputs[-1].extra_fields.get("reward_extra_info", {}).get(name)
+            session.value = None if found is None else float(found)
