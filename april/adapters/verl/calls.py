@@ -6,15 +6,18 @@ verl's agent loops see one completed response per call, as if nothing had been c
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
-from april.adapters.verl.answers import Done, GivenUp, Go, Result, Span
+from april.adapters.verl.answers import Done, GivenUp, Go, Result, Span, Start
 from april.core.tape import Int32
 from april.errors import RolloutError
+
+log = logging.getLogger("april")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Between requests that a server cuts off before it has begun."""
@@ -107,3 +110,40 @@ def _result(offset: int, output: Any) -> Result:
         label=None if label is None else int(label),
         aborted=output.stop_reason in ("abort", "aborted"),
     )
+
+
+async def run_sample(
+    desk: Any,
+    uid: str,
+    index: int,
+    agent_loop: Callable[[Session], Awaitable[None]],
+    forget: Callable[[list[str]], Awaitable[None]],
+) -> list[str]:
+    """Run the agent loop of one sample whenever the desk says so, until its group is settled.
+
+    Args:
+        desk: its methods return something to be awaited.
+        uid: of the prompt; ``index`` of the sample.
+        agent_loop: runs it once, and stores its trajectory under ``session.keys``.
+        forget: removes stored trajectories.
+
+    Returns:
+        The keys under which a trajectory is stored now.
+    """
+    stored: list[str] = []
+    while isinstance(answer := await desk.start(uid, index), Start):
+        if stored:
+            await forget(stored)
+        session = Session(desk, uid, index, answer.life)
+        stored = session.keys
+        CURRENT.set(session)
+        try:
+            await agent_loop(session)
+        except SampleGivenUp:
+            continue
+        except Exception as error:
+            log.exception("agent loop %d of %s failed", index, uid)
+            await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
+        else:
+            await desk.returned(uid, index, session.life, session.reward, session.value)
+    return stored

@@ -6,7 +6,6 @@ Validation is verl's own, unchanged: it has no session.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import transfer_queue as tq
@@ -14,11 +13,8 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.verl.answers import Settled
-from april.adapters.verl.calls import CURRENT, SampleGivenUp, Session, generate
+from april.adapters.verl.calls import CURRENT, Session, generate, run_sample
 from april.adapters.verl.checks import plain_class
-
-log = logging.getLogger("april")
 
 
 class Remote:
@@ -101,38 +97,19 @@ class AgentLoopWorker(plain_class(AgentLoopWorkerTQ)):  # type: ignore[misc]
             finally:
                 await desk.validated(uid)
             return
-        run = (prompt, sampling_params, trajectory, trace)
-        loops = [self._run_sample(desk, uid, i, *run) for i in range(self.rollout_config.n)]
-        written = [key for keys in await asyncio.gather(*loops) for key in keys]
-        if await desk.closed(uid):
-            # only now can no sibling write any more
-            await tq.async_kv_clear(keys=[uid, *written], partition_id="train")
+        async def agent_loop(session: Session) -> None:
+            await self._run_agent_loop(
+                dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
+            )
 
-    async def _run_sample(
-        self, desk: Any, uid: str, index: int,
-        prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool,
-    ) -> list[str]:  # fmt: skip
-        """One sample until its group is settled; the keys of what it has stored."""
-        written: list[str] = []
-        while not isinstance(answer := await desk.start(uid, index), Settled):
-            if written:
-                await tq.async_kv_clear(keys=written, partition_id="train")
-                written = []
-            session = Session(desk, uid, index, answer.life)
-            session.keys = written
-            CURRENT.set(session)
-            try:
-                await self._run_agent_loop(
-                    dict(sampling_params), trajectory=trajectory, trace=trace, session_id=index, **prompt
-                )
-            except SampleGivenUp:
-                continue
-            except Exception as error:
-                log.exception("agent loop %d of %s failed", index, uid)
-                await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
-            else:
-                await desk.returned(uid, index, session.life, session.reward, session.value)
-        return written
+        async def forget(keys: list[str]) -> None:
+            await tq.async_kv_clear(keys=keys, partition_id="train")
+
+        loops = [run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n)]
+        stored = [key for keys in await asyncio.gather(*loops) for key in keys]
+        if await desk.closed(uid):
+            # no sibling can store anything any more
+            await tq.async_kv_clear(keys=[uid, *stored], partition_id="train")
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = None if validate else CURRENT.get()
