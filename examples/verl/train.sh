@@ -77,7 +77,7 @@ case $ENGINE in
     megatron)
         WORDS+=(
             model_engine=megatron $ACTOR.megatron.tensor_model_parallel_size=2
-            $ACTOR.megatron.param_offload=True $ACTOR.megatron.grad_offload=True $ACTOR.megatron.optimizer_offload=True
+            $ACTOR.megatron.param_offload=True $ACTOR.megatron.optimizer_offload=True
         )
         ;;
     *) wrong "ENGINE=$ENGINE must be fsdp or megatron" ;;

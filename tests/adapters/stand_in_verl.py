@@ -254,9 +254,14 @@ class Trainer:
 
     def close(self) -> None:
         """End what still waits."""
-        for task in self._tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+
+        async def end() -> None:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.loop.run_until_complete(end())
         self.loop.close()
 
 

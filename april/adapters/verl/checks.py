@@ -74,7 +74,8 @@ def _parameters(where: str) -> tuple[str, ...] | None:
         found: Any = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(plain_class(found), name)
-        return tuple(inspect.signature(inspect.unwrap(found)).parameters)
+        names = inspect.signature(inspect.unwrap(found)).parameters
+        return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds one of its own
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
 

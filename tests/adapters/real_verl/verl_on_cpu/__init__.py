@@ -64,8 +64,8 @@ class Cpu(PlatformBase):  # type: ignore[misc]
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return True
 
-    def current_device(self) -> int:
-        return 0
+    def current_device(self) -> str:
+        return "cpu"  # verl moves tensors to it
 
     def device_count(self) -> int:
         return 1

@@ -74,6 +74,7 @@ class TinyServer:
         if self._trace:
             line = {
                 "prompt": len(request.prompt_ids), "tokens": request.tokens, "label": label, "reason": request.reason,
+                "temperature": request.temperature,
                 "ids": request.prompt_ids,
             }  # fmt: skip
             with open(self._trace, "a", encoding="utf-8") as file:
