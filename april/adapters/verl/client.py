@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.verl.calls import CURRENT, Session, generate, run_sample
+from april.adapters.verl import calls
 from april.adapters.verl.checks import plain_class
 
 
@@ -48,7 +48,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> Any:
         """verl's TokenOutput, from however many requests; its ``extra_fields`` have the oldest and newest weights."""
-        session = CURRENT.get()
+        session = calls.CURRENT.get()
         if session is None:
             return await super().generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
@@ -64,7 +64,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
             last.append(output)
             return output
 
-        done = await generate(
+        done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
             float(sampling_params.get("temperature", 1.0)),
         )  # fmt: skip
@@ -84,52 +84,62 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         )
 
 
-class AgentLoopWorker(plain_class(AgentLoopWorkerTQ)):  # type: ignore[misc]
-    """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
+def worker_class() -> Any:
+    """verl's agent-loop worker, by april's rules.
 
-    async def _run_prompt(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
-    ) -> None:
-        desk, uid = Remote(self.llm_client.desk), prompt["uid"]
-        if trajectory["validate"]:
-            try:
-                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
-            finally:
-                await desk.validated(uid)
-            return
-        async def agent_loop(session: Session) -> None:
-            await self._run_agent_loop(
-                dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
-            )
+    A class of its own each time: Ray sends an actor class with what it inherits, and verl's cannot be found by its name,
+    so all of it has to go by value.
+    """
+    base = plain_class(AgentLoopWorkerTQ)
 
-        async def forget(keys: list[str]) -> None:
-            await tq.async_kv_clear(keys=keys, partition_id="train")
+    class AgentLoopWorker(base):  # type: ignore[misc]
+        """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
 
-        loops = [run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n)]
-        stored = [key for keys in await asyncio.gather(*loops) for key in keys]
-        if await desk.closed(uid):
-            # no sibling can store anything any more
-            await tq.async_kv_clear(keys=[uid, *stored], partition_id="train")
+        async def _run_prompt(
+            self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+        ) -> None:
+            desk, uid = Remote(self.llm_client.desk), prompt["uid"]
+            if trajectory["validate"]:
+                try:
+                    await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+                finally:
+                    await desk.validated(uid)
+                return
+            async def agent_loop(session: calls.Session) -> None:
+                await self._run_agent_loop(
+                    dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
+                )
 
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        session = None if validate else CURRENT.get()
-        outputs = output if isinstance(output, list) else [output]
-        if session is not None:
-            for one in outputs:
-                spans, oldest, newest = session.provenance(len(one.prompt_ids), len(one.response_ids))
-                one.extra_fields["april_spans"] = spans
-                one.extra_fields["april_resumes"] = session.resumes
-                one.extra_fields["min_global_steps"] = oldest
-                one.extra_fields["max_global_steps"] = newest
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
-        if session is None or not outputs:
-            return
-        session.keys += [f"{session.uid}_{session.index}_{i}" for i in range(len(outputs))]
-        session.reward = outputs[-1].reward_score
-        metric = self.config.algorithm.get("filter_groups", None)
-        name = metric.get("metric", None) if metric else None
-        if name == "reward":
-            session.value = session.reward
-        elif name:
-            found = outputs[-1].extra_fields.get("reward_extra_info", {}).get(name)
-            session.value = None if found is None else float(found)
+            async def forget(keys: list[str]) -> None:
+                await tq.async_kv_clear(keys=keys, partition_id="train")
+
+            loops = [calls.run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n)]
+            stored = [key for keys in await asyncio.gather(*loops) for key in keys]
+            if await desk.closed(uid):
+                # no sibling can store anything any more
+                await tq.async_kv_clear(keys=[uid, *stored], partition_id="train")
+
+        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+            session = None if validate else calls.CURRENT.get()
+            outputs = output if isinstance(output, list) else [output]
+            if session is not None:
+                for one in outputs:
+                    spans, oldest, newest = session.provenance(len(one.prompt_ids), len(one.response_ids))
+                    one.extra_fields["april_spans"] = spans
+                    one.extra_fields["april_resumes"] = session.resumes
+                    one.extra_fields["min_global_steps"] = oldest
+                    one.extra_fields["max_global_steps"] = newest
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            if session is None or not outputs:
+                return
+            session.keys += [f"{session.uid}_{session.index}_{i}" for i in range(len(outputs))]
+            session.reward = outputs[-1].reward_score
+            metric = self.config.algorithm.get("filter_groups", None)
+            name = metric.get("metric", None) if metric else None
+            if name == "reward":
+                session.value = session.reward
+            elif name:
+                found = outputs[-1].extra_fields.get("reward_extra_info", {}).get(name)
+                session.value = None if found is None else float(found)
+
+    return AgentLoopWorker

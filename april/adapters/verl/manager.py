@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from april.adapters.verl.client import AgentLoopWorker, Client
+from april.adapters.verl.client import Client, worker_class
 from april.adapters.verl.run import STATE_FILE
 from april.adapters.verl.sampler import Checkpoints, Sampler
 from april.errors import CheckpointError, ConfigError
@@ -50,7 +50,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         desk = sampler.open(self.dispatch)
         client = Client.around(llm_client, desk, sampler.settings.max_tokens)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
-        self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
+        self.agent_loop_workers_class = ray.remote(worker_class())
         self._turn = itertools.count()
 
     @classmethod

@@ -19,6 +19,7 @@ ROOT = HERE.parents[2]
 SWITCH = ("hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl")
 LETTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 EOS, VOCAB = 1, 3 + len(LETTERS)
+END_OF_PROMPT = 3 + LETTERS.index("~")
 
 
 def make(directory: Path, rows: int = 64) -> None:
@@ -94,7 +95,7 @@ def surroundings(directory: Path, **more: str) -> dict[str, str]:
         "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}",
         "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_ENGINE_DEVICE": "cuda",
         "VERL_ON_CPU_TRACE": f"{directory}/trace.jsonl", "VERL_ON_CPU_WITNESS": f"{directory}/witness.jsonl",
-        "VERL_ON_CPU_END_OF_PROMPT": str(3 + LETTERS.index("~")), "VERL_FILE_LOGGER_PATH": f"{directory}/metrics.jsonl",
+        "VERL_ON_CPU_END_OF_PROMPT": str(END_OF_PROMPT), "VERL_FILE_LOGGER_PATH": f"{directory}/metrics.jsonl",
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_raylet_start_wait_time_s": "240", "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false", **more,
@@ -112,7 +113,9 @@ class Outcome:
     trained: list[dict[str, Any]]
     """What the witness saw, by step."""
     requests: list[dict[str, Any]]
-    """What the replica saw."""
+    """What the replica was sent and sent back."""
+    gates: list[dict[str, Any]]
+    """When its gate was closed."""
 
 
 def train(directory: Path, *more: str, april: bool = True, timeout_s: float = 1500.0, **variables: str) -> Outcome:
@@ -130,9 +133,9 @@ def train(directory: Path, *more: str, april: bool = True, timeout_s: float = 15
         )  # fmt: skip
     text = (directory / "log.txt").read_text("utf-8", errors="replace")
     metrics = [line["data"] | {"step": line["step"]} for line in lines(directory / "metrics.jsonl")]
-    return Outcome(
-        done.returncode, text, metrics, lines(directory / "witness.jsonl"), lines(directory / "trace.jsonl")
-    )
+    trace = lines(directory / "trace.jsonl")
+    requests, gates = [r for r in trace if "ids" in r], [r for r in trace if "ids" not in r]
+    return Outcome(done.returncode, text, metrics, lines(directory / "witness.jsonl"), requests, gates)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from typing import Any
 
@@ -71,17 +72,19 @@ class TinyServer:
             self._work = asyncio.create_task(self._run())
         label = self._label
         await request.ended.wait()
-        if self._trace:
-            line = {
-                "prompt": len(request.prompt_ids), "tokens": request.tokens, "label": label, "reason": request.reason,
-                "temperature": request.temperature,
-                "ids": request.prompt_ids,
-            }  # fmt: skip
-            with open(self._trace, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        self._note(
+            ids=request.prompt_ids, tokens=request.tokens, label=label, reason=request.reason,
+            temperature=request.temperature,
+        )  # fmt: skip
         return self._output(request.tokens, request.logprobs, request.reason)
 
+    def _note(self, **line: Any) -> None:
+        if self._trace:
+            with open(self._trace, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), **line}) + "\n")
+
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, int]:
+        self._note(reason="gate closed", label=self._label)
         self._open.clear()
         self._rejects = reject_request
         live, self._live = self._live, []
