@@ -38,8 +38,8 @@ CONFIG: dict[str, Any] = {
     "reward": {"reward_model": {"enable": False, "enable_resource_pool": False}},
     "skip": {"rollout_tq": {"enable": False}},
     "trainer": {
-        "use_v1": True, "n_gpus_per_node": 1, "nnodes": 1, "checkpoint_callback_class": "april.adapters.verl.Checkpoints",
-        "v1": {"trainer_mode": "colocate_async"},
+        "use_v1": True, "n_gpus_per_node": 1, "nnodes": 1,
+        "checkpoint_callback_class": "april.adapters.verl.Checkpoints", "v1": {"trainer_mode": "colocate_async"},
     },
     "april": {"max_staleness": 5},
 }  # fmt: skip

@@ -31,7 +31,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({f"{ROLLOUT}temperature": 0}, "sampling.temperature=0 makes all samples of a group equal"),
     (
         {f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8},
-        "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves the temperature out",
+        "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature",
     ),
     ({f"{ROLLOUT}calculate_log_probs": False}, "actor_rollout_ref.rollout.calculate_log_probs=False: tokens of older"),
     ({f"{ROLLOUT}enable_rollout_routing_replay": True}, "enable_rollout_routing_replay=True: april does not keep"),
@@ -108,7 +108,11 @@ def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) 
 def test_functions_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that is gone, or takes something else, is named with what april builds on."""
     there = ModuleType("verl.stand_in")
-    exec("class A:\n    def sample(self, steps): pass\n", there.__dict__)
+
+    class A:
+        def sample(self, steps: int) -> None: ...
+
+    there.A = A  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verl.stand_in", there)
     monkeypatch.setattr(checks, "installed_version", lambda: "0.9.7")
     monkeypatch.setattr(checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})

@@ -16,12 +16,17 @@ from april.errors import RolloutError
 Make = Callable[..., Trainer]
 
 
+def mixed(row: int, sample: int) -> int:
+    """Lengths from 3 to 33."""
+    return 3 + (7 * row + 5 * sample) % 31
+
+
 @pytest.fixture
 def trainer() -> Iterator[Make]:
     """A maker of trainers that are closed at the end."""
     made: list[Trainer] = []
 
-    def make(length_of: Callable[[int, int], int] = lambda row, sample: 3 + (7 * row + 5 * sample) % 31, **more: Any) -> Trainer:
+    def make(length_of: Callable[[int, int], int] = mixed, **more: Any) -> Trainer:
         made.append(Trainer(length_of, **more))
         return made[-1]
 
@@ -31,7 +36,7 @@ def trainer() -> Iterator[Make]:
 
 
 def test_every_step_delivers_n_groups_and_each_prompt_once(trainer: Make) -> None:
-    """N whole groups a step; over many steps no (prompt, sample) is trained twice, and the oldest are not left behind."""
+    """N whole groups a step; no sample is trained twice, and the oldest prompts are not left behind."""
     run = trainer()
     for _ in range(12):
         assert len(run.step().uids) == 3
@@ -242,7 +247,7 @@ def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
 def test_a_batch_of_another_size_is_refused(trainer: Make) -> None:
     """verl must ask for train_batch_size prompts."""
     run = trainer()
-    with pytest.raises(RolloutError, match="verl asked for 2 prompts, and data.train_batch_size is 3"):
+    with pytest.raises(RolloutError, match=r"verl asked for 2 prompts, and data\.train_batch_size is 3"):
         run.run.next_batch(0, 2)
 
 

@@ -15,7 +15,7 @@ _NAMES = {
     "Sampler": "april.adapters.verl.sampler",
     "Checkpoints": "april.adapters.verl.sampler",
 }
-__all__ = ["AgentLoopManager", "Checkpoints", "Sampler"]  # noqa: F822  # loaded when first used
+__all__ = ["AgentLoopManager", "Checkpoints", "Sampler"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One agent loop's calls: what is sent to a server, again and again if it is cut off, until the desk says that it is done.
+"""One agent loop's calls: what is sent to a server, again if it is cut off, until the desk says that it is done.
 
 verl's agent loops see one completed response per call, as if nothing had been cut.
 """

@@ -63,8 +63,8 @@ def require_seams() -> None:
         if found != parameters:
             has = "is not there" if found is None else f"takes ({', '.join(found)})"
             raise ConfigError(
-                f"{where} of verl {installed_version()} {has}, and april.adapters.verl builds on ({', '.join(parameters)}); "
-                f"pip install verl=={TESTED_VERSION}"
+                f"{where} of verl {installed_version()} {has}, and april.adapters.verl builds on "
+                f"({', '.join(parameters)}); pip install verl=={TESTED_VERSION}"
             )
 
 

@@ -87,8 +87,8 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
 def worker_class() -> Any:
     """verl's agent-loop worker, by april's rules.
 
-    A class of its own each time: Ray sends an actor class with what it inherits, and verl's cannot be found by its name,
-    so all of it has to go by value.
+    A class of its own each time: Ray sends an actor class with what it inherits, and verl's cannot be found by its
+    name, so all of it has to go by value.
     """
     base = plain_class(AgentLoopWorkerTQ)
 
@@ -96,8 +96,9 @@ def worker_class() -> Any:
         """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
 
         async def _run_prompt(
-            self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
-        ) -> None:
+            self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any],
+            trace: bool = False,
+        ) -> None:  # fmt: skip
             desk, uid = Remote(self.llm_client.desk), prompt["uid"]
             if trajectory["validate"]:
                 try:
@@ -105,6 +106,7 @@ def worker_class() -> Any:
                 finally:
                     await desk.validated(uid)
                 return
+
             async def agent_loop(session: calls.Session) -> None:
                 await self._run_agent_loop(
                     dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt

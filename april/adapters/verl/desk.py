@@ -1,8 +1,8 @@
 """The desk: april's core behind verl's rollouts. It runs in an actor of its own; agent loops and the sampler ask it.
 
 Each sample has one agent loop, in some worker process, that asks the desk one thing at a time and waits for the answer.
-Invariant: everything an agent loop says carries the life that it was started with; a loop whose sample went on without it
-is told so and changes nothing. Nothing here knows Ray or verl.
+Invariant: everything an agent loop says carries the life that it was started with; a loop whose sample went on without
+it is told so and changes nothing. Nothing here knows Ray or verl.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class Desk:
                 return answer
         return Settled()
 
-    async def call(self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float) -> Answer:
+    async def call(
+        self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
+    ) -> Answer:
         """An agent loop wants its conversation, int32 [T], continued by at most ``max_tokens``: Go, Done or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
@@ -462,7 +464,6 @@ def _done(sample: Sample) -> Done:
             spans[-1] = (spans[-1][0], end, *s.version)
         else:
             spans.append((s.start, end, *s.version))
+    part = slice(call.start, call.end)
     by_length = call.finish is FinishReason.LENGTH
-    return Done(
-        tape.tokens[call.start : call.end], tape.logprobs[call.start : call.end], tuple(spans), sample.resumes, by_length
-    )
+    return Done(tape.tokens[part], tape.logprobs[part], tuple(spans), sample.resumes, by_length)

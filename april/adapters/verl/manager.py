@@ -38,7 +38,8 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         sampler = Sampler.present
         if sampler is None:
             raise ConfigError(
-                "trainer.v1.sampler.custom_sampler is not april's, so nobody would ask for batches; leave it to +april=verl"
+                "trainer.v1.sampler.custom_sampler is not april's, so nobody would ask for batches; leave it to "
+                "+april=verl"
             )
         if not isinstance(sampler.trainer.checkpoint_callback, Checkpoints):
             theirs: CheckpointCallback = sampler.trainer.checkpoint_callback
@@ -62,13 +63,13 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
 
     def generate_sequences(self, prompts: Any) -> None:
         """Take prompts from verl; training prompts wait until the desk draws them."""
-        if "validate" in prompts and prompts["validate"]:
+        if tu.get_non_tensor_data(prompts, "validate", False):
             super().generate_sequences(prompts)
             return
         for column in UNKNOWN:
             if column in prompts:
                 raise ConfigError(
-                    f"the data have a column {column}: every prompt must have rollout.n samples of one kind with april; "
+                    f"the data have a column {column}: with april every prompt has rollout.n samples of one kind; "
                     "leave the column out"
                 )
         self._sampler.run.offer(zip(prompts["uid"], prompts.chunk(len(prompts)), strict=True))

@@ -37,7 +37,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
     def __init__(self, **kwargs: Any) -> None:
         trainer = getattr(kwargs.get("refill_fn"), "__self__", None)
         if trainer is None:
-            raise ConfigError("april.adapters.verl.Sampler is made by verl's trainer (trainer.v1.sampler.custom_sampler)")
+            raise ConfigError("april.adapters.verl.Sampler is for verl's trainer: trainer.v1.sampler.custom_sampler")
         require_seams()
         self.trainer = trainer
         self.settings = settings_of(trainer.config)

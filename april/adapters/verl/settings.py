@@ -122,12 +122,12 @@ def objections(config: Any) -> Iterator[str]:
         )
     logprobs = select(config, f"{rollout}.logprobs_mode", "processed_logprobs")
     if logprobs == "raw_logprobs" and select(config, f"{rollout}.temperature", 1.0) != 1.0:
-        yield f"{rollout}.logprobs_mode=raw_logprobs leaves the temperature out, which verl's actor does not; leave it out"
+        yield f"{rollout}.logprobs_mode=raw_logprobs leaves out the temperature, which verl's actor does not"
     correction = "algorithm.rollout_correction"
     if select(config, f"{correction}.rollout_is") is None and not select(config, f"{correction}.bypass_mode", False):
         yield (
-            f"{correction}.rollout_is=null: verl recomputes old log-probabilities with the present weights, so tokens of "
-            "older ones would be trained with ratio 1, uncorrected; set it to token or sequence (or bypass_mode=true)"
+            f"{correction}.rollout_is=null: verl recomputes old log-probabilities with the present weights, so tokens "
+            "of older ones would be trained with ratio 1, uncorrected; set it to token or sequence (or bypass_mode)"
         )
     if select(config, f"{rollout}.enable_rollout_routing_replay", False):
         yield (

@@ -71,7 +71,8 @@ def test_what_stands_on_the_command_line_wins() -> None:
         config = compose(
             "ppo_trainer",
             overrides=[
-                "hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl", "actor_rollout_ref.rollout.name=vllm",
+                "hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl",
+                "actor_rollout_ref.rollout.name=vllm",
                 "april.max_staleness=3", "april.refill=sample", "algorithm.rollout_correction.rollout_is=sequence",
             ],
         )  # fmt: skip

@@ -33,9 +33,8 @@ def make(directory: Path, rows: int = 64) -> None:
     letters = Tokenizer(models.WordLevel(words, "<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     letters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    special = dict(zip(("pad_token", "eos_token", "unk_token"), words, strict=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}a~{% endif %}"

@@ -1,4 +1,4 @@
-"""A callback of a user's, beside april's: writes down every trained response with the trainer's own log-probabilities."""
+"""A callback of a user's, beside april's: writes down what was trained, with the trainer's log-probabilities."""
 
 from __future__ import annotations
 
