@@ -96,12 +96,12 @@ def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = module.Smapler
 
 
-@pytest.mark.parametrize("version", ["0.8.0", "0.10.0", "1.0", ""])
+@pytest.mark.parametrize("version", ["0.8.0", "0.9.0", "0.10.0", "1.0", "0.9.dev1", ""])
 def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Refused by name before anything of it is used."""
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setattr(checks, "installed_version", lambda: version)
-    with pytest.raises(ConfigError, match=r"verl .*is installed, and april.adapters.verl was held against verl 0.9.x"):
+    with pytest.raises(ConfigError, match=r"verl .*is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x"):
         checks.require_verl()
 
 

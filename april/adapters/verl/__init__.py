@@ -1,4 +1,4 @@
-"""verl 0.9: april inside verl's ``colocate_async`` trainer, switched on by one hydra group::
+"""verl 0.9 (0.9.1 or later): april inside verl's ``colocate_async`` trainer, switched on by one hydra group::
 
     python -m verl.trainer.main_ppo ... 'hydra.searchpath=[pkg://april.adapters.verl.conf]' +april=verl
 
@@ -24,7 +24,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    from april.adapters.verl.checks import require_verl
+    from april.adapters.verl.checks import require_seams, require_verl
 
     require_verl()
+    require_seams()
     return getattr(importlib.import_module(_NAMES[name]), name)

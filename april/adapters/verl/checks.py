@@ -10,7 +10,8 @@ from typing import Any
 from april.errors import ConfigError
 
 TESTED_VERSION = "0.9.1"
-SERIES = "0.9."
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
+"""verl 0.9.0 has no checkpoint callback."""
 _V1 = "verl.trainer.ppo.v1"
 SEAMS: dict[str, tuple[str, ...]] = {
     f"{_V1}.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
@@ -40,10 +41,11 @@ def require_verl() -> Any:
             f"april.adapters.verl needs verl: pip install verl=={TESTED_VERSION} (its import failed: {error})"
         ) from error
     version = installed_version()
-    if not version.startswith(SERIES):
+    numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
+    if not OLDEST <= numbers < TOO_NEW:
         raise ConfigError(
-            f"verl {version} is installed, and april.adapters.verl was held against verl {SERIES}x; pip install "
-            f"verl=={TESTED_VERSION}"
+            f"verl {version} is installed, and april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x; pip "
+            f"install verl=={TESTED_VERSION}"
         )
     return verl
 

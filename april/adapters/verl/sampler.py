@@ -15,7 +15,6 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from april.adapters.verl.checks import require_seams
 from april.adapters.verl.desk import SERVERS, Delivery, Desk
 from april.adapters.verl.run import Run
 from april.adapters.verl.settings import settings_of
@@ -38,7 +37,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         trainer = getattr(kwargs.get("refill_fn"), "__self__", None)
         if trainer is None:
             raise ConfigError("april.adapters.verl.Sampler is for verl's trainer: trainer.v1.sampler.custom_sampler")
-        require_seams()
         self.trainer = trainer
         self.settings = settings_of(trainer.config)
         super().__init__(**kwargs)

@@ -72,7 +72,7 @@ def overrides(directory: Path) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2", f"{actor}.ppo_mini_batch_size=4",
         f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.use_torch_compile=False", f"{actor}.optim.lr=1e-3",
-        f"{actor}.fsdp_config.dtype=float32", f"{actor}.fsdp_config.model_dtype=fp32",
+        f"+{actor}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
         f"{rollout}.name=tiny", f"{rollout}.n=2", f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=4", f"{rollout}.agent.num_workers=1",
         f"{rollout}.load_format=auto",

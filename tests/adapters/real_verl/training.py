@@ -95,8 +95,8 @@ def test_training_with_april(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     """verl's default precision in the trainer, fp32 in the replica: the difference is that of bfloat16."""
-    actor = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
-    done = train(tmp_path, "trainer.total_training_steps=4", actor, *WITNESS)
+    default = "++actor_rollout_ref.actor.fsdp_config.mixed_precision=null"
+    done = train(tmp_path, "trainer.total_training_steps=4", default, *WITNESS)
     assert done.status == 0, done.log[-4000:]
     assert_whole(done)
     present, _ = report("bf16", done)
