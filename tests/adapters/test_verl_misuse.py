@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib import resources
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from adapters.stand_in_verl import config
 from april.adapters.verl import checks
-from april.adapters.verl.settings import settings_of
+from april.adapters.verl.settings import HERE, OURS, settings_of
 from april.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref__rollout__"
@@ -85,6 +87,25 @@ def test_what_follows_from_verls_settings() -> None:
     assert bypass.config.partial_rollout
 
 
+def test_the_switch_ships_with_the_package_and_is_accepted() -> None:
+    """What +april=verl merges into verl's configuration: known settings, and the adapter's three classes."""
+    text = resources.files("april.adapters.verl.conf").joinpath("april", "verl.yaml").read_text("utf-8")
+    assert text.startswith("# @package _global_\n")
+    group = yaml.safe_load(text)
+    named = group["trainer"]["checkpoint_callback_class"], group["actor_rollout_ref"]["rollout"]["agent"]
+    assert named == (
+        "april.adapters.verl.Checkpoints", {"agent_loop_manager_class": "april.adapters.verl.AgentLoopManager"}
+    )
+    sampler = group["trainer"]["v1"]["sampler"]["custom_sampler"]
+    assert sampler == {"path": "pkg://april.adapters.verl", "name": "Sampler"}
+    assert {name.rpartition(".")[2] for name in (named[0], *named[1].values())} | {sampler["name"]} == set(
+        importlib.import_module("april.adapters.verl").__all__
+    )
+    made = settings_of(config(april=group["april"]))
+    assert (made.config.over_sampling_batch_size, made.config.max_staleness, made.check) == (6, 5, False)
+    assert set(group["april"]) == {*OURS, *HERE} - {"group_quorum"}
+
+
 def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing the adapter works anywhere; taking a class of it says what to install."""
     monkeypatch.setitem(sys.modules, "verl", None)
@@ -101,7 +122,7 @@ def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) 
     """Refused by name before anything of it is used."""
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setattr(checks, "installed_version", lambda: version)
-    with pytest.raises(ConfigError, match=r"verl .*is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x"):
+    with pytest.raises(ConfigError, match=r"is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x"):
         checks.require_verl()
 
 

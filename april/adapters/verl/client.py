@@ -92,7 +92,7 @@ def worker_class() -> Any:
     """
     base = plain_class(AgentLoopWorkerTQ)
 
-    class AgentLoopWorker(base):  # type: ignore[misc]
+    class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
         """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
 
         async def _run_prompt(

@@ -2,7 +2,7 @@
 
     python tests/adapters/real_verl/side_by_side.py DIRECTORY [--steps 12] [--arms own april april-sample]
 
-The replica takes 10 ms per decode step whatever is in flight, and gives the responses of a prompt lengths from one list
+The replica takes 30 ms per decode step whatever is in flight, and gives the responses of a prompt lengths from one list
 (lognormal, median 60, at most 164 tokens); N = 4 groups of 4, N' = 8. Prints a line of JSON per arm. Times are real;
 the trainer's part of a step is the same in both.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from tiny_verl import END_OF_PROMPT, Outcome, train
 
-STEP_S = 0.01
+STEP_S = 0.03
 N, SAMPLES = 4, 4
 OWN = (
     "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1",
@@ -50,8 +50,6 @@ def summary(outcome: Outcome, skip: int) -> dict[str, Any]:
             older += sum(label < row["step"] - 1 for label in labels)
             ages.append(row["step"] - 1 - min(labels))
     wait_s = sum(m["timing_s/gen"] for m in steps)
-    drawn = {tuple(r["ids"][: r["ids"].index(END_OF_PROMPT) + 1]) for r in outcome.requests}
-    trained = {tuple(row["prompt"]) for row in rows}
     return {
         "steps": len(steps),
         "trained_tokens": tokens,
@@ -63,7 +61,7 @@ def summary(outcome: Outcome, skip: int) -> dict[str, Any]:
         "off_policy_share": round(older / tokens, 3),
         "staleness_mean": round(sum(ages) / len(ages), 2),
         "staleness_max": max(ages),
-        "prompts_lost": len(drawn) - len(trained) - outcome.trained[-1]["open_prompts"],
+        "prompts_lost": outcome.trained[-1]["drawn"] - len(rows) // SAMPLES - outcome.trained[-1]["open_prompts"],
         "tokens_prefilled_again": sum(len(r["ids"]) for r in outcome.requests if r["ids"][-1] != END_OF_PROMPT),
         "tokens_generated": sum(len(r["tokens"]) for r in outcome.requests),
     }

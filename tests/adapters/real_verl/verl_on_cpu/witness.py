@@ -14,7 +14,7 @@ from april.adapters.verl import Checkpoints
 FIELDS = ["prompts", "responses", "rollout_log_probs", "old_log_probs", "response_mask", "extra_fields", "extra_info"]
 
 
-def note(step: int) -> None:
+def note(trainer: Any, step: int) -> None:
     """The batch of this step is still in verl's queue, and its prompts are not."""
     labels = (tq.kv_list("train") or {}).get("train", {})
     open_prompts = {key for key, tag in labels.items() if tag.get("is_prompt")}
@@ -42,7 +42,8 @@ def note(step: int) -> None:
                 "newest": extra.get("max_global_steps"),
             }
         )
-    line = {"step": step, "open_prompts": len(open_prompts), "rows": rows}
+    drawn = trainer.train_dataloader.state_dict()["_num_yielded"]  # one prompt at a time
+    line = {"step": step, "drawn": drawn, "open_prompts": len(open_prompts), "rows": rows}
     with open(os.environ["VERL_ON_CPU_WITNESS"], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -52,11 +53,11 @@ class Witness(Checkpoints):  # type: ignore[misc]
 
     def on_save(self, trainer: Any, global_step: int, **kwargs: Any) -> None:
         super().on_save(trainer=trainer, global_step=global_step, **kwargs)
-        note(global_step)
+        note(trainer, global_step)
 
 
 class PlainWitness(CheckpointCallback):  # type: ignore[misc]
     """Without."""
 
     def on_save(self, trainer: Any, global_step: int, **kwargs: Any) -> None:
-        note(global_step)
+        note(trainer, global_step)
