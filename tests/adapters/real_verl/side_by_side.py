@@ -1,10 +1,11 @@
 """april in verl beside verl's own colocate_async: the same replica, lengths and number of prompts in work.
 
-    python tests/adapters/real_verl/side_by_side.py DIRECTORY [--steps 12] [--arms own april april-sample]
+    python tests/adapters/real_verl/side_by_side.py DIRECTORY [--steps 12] [--arms own april april-sample] [--restart]
 
 The replica takes 30 ms per decode step whatever is in flight, and gives the responses of a prompt lengths from one list
 (lognormal, median 60, at most 164 tokens); N = 4 groups of 4, N' = 8. Prints a line of JSON per arm. Times are real;
-the trainer's part of a step is the same in both.
+the trainer's part of a step is the same in both. With ``--restart`` the process ends there, and another one goes on from
+its last checkpoint for two steps; then the line also says what was generated anew.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +103,49 @@ def lateness(outcome: Outcome, step: dict[str, Any]) -> float:
     return max(0.0, stopped - max(ready, stopped - step["timing_s/gen"]))
 
 
+def restarted(first: Outcome, second: Outcome) -> dict[str, Any]:
+    """Tokens of the first process that the second one generated anew: those of prompts that it asked from nothing."""
+    trained = {tuple(row["prompt"]) for step in first.trained for row in step["rows"]}
+    begun = Counter(tuple(r["ids"]) for r in second.requests if r["ids"][-1] == END_OF_PROMPT)
+    before: Counter[tuple[int, ...]] = Counter()
+    for request in first.requests:
+        before[tuple(request["ids"][: request["ids"].index(END_OF_PROMPT) + 1])] += len(request["tokens"])
+    again = [p for p, count in begun.items() if count >= SAMPLES and before[p] and p not in trained]
+    return {"prompts_begun_again": len(again), "tokens_generated_anew": sum(before[p] for p in again)}
+
+
+def run(arm: str, directory: Path, steps: int, resume: str) -> Outcome:
+    """One process; raises RuntimeError when it fails."""
+    april, overrides = ARMS[arm]
+    done = train(
+        directory, f"trainer.total_training_steps={steps}", "trainer.save_freq=1", resume,
+        "trainer.max_actor_ckpt_to_keep=1", f"data.train_batch_size={N}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={N}", f"actor_rollout_ref.rollout.n={SAMPLES}", *overrides,
+        april=april, VERL_ON_CPU_STEP_S=str(STEP_S),
+    )  # fmt: skip
+    if done.status:
+        raise RuntimeError(done.log[-3000:])
+    return done
+
+
 def main(arguments: list[str]) -> int:
     """One arm after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=2)
+    parser.add_argument("--restart", action="store_true")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     given = parser.parse_args(arguments)
     for arm in given.arms:
-        april, overrides = ARMS[arm]
         directory = (given.directory / arm).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        done = train(
-            directory, f"trainer.total_training_steps={given.steps}", "trainer.save_freq=1",
-            "trainer.resume_mode=disable",
-            "trainer.max_actor_ckpt_to_keep=1", f"data.train_batch_size={N}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={N}", f"actor_rollout_ref.rollout.n={SAMPLES}", *overrides,
-            april=april, VERL_ON_CPU_STEP_S=str(STEP_S),
-        )  # fmt: skip
-        if done.status:
-            print(done.log[-3000:], file=sys.stderr)
-            return 1
-        print(json.dumps({"arm": arm, **summary(done, given.skip)}), flush=True)
+        done = run(arm, directory, given.steps, "trainer.resume_mode=disable")
+        found = {"arm": arm, **summary(done, given.skip)}
+        if given.restart:
+            after = run(arm, directory, given.steps + 2, "trainer.resume_mode=auto")
+            found |= restarted(done, after)
+        print(json.dumps(found), flush=True)
     return 0
 
 
