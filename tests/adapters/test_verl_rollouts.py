@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,14 +89,25 @@ def test_nothing_waits_longer_than_the_rollouts(trainer: Make) -> None:
 
 def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None:
     """A server that keeps late requests waiting behind its gate: the step ends without them, and their tokens count."""
+
+    async def over_a_slow_network(session: Session, prompt: list[int], send: Any) -> list[int]:
+        async def slowly(token_ids: list[int], max_tokens: int) -> Any:
+            await asyncio.sleep(2.4)
+            return await send(token_ids, max_tokens)
+
+        return await single_turn(session, prompt, slowly)
+
     run = trainer(lambda row, sample: 5 + row % 11, rejects=False, april__refill="sample", april__max_in_flight=6)
+    run.agent_loop = over_a_slow_network
     for _ in range(8):
         before = run.loop.time()
         run.step()
         assert run.loop.time() - before < 60
         run.update()
     tokens = run.ask("ledgers")["tokens"]
-    assert tokens["observed"] == tokens["delivered"] + tokens["held"]
+    late = sum(len(result.tokens) for result in run.desk._late.values())
+    assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
+    assert run.desk.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
 
 
@@ -219,8 +231,6 @@ def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
 
 def test_two_calls_at_the_same_time_are_refused(trainer: Make) -> None:
     """One response per sample: the group is dropped with a sentence that says so."""
-    import asyncio
-
     async def parallel(session: Session, prompt: list[int], send: Any) -> list[int]:
         if prompt[1] == 0:
             await asyncio.gather(*(generate(session, send, prompt, 9, 1.0) for _ in range(2)))

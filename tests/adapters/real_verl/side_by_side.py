@@ -1,10 +1,10 @@
 """april in verl beside verl's own colocate_async: the same replica, lengths and number of prompts in work.
 
-    python tests/adapters/real_verl/side_by_side.py DIRECTORY [--steps 12] [--arms own april april-sample] [--restart]
+    python tests/adapters/real_verl/side_by_side.py DIRECTORY [--steps 12] [--arms own april ...] [--restart]
 
 The replica takes 30 ms per decode step whatever is in flight, and gives the responses of a prompt lengths from one list
 (lognormal, median 60, at most 164 tokens); N = 4 groups of 4, N' = 8. Prints a line of JSON per arm. Times are real;
-the trainer's part of a step is the same in both. With ``--restart`` the process ends there, and another one goes on from
+the trainer's part of a step is the same in both. With ``--restart`` the process ends there, and another goes on from
 its last checkpoint for two steps; then the line also says what was generated anew.
 """
 
