@@ -232,6 +232,10 @@ class Trainer:
         self.step_number += 1
         self._in_loop(self.server.resume)
 
+    def validate(self, seconds: float) -> None:
+        """Between two steps: agent loops and servers may do what they can."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
     def save(self, folder: Path) -> dict[str, Any]:
         """verl's own part of a checkpoint; april writes its file."""
         mine = {"queue": dict(self.queue), "stored": dict(self.stored), "drawn": self.drawn, "step": self.step_number}

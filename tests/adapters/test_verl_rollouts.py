@@ -104,6 +104,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.step()
         assert run.loop.time() - before < 60
         run.update()
+        run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ask("ledgers")["tokens"]
     late = sum(len(result.tokens) for result in run.desk._late.values())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
@@ -227,6 +228,34 @@ def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
         covered = {i for start, end, _ in spans for i in range(start, end)}
         assert covered == set(range(len(seen[key]["tokens"]))) - {9, 10}
         assert len({span[2] for span in spans}) > 1
+
+
+def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
+    """A sample that is too old begins again while its loop waits for a tool: the old loop ends at its next call."""
+    lives: Counter[tuple[int, int]] = Counter()
+    ended: Counter[tuple[int, int]] = Counter()
+
+    async def with_a_slow_tool(session: Session, prompt: list[int], send: Any) -> list[int]:
+        me = prompt[1], prompt[2]
+        lives[me] += 1
+        first: Done = await generate(session, send, prompt, 3, 1.0)
+        if prompt[1] == 0 and lives[me] < 3:
+            await asyncio.sleep(25.0)
+        second: Done = await generate(session, send, [*prompt, *first.tokens.tolist()], 20, 1.0)
+        ended[me] += 1
+        return [*first.tokens.tolist(), *second.tokens.tolist()]
+
+    run = trainer(lambda row, sample: 9, april__max_staleness=1, april__on_stale="restart")
+    run.agent_loop = with_a_slow_tool
+    for _ in range(12):
+        run.step()
+        for response in run.last.values():
+            assert [(s[0], s[1]) for s in response["spans"]][-1][1] == len(response["tokens"])
+        run.update()
+    assert lives[0, 0] > 1
+    assert ended[0, 0] == 1
+    assert max(Counter(run.trained).values()) == 1
+    assert run.ask("ledgers")["tokens"]["dropped"].get("stale", 0) > 0
 
 
 def test_two_calls_at_the_same_time_are_refused(trainer: Make) -> None:
