@@ -254,6 +254,7 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
         run.update()
     assert lives[0, 0] > 1
     assert ended[0, 0] == 1
+    assert run.desk.core.counters["failed_samples"] == 0
     assert max(Counter(run.trained).values()) == 1
     assert run.ask("ledgers")["tokens"]["dropped"].get("stale", 0) > 0
 
