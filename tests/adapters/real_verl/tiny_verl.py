@@ -96,7 +96,9 @@ def surroundings(directory: Path, **more: str) -> dict[str, str]:
         "VERL_ON_CPU_TRACE": f"{directory}/trace.jsonl", "VERL_ON_CPU_WITNESS": f"{directory}/witness.jsonl",
         "VERL_ON_CPU_END_OF_PROMPT": str(END_OF_PROMPT), "VERL_FILE_LOGGER_PATH": f"{directory}/metrics.jsonl",
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_raylet_start_wait_time_s": "240", "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1",
+        "RAY_raylet_start_wait_time_s": "240",
+        # what other programs take is no reason to end a worker
+        "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false", **more,
     }  # fmt: skip
 
