@@ -120,7 +120,7 @@ class Outcome:
 
 
 def train(directory: Path, *more: str, april: bool = True, timeout_s: float = 1500.0, **variables: str) -> Outcome:
-    """Run verl as a user does, in a process of its own; files of an earlier run in ``directory`` are moved on."""
+    """Run verl as a user does, in a process of its own; the notes of an earlier run in ``directory`` are removed."""
     if not (directory / "model").is_dir():
         make(directory)
     for name in ("trace", "witness", "metrics"):
