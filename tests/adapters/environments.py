@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.real_engines.environments import ROOT, TORCH, Recipe
 
-TRL_VERSION = "1.16.0"
+TRL_VERSION, VERL_VERSION = "1.16.0", "0.9.1"
 
 TRL = Recipe(
     "trl",
@@ -28,3 +28,17 @@ SLIME = Recipe(
     ),
 )
 """Around a source tree of slime or miles: ``python -m tests.adapters.real_slime``."""
+
+VERL = Recipe(
+    "verl",
+    (
+        ("install", TORCH),
+        # verl's own list of packages leaves the queue and what its servers import to its images
+        (
+            "install", TORCH, f"verl=={VERL_VERSION}", "TransferQueue==0.1.11", "transformers==5.10.4",
+            "pyzmq", "msgspec", "fastapi", "uvicorn", "cachetools", "nvtx",
+        ),
+        ("install", "pytest", "pytest-asyncio"),
+        ("install", "--editable", f"{ROOT}[yaml]"),
+    ),
+)

@@ -1,0 +1,66 @@
+"""What the desk says to an agent loop that asked; plain, so that it travels between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.core.tape import Float32, Int32
+
+Span = tuple[int, int, int, int]
+"""(start, end, incarnation, n): tokens [start, end) of a conversation, written by one version of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run the agent loop of this sample. ``life`` goes with everything that it says from now on."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Send this to a server: ``token_ids`` int32 [T], for at most ``max_tokens`` more."""
+
+    token_ids: Int32
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The call is complete: its ``tokens`` int32 [k] and ``logprobs`` float32 [k], from however many requests.
+
+    ``spans`` are those of the conversation so far; tokens that the policy did not write are in none.
+    """
+
+    tokens: Int32
+    logprobs: Float32
+    spans: tuple[Span, ...]
+    resumes: int
+    by_length: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The sample goes on without this agent loop, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The sample's group was delivered or dropped."""
+
+
+Answer = Start | Go | Done | GivenUp | Settled
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a server returned for a request that was sent with ``offset`` tokens.
+
+    ``label`` is the trainer's number of the weights (None: the server does not say). ``aborted``: it was cut off.
+    """
+
+    offset: int
+    tokens: Int32
+    logprobs: Float32
+    label: int | None
+    aborted: bool

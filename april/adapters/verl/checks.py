@@ -1,0 +1,88 @@
+"""Whether the installed verl is one that this adapter was held against: version and signatures, at the start."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+from april.errors import ConfigError
+
+TESTED_VERSION = "0.9.1"
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
+"""verl 0.9.0 has no checkpoint callback."""
+_V1 = "verl.trainer.ppo.v1"
+SEAMS: dict[str, tuple[str, ...]] = {
+    f"{_V1}.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.__init__": (
+        "self", "config", "llm_client", "teacher_client", "reward_loop_worker_handles",
+    ),
+    f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ._run_prompt": ("self", "prompt", "sampling_params", "trajectory", "trace"),
+    f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ._agent_loop_postprocess": ("self", "output", "validate", "kwargs"),
+    f"{_V1}.replay_buffer:ReplayBufferAsync.sample": ("self", "global_steps", "partition_id", "batch_size"),
+    f"{_V1}.trainer_base:PPOTrainer._add_prompts_to_generate": ("self", "num_prompts"),
+    f"{_V1}.trainer_base:PPOTrainer.prepare_step": ("self",),
+    f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync.on_sample_end": ("self",),
+    "verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas": ("self", "reject_request"),
+    "verl.trainer.ppo.checkpoint_callback:CheckpointCallback.on_save": (
+        "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",
+    ),
+}  # fmt: skip
+"""What is called, overridden or relied on, with its parameters."""
+
+
+def require_verl() -> Any:
+    """The package verl, of a version that fits; raises ConfigError otherwise."""
+    try:
+        verl = importlib.import_module("verl")
+    except ImportError as error:
+        raise ConfigError(
+            f"april.adapters.verl needs verl: pip install verl=={TESTED_VERSION} (its import failed: {error})"
+        ) from error
+    version = installed_version()
+    numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
+    if not OLDEST <= numbers < TOO_NEW:
+        raise ConfigError(
+            f"verl {version} is installed, and april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x; pip "
+            f"install verl=={TESTED_VERSION}"
+        )
+    return verl
+
+
+def installed_version() -> str:
+    """Of verl; empty if it has no metadata."""
+    try:
+        return metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def require_seams() -> None:
+    """Raise ConfigError for the first thing that this verl has not, or has otherwise."""
+    for where, parameters in SEAMS.items():
+        found = _parameters(where)
+        if found != parameters:
+            has = "is not there" if found is None else f"takes ({', '.join(found)})"
+            raise ConfigError(
+                f"{where} of verl {installed_version()} {has}, and april.adapters.verl builds on "
+                f"({', '.join(parameters)}); pip install verl=={TESTED_VERSION}"
+            )
+
+
+def _parameters(where: str) -> tuple[str, ...] | None:
+    module, _, path = where.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(plain_class(found), name)
+        names = inspect.signature(inspect.unwrap(found)).parameters
+        return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds one of its own
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def plain_class(found: Any) -> Any:
+    """The class behind a Ray actor class; anything else as it is."""
+    made = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
+    return found if made is None else getattr(made, "__ray_actor_class__", made)

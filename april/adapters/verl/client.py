@@ -1,0 +1,147 @@
+"""verl's client and agent-loop worker, with the desk behind them; runs in verl's worker processes.
+
+Validation is verl's own, unchanged: it has no session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import transfer_queue as tq
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from april.adapters.verl import calls
+from april.adapters.verl.checks import plain_class
+
+
+class Remote:
+    """An actor whose methods are called like those of an object: each returns something to be awaited."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._actor, name).remote
+
+
+class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
+    """Asks the desk before every request, and tells it what came."""
+
+    desk: Any
+    max_tokens: int
+
+    @classmethod
+    def around(cls, client: Any, desk: Any, max_tokens: int) -> Client:
+        """verl's client with the ``desk`` (an actor) behind it; ``max_tokens`` of a call that names no limit."""
+        new = cls.__new__(cls)
+        new.__dict__.update(client.__dict__)
+        new.__dict__.setdefault("_only_hybrid", False)
+        new.desk, new.max_tokens = desk, max_tokens
+        return new
+
+    async def generate(  # type: ignore[no-untyped-def]
+        self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """verl's TokenOutput, from however many requests; its ``extra_fields`` have the oldest and newest weights."""
+        session = calls.CURRENT.get()
+        if session is None:
+            return await super().generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            )
+        limit = next((k for k in ("max_tokens", "max_new_tokens") if sampling_params.get(k) is not None), "max_tokens")
+        last: list[Any] = []
+
+        async def send(token_ids: list[int], max_tokens: int) -> Any:
+            output = await LLMServerClient.generate(
+                self, request_id, prompt_ids=token_ids, sampling_params={**sampling_params, limit: max_tokens},
+                **dict(kwargs),
+            )  # fmt: skip
+            last.append(output)
+            return output
+
+        done = await calls.generate(
+            session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
+            float(sampling_params.get("temperature", 1.0)),
+        )  # fmt: skip
+        steps = [n for *_, n in done.spans]
+        preempted = [o.num_preempted for o in last if o.num_preempted is not None]
+        return TokenOutput(
+            token_ids=done.tokens.tolist(),
+            log_probs=done.logprobs.tolist(),
+            stop_reason="length" if done.by_length else "completed",
+            num_preempted=sum(preempted) if preempted else None,
+            extra_fields={
+                "global_steps": max(steps, default=None),
+                "min_global_steps": min(steps, default=None),
+                "max_global_steps": max(steps, default=None),
+                "num_cached_tokens": last[0].extra_fields.get("num_cached_tokens") if last else None,
+            },
+        )
+
+
+def worker_class() -> Any:
+    """verl's agent-loop worker, by april's rules.
+
+    A class of its own each time: Ray sends an actor class with what it inherits, and verl's cannot be found by its
+    name, so all of it has to go by value.
+    """
+    base = plain_class(AgentLoopWorkerTQ)
+
+    class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
+        """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
+
+        async def _run_prompt(
+            self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any],
+            trace: bool = False,
+        ) -> None:  # fmt: skip
+            desk, uid = Remote(self.llm_client.desk), prompt["uid"]
+            if trajectory["validate"]:
+                try:
+                    await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+                finally:
+                    await desk.validated(uid)
+                return
+
+            async def agent_loop(session: calls.Session) -> None:
+                await self._run_agent_loop(
+                    dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
+                )
+
+            async def forget(keys: list[str]) -> None:
+                await tq.async_kv_clear(keys=keys, partition_id="train")
+
+            loops = [calls.run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n)]
+            stored = [key for keys in await asyncio.gather(*loops) for key in keys]
+            if await desk.closed(uid):
+                # no sibling can store anything any more
+                await tq.async_kv_clear(keys=[uid, *stored], partition_id="train")
+
+        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+            session = None if validate else calls.CURRENT.get()
+            outputs = output if isinstance(output, list) else [output]
+            if session is not None:
+                for one in outputs:
+                    spans, oldest, newest = session.provenance(len(one.prompt_ids), len(one.response_ids))
+                    one.extra_fields["april_spans"] = spans
+                    one.extra_fields["april_resumes"] = session.resumes
+                    one.extra_fields["min_global_steps"] = oldest
+                    one.extra_fields["max_global_steps"] = newest
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            if session is None or not outputs:
+                return
+            session.keys += [f"{session.uid}_{session.index}_{i}" for i in range(len(outputs))]
+            session.reward = outputs[-1].reward_score
+            metric = self.config.algorithm.get("filter_groups", None)
+            name = metric.get("metric", None) if metric else None
+            if name == "reward":
+                session.value = session.reward
+            elif name:
+                found = outputs[-1].extra_fields.get("reward_extra_info", {}).get(name)
+                session.value = None if found is None else float(found)
+
+    return AgentLoopWorker

@@ -1,0 +1,123 @@
+"""One training run in verl's driver process: prompts that wait, orders of the desk, checkpoints.
+
+Invariant: between two steps no request of april's is at any server, so verl may put its servers to sleep, change their
+weights, and validate. What has to be done through verl or Ray is done by ``hands``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from april.adapters.verl.desk import Delivery
+from april.errors import CheckpointError, RolloutError
+from april.private_file import write_private
+
+log = logging.getLogger("april")
+
+STATE_FILE = "april_state.msgpack"
+
+
+class Hands(Protocol):
+    """What the run does through verl and Ray."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the desk and wait for what it returns."""
+
+    def fetch(self, count: int) -> None:
+        """Have verl submit this many prompts; they come in through :meth:`Run.offer` before this returns."""
+
+    def dispatch(self, rows: Sequence[Any]) -> None:
+        """Start the agent loops of these prompts."""
+
+    def abort(self) -> None:
+        """End every request at every server."""
+
+
+class Run:
+    """What lives as long as verl's trainer."""
+
+    def __init__(self, hands: Hands, groups: int) -> None:
+        self._hands = hands
+        self._groups = groups
+        self._offered: deque[tuple[str, Any]] = deque()
+        self.dropped: dict[str, int] = {}
+        """Prompts of the present step that were given up, by reason."""
+
+    def offer(self, rows: Iterable[tuple[str, Any]]) -> None:
+        """Prompts, (uid, whatever :meth:`Hands.dispatch` takes), that verl has submitted."""
+        self._offered.extend(rows)
+
+    def next_batch(self, label: int, count: int) -> Delivery:
+        """A step under the weights that verl calls ``label``.
+
+        Raises:
+            RolloutError: the step cannot go on; the message says why. Or verl asks for another number of prompts.
+        """
+        if count != self._groups:
+            raise RolloutError(f"verl asked for {count} prompts, and data.train_batch_size is {self._groups}")
+        self.dropped = {}
+        self._hands.ask("begin", label)
+        while True:
+            for order in self._hands.ask("orders"):
+                match order:
+                    case ("draw", wanted):
+                        self._draw(wanted)
+                    case ("abort",):
+                        self._hands.abort()
+                    case ("dropped", reason, why):
+                        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+                        if reason != "filtered":
+                            log.warning("a prompt was given up (%s): %s", reason, why)
+                    case ("deliver", delivery):
+                        return delivery  # type: ignore[no-any-return]
+                    case ("fail", error):
+                        raise RolloutError(error)
+
+    def _draw(self, count: int) -> None:
+        if (missing := count - len(self._offered)) > 0:
+            self._hands.fetch(missing)
+        taken = [self._offered.popleft() for _ in range(min(count, len(self._offered)))]
+        self._hands.ask("drawn", [uid for uid, _ in taken])
+        self._hands.dispatch([row for _, row in taken])
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """april's state beside verl's own checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        try:
+            write_private(folder / STATE_FILE, msgspec.msgpack.encode(self._hands.ask("state")))
+        except OSError as error:
+            raise CheckpointError(f"april's state cannot be written to {folder}: {error.strerror}") from error
+
+    def restore(
+        self, folder: Path, stored: dict[str, list[int]], row_of: Callable[[list[str]], Sequence[Any]]
+    ) -> set[str]:
+        """Go on from a checkpoint; the prompts that april holds, without those that only wait to be drawn.
+
+        Args:
+            folder: of verl's checkpoint, with april's state in it.
+            stored: for each prompt in verl's queue, the samples whose trajectory is there.
+            row_of: rows for :meth:`Hands.dispatch` of prompts in verl's queue.
+
+        Raises:
+            CheckpointError: the state is damaged, or belongs to another checkpoint.
+        """
+        try:
+            state = msgspec.msgpack.decode((folder / STATE_FILE).read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
+        held = {g["data"]["uid"] for part in ("ready", "waiting") for g in state["rollouts"][part]}
+        unfinished = self._hands.ask("restore", state, stored)
+        self._hands.dispatch(row_of(unfinished))
+        log.info("april goes on with %d prompts, %d of them unfinished", len(held), len(unfinished))
+        return held

@@ -1,0 +1,132 @@
+"""What verl's driver is given: a sampler that hands over the desk's batches, and a callback that saves its state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from april.adapters.verl.desk import SERVERS, Delivery, Desk
+from april.adapters.verl.run import Run
+from april.adapters.verl.settings import settings_of
+from april.core.settings import EngineLimits
+from april.errors import ConfigError
+
+log = logging.getLogger("april")
+
+WAITERS = 1_000_000
+"""Agent loops that may wait at the desk at the same time; each is one pending call."""
+
+
+class Sampler(ReplayBufferAsync):  # type: ignore[misc]
+    """Asks the desk for a batch instead of looking at the queue again and again."""
+
+    present: Sampler | None = None
+    """That of this process; verl has one trainer per process."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        trainer = getattr(kwargs.get("refill_fn"), "__self__", None)
+        if trainer is None:
+            raise ConfigError("april.adapters.verl.Sampler is for verl's trainer: trainer.v1.sampler.custom_sampler")
+        self.trainer = trainer
+        self.settings = settings_of(trainer.config)
+        super().__init__(**kwargs)
+        self.desk: Any = None
+        self.dispatch: Any = None
+        self.run = Run(self, self.settings.config.rollout_batch_size)
+        Sampler.present = self
+
+    def open(self, dispatch: Any) -> Any:
+        """Start the desk; its actor. ``dispatch`` takes rows to agent-loop workers."""
+        settings, tokenizer = self.settings, self.trainer.tokenizer
+        ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
+        limits = EngineLimits(SERVERS, settings.context, None, tuple(sorted(int(e) for e in ends)), "temperature")
+        actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Desk)
+        self.desk = actor.remote(settings.core, limits, settings.filter_metric, check=settings.check)
+        self.dispatch = dispatch
+        return self.desk
+
+    # ---------------------------------------------------------------- what verl calls
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """The next batch: its keys in verl's queue, and metrics. Weights are called by the step they were made in."""
+        if self.desk is None:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.agent.agent_loop_manager_class is not april's; leave it to +april=verl"
+            )
+        if partition_id != "train":
+            uids = self.ask("validation", batch_size)
+            return self._batch_of(partition_id, uids), {}
+        before = time.monotonic()
+        delivery = self.run.next_batch(global_steps - 1, batch_size)
+        batch = self._batch_of(partition_id, delivery.uids)
+        self._mask(batch, delivery)
+        metrics = {f"april/{name}": value for name, value in delivery.metrics.items()}
+        metrics |= {f"april/dropped_{reason}": float(count) for reason, count in self.run.dropped.items()}
+        metrics["april/sample_s"] = time.monotonic() - before
+        return batch, metrics
+
+    def _batch_of(self, partition_id: str, uids: Sequence[str]) -> Any:
+        """One look at the queue's labels, for keys and tags; then the prompts are settled."""
+        wanted = set(uids)
+        labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+        rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and k.split("_")[0] in wanted}
+        return self._materialize_batch(partition_id, list(uids), rows)
+
+    def _mask(self, batch: Any, delivery: Delivery) -> None:
+        """Take the loss off tokens that are too old."""
+        keys, fields = [], []
+        for (uid, index), mask in delivery.masked.items():
+            for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):
+                data = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["prompts", "response_mask"])
+                start, response = len(data["prompts"][0]), data["response_mask"][0]
+                kept = response * torch.as_tensor(mask[start : start + len(response)], dtype=response.dtype)
+                keys.append(key)
+                fields.append({"response_mask": kept, "loss_mask": kept})
+        if keys:
+            tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields))
+
+    # ---------------------------------------------------------------- hands of the run
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call the desk; blocks this thread without looking again and again."""
+        return ray.get(getattr(self.desk, method).remote(*args))
+
+    def fetch(self, count: int) -> None:
+        """verl draws from its data loader and submits, which comes back to our manager."""
+        self.refill_fn(count)
+
+    def abort(self) -> None:
+        """End every request at every server; those on their way there are turned away where verl's server can."""
+        self.trainer.checkpoint_manager.abort_replicas(reject_request=True)
+
+
+def _generation_ends(config: Any) -> set[Any]:
+    """Tokens that end a response by the model's own generation configuration, beside the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(config.actor_rollout_ref.model.path).eos_token_id
+    except (OSError, ValueError):
+        return set()
+    return set(found) if isinstance(found, (list, tuple)) else {found}
+
+
+class Checkpoints(CheckpointCallback):  # type: ignore[misc]
+    """Saves april's state into verl's checkpoint. A callback of yours: subclass this one, and call its method."""
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        """Called by verl when its own files are written, before the weights change."""
+        if Sampler.present is not None and Sampler.present.desk is not None:
+            Sampler.present.run.save(Path(checkpoint_dir))

@@ -1,0 +1,275 @@
+"""A trainer, a server and agent loops of a few lines that call as verl's do, on a virtual clock, without verl and Ray.
+
+As in verl, the trainer is synchronous and its rollouts are not: agent loops move only while it waits for the desk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from april.adapters.verl.answers import Done
+from april.adapters.verl.calls import Session, generate, run_sample
+from april.adapters.verl.desk import SERVERS, Delivery, Desk
+from april.adapters.verl.run import Run
+from april.adapters.verl.settings import RunSettings, settings_of
+from april.core.settings import EngineLimits
+from april.testing import VirtualClockLoop
+
+EOS = 1
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 3, "max_prompt_length": 8, "max_response_length": 40},
+    "actor_rollout_ref": {
+        "rollout": {
+            "n": 2, "temperature": 1.0, "top_p": 1, "top_k": -1, "prompt_length": 8, "response_length": 40,
+            "calculate_log_probs": True, "logprobs_mode": "processed_logprobs", "max_num_seqs": 256,
+            "tensor_model_parallel_size": 1, "enable_rollout_routing_replay": False,
+            "agent": {"agent_loop_manager_class": "april.adapters.verl.AgentLoopManager"},
+        }
+    },
+    "algorithm": {
+        "adv_estimator": "grpo", "filter_groups": {"enable": False, "metric": "reward"},
+        "rollout_correction": {"rollout_is": "token", "bypass_mode": False},
+    },
+    "reward": {"reward_model": {"enable": False, "enable_resource_pool": False}},
+    "skip": {"rollout_tq": {"enable": False}},
+    "trainer": {
+        "use_v1": True, "n_gpus_per_node": 1, "nnodes": 1,
+        "checkpoint_callback_class": "april.adapters.verl.Checkpoints", "v1": {"trainer_mode": "colocate_async"},
+    },
+    "april": {"max_staleness": 5},
+}  # fmt: skip
+"""What verl's configuration looks like with +april=verl, as far as april reads it."""
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """CONFIG with values at dotted paths (``__`` for a dot) replaced."""
+    made = copy.deepcopy(CONFIG)
+    for path, value in changes.items():
+        *above, last = path.split("__")
+        place = made
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return made
+
+
+class Server:
+    """One token per virtual second and request; a gate as verl's servers have; every request is remembered.
+
+    Token k of a response is ``100 + k``; it ends with EOS at its length, which ``length_of`` says of (prompt, sample).
+    Its log-probability is -k - label / 1000.
+    """
+
+    def __init__(self, length_of: Callable[[int, int], int]) -> None:
+        self._length_of = length_of
+        self.label = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.rejects = False
+        self.live: dict[asyncio.Event, None] = {}
+        self.generated = 0
+        self.most_in_flight = 0
+        self.labels: list[int] = []
+        self.fails: list[Exception] = []
+        """Raised by the next requests."""
+        self.wrong: list[dict[str, Any]] = []
+        """Changes to the next outputs."""
+
+    async def generate(self, token_ids: list[int], max_tokens: int) -> Any:
+        while not self.gate.is_set():
+            if self.rejects:
+                return self._output([], [], "aborted")
+            await self.gate.wait()
+        if self.fails:
+            raise self.fails.pop()
+        aborted = asyncio.Event()
+        self.live[aborted] = None
+        self.most_in_flight = max(self.most_in_flight, len(self.live))
+        row, sample = token_ids[1], token_ids[2]
+        held, end = len(token_ids) - 3, self._length_of(row, sample)
+        tokens: list[int] = []
+        reason = "completed"
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] == EOS):
+            try:
+                await asyncio.wait_for(aborted.wait(), 1.0)
+                reason = "aborted"
+                break
+            except TimeoutError:
+                k = held + len(tokens) + 1
+                tokens.append(EOS if k >= end else 100 + k)
+        self.live.pop(aborted, None)
+        self.generated += len(tokens)
+        logprobs = [-float(held + i + 1) - self.label / 1000 for i in range(len(tokens))]
+        return self._output(tokens, logprobs, reason)
+
+    def _output(self, tokens: list[int], logprobs: list[float], reason: str) -> Any:
+        self.labels.append(self.label)
+        made = {"token_ids": tokens, "log_probs": logprobs, "stop_reason": reason}
+        made["extra_fields"] = {"global_steps": self.label}
+        return SimpleNamespace(**(made | (self.wrong.pop() if self.wrong and tokens else {})))
+
+    def abort(self, *, rejects: bool) -> None:
+        self.gate.clear()
+        self.rejects = rejects
+        for aborted in self.live:
+            aborted.set()
+
+    def resume(self) -> None:
+        self.gate.set()
+
+
+class Trainer:
+    """verl's trainer as far as april sees it: draws rows, asks for batches, updates weights, saves.
+
+    Args:
+        length_of: tokens of (row, sample).
+        reward_of: reward of (row, sample, response).
+        rows: of the data set; it begins again when it has ended.
+        rejects: the server turns requests away while its gate is closed; otherwise they wait there.
+        changes: to CONFIG.
+    """
+
+    def __init__(
+        self, length_of: Callable[[int, int], int], reward_of: Callable[[int, int, list[int]], float] | None = None,
+        *, rows: int = 1000, rejects: bool = True, **changes: Any,
+    ) -> None:  # fmt: skip
+        self.loop = VirtualClockLoop()
+        self.settings: RunSettings = settings_of(config(**changes))
+        limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,))
+        self.desk = Desk(self.settings.core, limits, self.settings.filter_metric, check=True)
+        self.run = Run(self, self.settings.config.rollout_batch_size)
+        self.server = self._in_loop(lambda: Server(length_of))
+        self.rejects = rejects
+        self.reward_of = reward_of or (lambda row, sample, response: float(sample))
+        self.agent_loop: Callable[[Session, list[int], Callable[..., Any]], Any] = single_turn
+        self.rows, self.drawn, self.step_number = rows, 0, 1
+        self.queue: dict[str, int] = {}
+        """Prompts in verl's queue: row by uid."""
+        self.stored: dict[str, dict[str, Any]] = {}
+        """Trajectories in verl's queue by key."""
+        self.trained: list[tuple[int, int]] = []
+        """(row, sample) of everything trained."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def _in_loop(self, make: Callable[[], Any]) -> Any:
+        async def made() -> Any:
+            return make()
+
+        return self.loop.run_until_complete(made())
+
+    # ---------------------------------------------------------------- hands
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return self.loop.run_until_complete(getattr(self.desk, method)(*args))
+
+    def fetch(self, count: int) -> None:
+        offered = []
+        for _ in range(count):
+            uid, row = f"u{self.drawn}", self.drawn % self.rows
+            self.drawn += 1
+            self.queue[uid] = row
+            offered.append((uid, uid))
+        self.run.offer(offered)
+
+    def dispatch(self, rows: Sequence[str]) -> None:
+        for uid in rows:
+            task = self.loop.create_task(self._run_prompt(uid))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def abort(self) -> None:
+        self._in_loop(lambda: self.server.abort(rejects=self.rejects))
+
+    # ---------------------------------------------------------------- agent loops
+
+    async def _run_prompt(self, uid: str) -> None:
+        async def agent_loop(session: Session) -> None:
+            row = self.queue[uid]
+            prompt = [50, row, session.index]
+            response = await self.agent_loop(session, prompt, self.server.generate)
+            session.reward = session.value = self.reward_of(row, session.index, response)
+            key = f"{uid}_{session.index}_0"
+            spans = session.provenance(len(prompt), len(response))[0]
+            self.stored[key] = {"tokens": response, "spans": spans, "resumes": session.resumes}
+            session.keys.append(key)
+
+        async def forget(keys: list[str]) -> None:
+            for key in keys:
+                del self.stored[key]
+
+        n = self.settings.config.n_samples_per_prompt
+        stored = await asyncio.gather(*(run_sample(self.desk, uid, i, agent_loop, forget) for i in range(n)))
+        if await self.desk.closed(uid):
+            del self.queue[uid]
+            for keys in stored:
+                await forget(keys)
+
+    # ---------------------------------------------------------------- training
+
+    def step(self) -> Delivery:
+        """Rollouts, training, new weights."""
+        n = self.settings.config.rollout_batch_size
+        self.fetch(n)
+        delivery = self.run.next_batch(self.step_number - 1, n)
+        assert not self.server.live, "verl puts its servers to sleep now"
+        for uid in delivery.uids:
+            row = self.queue.pop(uid)
+            keys = [key for key in self.stored if key.startswith(f"{uid}_")]
+            self.trained += [(row, int(key.split("_")[1])) for key in keys]
+        self.last = {key: t for key, t in self.stored.items() if key.split("_")[0] in delivery.uids}
+        return delivery
+
+    def update(self) -> None:
+        """What follows a step: the batch leaves the queue, the weights change, the servers go on."""
+        for key in self.last:
+            del self.stored[key]
+        self.server.label = self.step_number
+        self.step_number += 1
+        self._in_loop(self.server.resume)
+
+    def validate(self, seconds: float) -> None:
+        """Between two steps: agent loops and servers may do what they can."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """verl's own part of a checkpoint; april writes its file."""
+        mine = {"queue": dict(self.queue), "stored": dict(self.stored), "drawn": self.drawn, "step": self.step_number}
+        self.run.save(folder)
+        return mine
+
+    def load(self, folder: Path, mine: dict[str, Any]) -> set[str]:
+        """As after a restart; what april holds."""
+        self.drawn, self.step_number = mine["drawn"], mine["step"] + 1
+        self.server.label = mine["step"]
+        self.queue = dict(mine["queue"])
+        self.stored = {k: t for k, t in mine["stored"].items() if k.split("_")[0] in self.queue}
+        there: dict[str, list[int]] = {uid: [] for uid in self.queue}
+        for key in self.stored:
+            there[key.split("_")[0]].append(int(key.split("_")[1]))
+        held = self.run.restore(folder, there, lambda uids: uids)
+        waiting = [uid for uid in self.queue if uid not in held]
+        self.run.offer((uid, uid) for uid in waiting)
+        return held
+
+    def close(self) -> None:
+        """End what still waits."""
+
+        async def end() -> None:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.loop.run_until_complete(end())
+        self.loop.close()
+
+
+async def single_turn(session: Session, prompt: list[int], send: Callable[..., Any]) -> list[int]:
+    """One call, as verl's single-turn agent loop makes it."""
+    done: Done = await generate(session, send, prompt, 40, 1.0)
+    return [int(token) for token in done.tokens]
