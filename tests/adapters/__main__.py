@@ -1,4 +1,4 @@
-"""The adapters against the real, unmodified trainers on this CPU: ``python -m tests.adapters [trl]``."""
+"""The adapters against the real, unmodified trainers on this CPU: ``python -m tests.adapters [trl] [openrlhf]``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 
-from tests.adapters.environments import TRL
+from tests.adapters.environments import OPENRLHF, TRL
 from tests.real_engines.environments import ROOT, environment
 
-TRAINERS = {"trl": TRL}
+TRAINERS = {"trl": TRL, "openrlhf": OPENRLHF}
 
 
 def main() -> int:
