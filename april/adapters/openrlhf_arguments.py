@@ -1,4 +1,4 @@
-"""OpenRLHF's flags as april's configuration; what cannot be right is refused in one sentence, before anything starts."""
+"""OpenRLHF's flags as april's configuration; what cannot be right is refused by one sentence before anything starts."""
 
 from __future__ import annotations
 
@@ -144,5 +144,6 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
     most = args.rollout.max_new_tokens
     if most is not None and most >= args.data.max_len:
         yield (
-            f"--rollout.max_new_tokens {most} leaves no room for a prompt in --data.max_len {args.data.max_len}; lower it"
+            f"--rollout.max_new_tokens {most} leaves no room for a prompt in --data.max_len {args.data.max_len}; lower "
+            "it"
         )

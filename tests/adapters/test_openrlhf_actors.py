@@ -16,6 +16,7 @@ from real_schedulers import assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import ROWS, SAMPLES, Engine, installed, namespace, row
 from april.adapters import openrlhf as launcher
+from april.adapters.openrlhf_rollouts import Rollouts
 from april.errors import RolloutError
 
 SETTINGS = {"over_sampling_batch_size": 8}
@@ -43,9 +44,7 @@ def engines_are_engines(actors: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
     async def opened(handles: Any) -> Any:
         return handles
 
-    made: Any = actors
-    plain = made.Rollouts
-    monkeypatch.setattr(actors, "Rollouts", lambda *args: plain(*args, open_engines=opened, check=True))
+    monkeypatch.setattr(actors, "Rollouts", lambda *args: Rollouts(*args, open_engines=opened, check=True))
     return engines
 
 
@@ -81,10 +80,8 @@ def test_another_number_of_prompts(modules: Any, strategy: Any, monkeypatch: pyt
     """N is that of the flags."""
     actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
     trainer = actors.AprilPPOTrainer(strategy, engines_are_engines(actors, monkeypatch))
-    strategy.args.rollout.batch_size = 5
+    trainer.samples_generator._dataloader_iter = rows = iter(())
     with pytest.raises(RolloutError, match="OpenRLHF asked for 5 prompts"):
-        trainer.samples_generator._dataloader_iter = rows = iter(())
-        monkeypatch.setattr(strategy.args.rollout, "batch_size", 4)
         trainer.samples_generator._generate_vllm(rows, 5, False)
 
 
@@ -139,6 +136,14 @@ def test_the_switch(modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert actor.__ray_metadata__.modified_class.__ray_actor_class__ is cls
     assert actor.options_["max_concurrency"] > 10_000  # an abort must never wait for a place
 
-    monkeypatch.setattr(runpy, "run_module", lambda *a, **k: modules["openrlhf.utils"].get_strategy(namespace(rollout__top_p=0.5)))
+
+def test_a_refusal_ends_the_command(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, when OpenRLHF has parsed its flags."""
+
+    def command(*args: Any, **kwargs: Any) -> None:
+        modules["openrlhf.utils"].get_strategy(namespace(rollout__top_p=0.5))
+
+    monkeypatch.setattr(runpy, "run_module", command)
+    monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(SystemExit, match=r"april: --rollout.top_p 0.5"):
         launcher.main([])

@@ -49,7 +49,9 @@ class Actor:
 
 
 @asynccontextmanager
-async def world(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, RayEngine]]:
+async def world(
+    monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, RayEngine]]:
     install_vllm(monkeypatch)
     llm = FakeAsyncLLM(mode="processed_logprobs", **options)
     actor = Actor(llm)
@@ -68,6 +70,15 @@ def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 20
 
 async def collect(engine: RayEngine, asked: Request) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(asked)]
+
+
+async def until_stopped(llm: FakeAsyncLLM, count: int = 1) -> None:
+    """Until so many requests stand at the limit; a few turns of the loop, and never for ever."""
+    for _ in range(10_000):
+        if llm.stopped >= count:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"{llm.stopped} requests stand at the limit")
 
 
 def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) -> list[int]:
@@ -111,8 +122,7 @@ async def test_an_abort_hands_over_what_there_is(monkeypatch: pytest.MonkeyPatch
         llm.limit(20)
         first = asyncio.create_task(collect(engine, request("a1")))
         second = asyncio.create_task(collect(engine, request("a2", [40])))
-        while llm.stopped < 2:
-            await asyncio.sleep(0)
+        await until_stopped(llm, 2)
         await engine.abort(["a1", "unknown"])
         (cut,) = await first
         llm.limit()
@@ -147,8 +157,7 @@ async def test_weights_wait_for_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     async with world(monkeypatch, mean_len=10**9) as (llm, actor, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
-        while not llm.stopped:
-            await asyncio.sleep(0)
+        await until_stopped(llm)
         with pytest.raises(EngineError, match="weights arrive while 1 requests of april's run"):
             actor.side.require_idle()
         with pytest.raises(EngineError, match="pause it first"):
@@ -215,8 +224,7 @@ async def test_a_request_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     async with world(monkeypatch, mean_len=10**9) as (llm, _, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
-        while not llm.stopped:
-            await asyncio.sleep(0)
+        await until_stopped(llm)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -77,6 +77,7 @@ def test_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    answer = module.reward_func(["put in box 4? box 5", "p box 5", "p none"], ["put in box 4?", "p", "p"], ["5", "6", "7"])
+    queries = ["put in box 4? box 5", "p box 5", "p none"]
+    answer = module.reward_func(queries, ["put in box 4?", "p", "p"], ["5", "6", "7"])
 
     assert answer["rewards"].tolist() == answer["scores"].tolist() == [1.0, 0.0, 0.0]

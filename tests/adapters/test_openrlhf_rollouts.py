@@ -31,7 +31,7 @@ def test_every_prompt_is_delivered_once_per_episode() -> None:
         run.episode()
         assert Counter(run.labels) == ALL
         run.episode()
-        assert Counter(run.labels) == Counter({label: 2 for label in ALL})
+        assert Counter(run.labels) == Counter(dict.fromkeys(ALL, 2))
         assert sum(r["extra_logs"]["april/resumes"] > 0 for r in run.responses) > 0
         assert max(r["extra_logs"]["april/staleness"] for r in run.responses) > 0
     ledger = run.rollouts.ledger
@@ -55,7 +55,8 @@ def test_a_response_is_what_the_executor_would_have_returned() -> None:
         numbers: dict[int, Any] = {}
         while run.step():
             assert run.rollouts.batch is not None
-            numbers |= {id(r): s for r, s in zip(run.responses[-len(run.rollouts.batch):], run.rollouts.batch.samples, strict=True)}
+            samples = run.rollouts.batch.samples
+            numbers |= {id(r): s for r, s in zip(run.responses[-len(samples) :], samples, strict=True)}
     for response in run.responses:
         sample = numbers[id(response)]
         ids, (start, end) = response["observation_tokens"], response["action_ranges"][0]
@@ -131,14 +132,16 @@ def test_a_run_goes_on_from_its_checkpoint(saved_at: int) -> None:
         version = before.rollouts.scheduler.version  # type: ignore[union-attr]
         before.step()  # goes on, and is killed
     with resumed(before, saved) as after:
-        assert after.step() or saved_at == 6
+        more = after.step()
+        assert more == (saved_at < 6)
         assert after.rollouts.scheduler is not None
         assert after.rollouts.scheduler.version.n == version.n + 1
-        after.episode()
+        if more:
+            after.episode()
         assert Counter(trained + after.labels) == ALL
         after.episode()  # the next one begins with its first prompt
-        assert Counter(trained + after.labels) == Counter({label: 2 for label in ALL})
-    assert held > 0 or saved_at == 6
+        assert Counter(trained + after.labels) == Counter(dict.fromkeys(ALL, 2))
+    assert held > 0 or saved_at > 1  # all in work may have ended together
     assert after.rollouts.ledger["tokens"].balanced
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for OpenRLHF's own tests: where they load a module, april's subclass stands in for the class in it."""
+"""A pytest plugin for OpenRLHF's own tests: where they load a module, april's subclass stands for the class in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ def pytest_configure() -> None:
     """From now on, for files that are loaded by path, as those tests do."""
     from april.adapters.openrlhf_actors import GeneratesByApril, WithApril
 
-    before = {"samples_generator.py": ("SamplesGenerator", GeneratesByApril), "ppo_trainer.py": ("PPOTrainer", WithApril)}
+    places = {
+        "samples_generator.py": ("SamplesGenerator", GeneratesByApril),
+        "ppo_trainer.py": ("PPOTrainer", WithApril),
+    }
     locate = importlib.util.spec_from_file_location
 
     def located(name: str, location: Any = None, **options: Any) -> Any:
         spec = locate(name, location, **options)
-        place = before.get(str(location).rpartition("/")[2])
+        place = places.get(str(location).rpartition("/")[2])
         if spec is not None and spec.loader is not None and place is not None:
             run = spec.loader.exec_module
 

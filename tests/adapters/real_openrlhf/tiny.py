@@ -33,6 +33,7 @@ def make(where: Path, rows: int, dtype: Any) -> dict[str, str]:
 def _tokenizer() -> Any:
     """Words t3 to t63, between spaces."""
     words = {"<bos>": 0, "<eos>": EOS, "<pad>": 2, **{f"t{i}": i for i in range(3, VOCAB_SIZE)}}
+    special = dict(zip(("eos_token", "pad_token"), ("<eos>", "<pad>"), strict=True))
     made = Tokenizer(models.WordLevel(words, "<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)

@@ -41,7 +41,7 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
                 ]  # fmt: skip
                 _write(
                     f"batch_{me}_{next(number):03d}",
-                    {"id": batch.id, "version": list(batch.version), "metrics": dict(batch.metrics), "samples": samples},
+                    {"version": list(batch.version), "metrics": dict(batch.metrics), "samples": samples},
                 )
             return answer
 

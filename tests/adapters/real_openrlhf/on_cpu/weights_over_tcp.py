@@ -27,7 +27,7 @@ class Receiver:
     """vLLM's worker extension, in place of OpenRLHF's ``WorkerWrap``."""
 
     def init_process_group(
-        self, host: str, port: int, rank_offset: int, world_size: int, name: str, backend: str = "", use_ray: bool = False
+        self, host: str, port: int, rank_offset: int, world_size: int, name: str, backend: str = "", use_ray: Any = None
     ) -> None:
         self._group = _Group(host, port, rank_offset, world_size)
         self._received: list[tuple[str, Any]] = []
