@@ -1,4 +1,4 @@
-"""The reward function of the test runs, as OpenRLHF loads one: the share of even words in the response."""
+"""The reward function of the test runs, as OpenRLHF loads one: the share of vowels in the response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[Any]) -> di
     shares = []
     for query, prompt in zip(queries, prompts, strict=True):
         assert query.startswith(prompt), (query, prompt)
-        words = [word for word in query[len(prompt) :].split() if word[1:].isdigit()]
-        shares.append(sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words)))
+        response = query[len(prompt) :].removesuffix("<eos>").lower()
+        shares.append(sum(letter in "aeiou" for letter in response) / max(1, len(response)))
     rewards = torch.tensor(shares)
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {"even": rewards}}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"vowels": rewards}}

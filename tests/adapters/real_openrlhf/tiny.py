@@ -1,4 +1,4 @@
-"""A tiny random Qwen2, a tokenizer of 64 words and prompts, all made on the spot: nothing is downloaded."""
+"""A tiny random Qwen2, a tokenizer of 64 tokens and prompts, all made on the spot: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCAB_SIZE, EOS = 64, 1
@@ -25,15 +25,18 @@ def make(where: Path, rows: int, dtype: Any) -> dict[str, str]:
     Qwen2ForCausalLM(config).to(dtype).save_pretrained(model)
     _tokenizer().save_pretrained(model)
     data = where / "prompts.jsonl"
-    texts = [f"t{3 + i % 61} t{3 + i // 61} t5" for i in range(rows)]
+    texts = [f"add {i} and {i}" for i in range(rows)]
     data.write_text("".join(json.dumps({"input": text, "label": str(i)}) + "\n" for i, text in enumerate(texts)))
     return {"model": str(model), "data": str(data)}
 
 
 def _tokenizer() -> Any:
-    """Words t3 to t63, between spaces."""
-    words = {"<bos>": 0, "<eos>": EOS, "<pad>": 2, **{f"t{i}": i for i in range(3, VOCAB_SIZE)}}
+    """A letter, digit or space each: byte level without merges, as transformers makes a Qwen2 tokenizer of any file."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVW", "\u0120"]
+    words = {word: i for i, word in enumerate(["<bos>", "<eos>", "<pad>", *letters])}
+    assert len(words) <= VOCAB_SIZE
     special = dict(zip(("eos_token", "pad_token"), ("<eos>", "<pad>"), strict=True))
-    made = Tokenizer(models.WordLevel(words, "<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = Tokenizer(models.BPE(words, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)

@@ -80,7 +80,7 @@ def test_the_synchronous_trainer(loss: str, tmp_path: Path) -> None:
     assert max(present) <= 1e-3
     assert max(older) > 10 * max(present)
     info = seen.trained[-1][0]["info"]
-    assert {"even", "april/staleness", "april/off_policy_share"} <= set(info)
+    assert {"vowels", "april/staleness", "april/off_policy_share"} <= set(info)
     assert "april/off_policy_share" in seen.output  # OpenRLHF's own log line
 
 
@@ -120,7 +120,7 @@ def test_dynamic_filtering_and_evaluation(tmp_path: Path) -> None:
         files, tmp_path, algo__dynamic_filtering_enable=True, eval__dataset=files["data"], eval__steps=2,
         eval__n_samples_per_prompt=1, data__max_samples=12,
     )  # fmt: skip
-    words += ["--algo.dynamic_filtering_range", "0.4", "0.9"]
+    words += ["--algo.dynamic_filtering_range", "0.15", "0.9"]
     seen = short_runs.run(tmp_path, words)
 
     assert seen.status == 0, seen.output[-4000:]
@@ -134,4 +134,4 @@ def test_dynamic_filtering_and_evaluation(tmp_path: Path) -> None:
         for row in rows:
             scores.setdefault(row["label"], []).append(row["info"]["score"])
     assert scores
-    assert all(0.4 < sum(group) / len(group) < 0.9 for group in scores.values())
+    assert all(0.15 < sum(group) / len(group) < 0.9 for group in scores.values())
