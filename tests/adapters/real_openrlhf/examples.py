@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -16,16 +17,24 @@ sys.path.insert(0, str(short_runs.HERE / "on_cpu"))  # stands in for flash-attn
 
 from april.adapters import openrlhf as launcher
 from april.adapters.openrlhf_arguments import config_of
+from april.adapters.openrlhf_framework import find
 
 EXAMPLES = short_runs.ROOT / "examples" / "openrlhf"
+
+
+PLACES = (
+    "openrlhf.trainer.ppo_trainer.PPOTrainer", "openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync",
+    "openrlhf.trainer.ray.vllm_engine.RolloutRayActor", "openrlhf.utils.get_strategy",
+)  # fmt: skip
+"""Where april puts something else; put back for the next command line in this process."""
 
 
 class Parsed(Exception):
     """OpenRLHF has parsed and checked its flags, april has agreed, and nothing has started."""
 
 
-def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The namespace with which OpenRLHF would train."""
+def parse(words: list[str]) -> Any:
+    """The namespace with which OpenRLHF would train; raises SystemExit where somebody refuses."""
     import openrlhf.utils
     import ray
 
@@ -35,18 +44,21 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
         kept.append(args)
         raise Parsed
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(openrlhf.utils, "get_strategy", strategy)
-    monkeypatch.setattr(sys, "argv", ["x"])
-    with pytest.raises(Parsed):
-        launcher.main(words)
+    with pytest.MonkeyPatch.context() as patch:
+        for path in PLACES:
+            patch.setattr(path, find(path))
+        patch.setattr(ray, "is_initialized", lambda: True)
+        patch.setattr(openrlhf.utils, "get_strategy", strategy)
+        patch.setattr(sys, "argv", ["x"])
+        with contextlib.suppress(Parsed):
+            launcher.main(words)
     return kept[0]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo"])
 @pytest.mark.parametrize("model", ["qwen3-4b", "r1-distill-1.5b"])
-def test_the_workloads_of_the_paper(model: str, algorithm: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workloads_of_the_paper(model: str, algorithm: str, mode: str) -> None:
     """Parsed by OpenRLHF itself, and april's settings fit them."""
     for data, platform in itertools.product(("dapo-math-17k", "deepscaler", "deepmath-103k"), ("nvidia", "amd")):
         choices = {"MODEL": model, "ALGORITHM": algorithm, "MODE": mode, "DATA": data, "PLATFORM": platform}
@@ -54,7 +66,7 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, mode: str, monke
             [str(EXAMPLES / "train.sh")], env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **choices}, text=True,
             check=True, capture_output=True,
         )  # fmt: skip
-        args = parse(done.stdout.split()[3:], monkeypatch)
+        args = parse(done.stdout.split()[3:])
         config = config_of(args, args.april)
         assert (config.rollout_batch_size, config.over_sampling_batch_size, config.n_samples_per_prompt) == (32, 64, 8)
         assert (config.max_response_len, config.sampling.temperature) == (16_384, 0.8)
@@ -76,12 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "sentence"), WRONG)
-def test_wrong_flags(changes: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_flags(changes: Any, sentence: str, tmp_path: Path) -> None:
     """One sentence where OpenRLHF itself has no objection."""
-    import ray
-
-    files = {"model": "m", "data": "d"}
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(SystemExit, match=sentence):
-        launcher.main(short_runs.flags(files, tmp_path, **changes))
+        parse(short_runs.flags({"model": "m", "data": "d"}, tmp_path, **changes))
