@@ -116,7 +116,7 @@ def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[
             "images": None,
             "mm_train_inputs": None,
             "observation_tokens": prompt + sample.tokens.tolist(),
-            "action_ranges": trained_ranges(sample.loss_mask, len(prompt)),
+            "action_ranges": trained_ranges(sample.loss_mask.tolist(), len(prompt)),
             "rollout_log_probs": [0.0] * len(prompt) + sample.logprobs.tolist(),
             "truncated": sample.finish is FinishReason.LENGTH,
             "reward": None if said is None else said.reward,

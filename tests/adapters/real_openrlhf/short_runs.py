@@ -61,6 +61,9 @@ def run(where: Path, words: list[str], *, dtype: str = "float32", killed_after: 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false",
         "OBSERVED_UNTIL": str(killed_after or 0),
+        # on a machine that others use, too
+        "RAY_raylet_start_wait_time_s": "600",
+        "RAY_gcs_server_request_timeout_seconds": "300",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "april.adapters.openrlhf", *words], cwd=where, env=environment, text=True, check=False,
