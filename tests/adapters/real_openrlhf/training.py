@@ -61,7 +61,7 @@ def report(name: str, seen: short_runs.Seen, present: list[float], older: list[f
         f"\n{name}: {len(seen.trained)} optimizer steps, {aborted:.0f} attempts aborted, "
         f"{sum(s['resumes'] > 0 for s in samples)} resumed responses among {len(samples)} trained, "
         f"{len(older) / (len(present) + len(older)):.0%} of {len(present) + len(older)} tokens from older weights; "
-        f"log-probabilities differ by at most {max(present, default=0):.1e} (older weights: {max(older, default=0):.1e})"
+        f"log-probabilities differ by at most {max(present, default=0):.1e} (older: {max(older, default=0):.1e})"
     )
 
 
