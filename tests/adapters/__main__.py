@@ -1,4 +1,4 @@
-"""The adapters against the real, unmodified trainers on this CPU: ``python -m tests.adapters [trl|verl]``."""
+"""The adapters against the real, unmodified trainers on this CPU: ``python -m tests.adapters [TRAINER ...]``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 
-from tests.adapters.environments import TRL, VERL
+from tests.adapters.environments import OPENRLHF, TRL, VERL
 from tests.real_engines.environments import ROOT, environment
 
-TRAINERS = {"trl": TRL, "verl": VERL}
+TRAINERS = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
 
 
 def main() -> int:

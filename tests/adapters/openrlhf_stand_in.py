@@ -1,0 +1,354 @@
+"""Stands in for OpenRLHF and Ray: what april's adapter meets there, by the same names, without vLLM or processes.
+
+Written from their contract: the loader of prompts and its state, the samples generator, the trainers' loops, the engine
+actor and its executor. The real ones are in real_openrlhf/.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from real_schedulers import LENGTHS, VOCAB
+
+import april.adapters
+from april.adapters.openrlhf_arguments import config_of
+from april.adapters.openrlhf_rollouts import Rollouts
+from april.engines.decode_cost import DecodeCost
+from april.engines.simulated import SimulatedEngine, by_sample_key
+
+ROWS, GROUPS, SAMPLES = 24, 4, 2
+
+
+def namespace(**changes: Any) -> SimpleNamespace:
+    """OpenRLHF's flags as its command line leaves them; ``rollout__top_p=0.9`` changes one."""
+    values: dict[str, Any] = {
+        "data.max_len": 200, "data.max_images_per_prompt": 0, "rollout.batch_size": GROUPS,
+        "rollout.n_samples_per_prompt": SAMPLES, "rollout.max_new_tokens": 100, "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0, "rollout.vllm_generate_batch_size": GROUPS, "train.seed": 42, "train.num_episodes": 1,
+        "train.agent_func_path": None, "train.async_enable": False, "train.partial_rollout_enable": False,
+        "vllm.num_engines": 2, "vllm.enable_sleep": False, "reward.remote_url": ["reward.py"],
+        "algo.dynamic_filtering_enable": False, "algo.dynamic_filtering_range": (0.0, 1.0),
+        "algo.advantage.is_correction_level": "token",
+    }  # fmt: skip
+    root = SimpleNamespace()
+    for path, value in (values | {k.replace("__", "."): v for k, v in changes.items()}).items():
+        node = root
+        *parents, name = path.split(".")
+        for parent in parents:
+            if not hasattr(node, parent):
+                setattr(node, parent, SimpleNamespace())
+            node = getattr(node, parent)
+        setattr(node, name, value)
+    return root
+
+
+class Tokenizer:
+    """Each token is a word, its number."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(map(str, ids))
+
+
+def row(number: int) -> tuple[str, str]:
+    """Prompt and label."""
+    return f"{100 + number} 7", str(number)
+
+
+class Loader:
+    """OpenRLHF's StatefulDataLoader of batches of one: a state is that of the newest iterator, and the state of one
+    that has ended begins the next pass."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self._rows = rows
+        self._pass = -1
+        self._at = 0
+        self._resumed = False
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resumed or self._at > self._rows:
+            self._pass, self._at = self._pass + 1, 0
+        self._resumed = False
+        order = list(range(self._rows))
+        random.Random(self._pass).shuffle(order)
+        return self._iterate(order)
+
+    def _iterate(self, order: list[int]) -> Iterator[Any]:
+        while self._at < len(order):
+            self._at += 1
+            prompt, label = row(order[self._at - 1])
+            yield ["default"], [prompt], [label], [None]
+        self._at = len(order) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pass": self._pass, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert set(state) == {"pass", "at"}
+        self._pass, self._at, self._resumed = state["pass"], state["at"], True
+
+
+class Engine(SimulatedEngine):
+    """0.5 ms a token, so that steps end in the middle of responses; with what OpenRLHF's actor adds to an engine."""
+
+    def __init__(self, name: str) -> None:
+        cost = DecodeCost(5e-4, 0.0, 0.0)
+        super().__init__(name, cost, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+        self.counted = 0
+        self.judged: list[tuple[str, str, Any]] = []
+        self.answer: Callable[[str, str, Any], Any] = lambda query, prompt, label: {
+            "rewards": [float(len(query.split()))], "scores": [0.5], "extra_logs": {"words": [1.0]}
+        }  # fmt: skip
+
+    async def pushes(self) -> int:
+        return self.counted
+
+    async def judge(self, query: str, prompt: str, label: Any) -> Any:
+        self.judged.append((query, prompt, label))
+        return self.answer(query, prompt, label)
+
+
+class Run:
+    """Rollouts over two simulated engines, driven as OpenRLHF's loop drives its generator; a context manager."""
+
+    def __init__(self, settings: dict[str, Any] | None = None, *, rows: int = ROWS, **flags: Any) -> None:
+        self.args = namespace(**flags)
+        self.engines = [Engine("e0"), Engine("e1")]
+        self.loader: Any = Loader(rows)
+        own = {"over_sampling_batch_size": 2 * GROUPS} if settings is None else settings
+
+        async def opened(actors: Any) -> list[Engine]:
+            return self.engines
+
+        from april.adapters.openrlhf_prompts import CarryingLoader
+
+        config = config_of(self.args, own)
+        self.rollouts = Rollouts(self.args, config, Tokenizer(), [], open_engines=opened, check=True)
+        self.loader = CarryingLoader(self.loader, self.rollouts.save, self.rollouts.load)
+        self.rows: Any = None
+        self.labels: list[str] = []
+        """Of the groups that were delivered."""
+        self.responses: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rollouts.close()
+
+    def step(self, pushes: int = 1) -> bool:
+        """One batch, which is trained on; False: the episode is over."""
+        if self.rows is None:
+            self.rows = iter(self.loader)
+        responses, self.drawn, ended = self.rollouts.next(self.rows)
+        if ended:
+            assert not responses
+            self.rows = None
+            return False
+        groups = [responses[i : i + SAMPLES] for i in range(0, len(responses), SAMPLES)]
+        assert all(len({r["label"] for r in group}) == 1 and len(group) == SAMPLES for group in groups)
+        self.labels += [group[0]["label"] for group in groups]
+        self.responses += responses
+        self.push(pushes)
+        return True
+
+    def push(self, times: int = 1) -> None:
+        """The trainer puts weights into the engines."""
+        for engine in self.engines:
+            engine.counted += times
+
+    def episode(self) -> None:
+        """To its end."""
+        while self.step():
+            pass
+
+
+def modules(made: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
+    """Modules by name with these attributes, and the packages above them."""
+    found: dict[str, ModuleType] = {}
+    for name, attributes in made.items():
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            module = found.setdefault(path, ModuleType(path))
+            module.__path__ = []
+            if count > 1:
+                setattr(found[".".join(parts[: count - 1])], parts[count - 1], module)
+        for key, value in attributes.items():
+            if isinstance(value, type):
+                value.__module__ = name
+            setattr(found[name], key, value)
+    return found
+
+
+def remote(*args: Any, **options: Any) -> Any:
+    """``ray.remote``: the class below is found where Ray keeps it, and ``.remote()`` makes an object."""
+
+    def decorate(cls: type) -> Any:
+        modified = SimpleNamespace(__ray_actor_class__=cls)
+        actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=modified), options_=options)
+        actor.remote = cls
+        return actor
+
+    return decorate(args[0]) if args else decorate
+
+
+class SamplesGenerator:
+    """The generator's contract: lazy iterator, training batches by ``_generate_vllm``, evaluation by the same."""
+
+    def __init__(
+        self, strategy: Any, prompts_dataloader: Any, eval_dataloader: Any, tokenizer: Any, vllm_engines: Any
+    ) -> None:
+        self.strategy, self.args, self.tokenizer, self.vllm_engines = strategy, strategy.args, tokenizer, vllm_engines
+        self.prompts_dataloader, self.eval_dataloader = prompts_dataloader, eval_dataloader
+        self.stock_calls = 0
+
+    def generate_eval_samples(self, **generate_kwargs: Any) -> Any:
+        return self._generate_vllm(iter(self.eval_dataloader), 4, False, **generate_kwargs)
+
+    def generate_samples(self, **generate_kwargs: Any) -> Any:
+        if getattr(self, "_dataloader_iter", None) is None:
+            self._dataloader_iter = iter(self.prompts_dataloader)
+        samples, drawn, exhausted = self._generate_vllm(
+            dataloader_iter=self._dataloader_iter, num_prompts=self.args.rollout.batch_size,
+            dynamic_filtering=self.args.algo.dynamic_filtering_enable, **generate_kwargs,
+        )  # fmt: skip
+        if exhausted:
+            self._dataloader_iter = None
+        return samples, None, drawn, self._dataloader_iter is None
+
+    def _generate_vllm(
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: Any, **generate_kwargs: Any
+    ) -> Any:
+        self.stock_calls += 1
+        return ["stock"] * num_prompts, num_prompts, True
+
+    def _process_response_into_experience(self, response: Any, **generate_kwargs: Any) -> Any:
+        return SimpleNamespace(**response)
+
+
+class PPOTrainer:
+    """The synchronous loop: a batch, an update, weights into the engines, the loader's state into a checkpoint."""
+
+    def __init__(self, strategy: Any, vllm_engines: Any) -> None:
+        self.args = strategy.args
+        self.prompts_dataloader: Any = Loader()
+        self.samples_generator = SamplesGenerator(strategy, self.prompts_dataloader, [1], Tokenizer(), vllm_engines)
+        self.trained: list[Any] = []
+        self.checkpoints: list[Any] = []
+        self.start: Any = None
+
+    def fit(self, global_step: int = 0) -> None:
+        if self.start is not None:
+            self.prompts_dataloader.load_state_dict(self.start)
+        while True:
+            samples, _, _, exhausted = self.samples_generator.generate_samples(max_len=200)
+            if samples:
+                self.trained.append(samples)
+                for engine in self.samples_generator.vllm_engines:
+                    engine.counted += 1
+                self.checkpoints.append(self.prompts_dataloader.state_dict())
+                self.samples_generator.generate_eval_samples()
+            if exhausted:
+                break
+
+
+class GenerateSamplesActor:
+    """The generating half of the asynchronous trainer, as far as april changes it."""
+
+    def __init__(self, strategy: Any, vllm_engines: Any) -> None:
+        self.prompts_dataloader: Any = Loader()
+        self.samples_generator = SamplesGenerator(strategy, self.prompts_dataloader, [1], Tokenizer(), vllm_engines)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.prompts_dataloader.load_state_dict(state_dict)
+
+    def fit(self, episode: int, total_consumed_prompts: int) -> Any:
+        return self.samples_generator.generate_samples()
+
+
+class PPOTrainerAsync:
+    """Makes its generating half by the name that stands in its module."""
+
+    def __init__(self, strategy: Any, vllm_engines: Any) -> None:
+        module: Any = sys.modules["openrlhf.trainer.ppo_trainer_async"]
+        self.generator = module.GenerateSamplesActor.remote(strategy, vllm_engines)
+
+    def fit(self) -> Any:
+        return self.generator.fit(0, 0)
+
+
+class Executor:
+    """The executor of single turns: a function in threads, or servers."""
+
+    reward_func: Any = None
+
+    async def _fetch_rewards_via_func(self, queries_list: Any, prompts_list: Any, labels_list: Any) -> Any:
+        return [self.reward_func(queries_list, prompts_list, labels_list)]
+
+    async def _fetch_rewards_via_http(self, queries_list: Any, prompts_list: Any, labels_list: Any) -> Any:
+        return [{"rewards": 2.0}]
+
+
+class RolloutRayActor:
+    """The engine actor; the test gives it an AsyncLLM."""
+
+    llm: Any = None
+
+    async def __init__(self, llm: Any) -> None:  # type: ignore[misc]
+        self.llm, self.executor, self.written = llm, Executor(), []
+
+    async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> str:
+        self.written.append(name)
+        return "written"
+
+    async def update_weight_cuda_ipc(
+        self, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False
+    ) -> str:
+        self.written.append(name)
+        return "written"
+
+
+@contextmanager
+def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
+    """OpenRLHF and Ray as modules; ``SamplesGenerator=...`` puts another class in a place."""
+    classes = {**globals(), **changes}
+    made = modules({
+        "ray": {"remote": remote},
+        "openrlhf.trainer.ppo_utils.samples_generator": {"SamplesGenerator": classes["SamplesGenerator"]},
+        "openrlhf.utils.agent": {"SingleTurnAgentExecutor": classes["Executor"]},
+        "openrlhf.trainer.ppo_trainer": {"PPOTrainer": remote(classes["PPOTrainer"])},
+        "openrlhf.trainer.ppo_trainer_async": {
+            "GenerateSamplesActor": remote(classes["GenerateSamplesActor"]),
+            "PPOTrainerAsync": remote(classes["PPOTrainerAsync"]),
+        },
+        "openrlhf.trainer.ray.vllm_engine": {"RolloutRayActor": remote(classes["RolloutRayActor"])},
+        "openrlhf.utils": {"get_strategy": lambda args: SimpleNamespace(args=args)},
+        "openrlhf.cli.train_ppo_ray": {},
+    })  # fmt: skip
+    for name in ("PPOTrainer", "GenerateSamplesActor", "PPOTrainerAsync", "RolloutRayActor"):
+        classes[name].__module__ = {
+            "PPOTrainer": "openrlhf.trainer.ppo_trainer", "RolloutRayActor": "openrlhf.trainer.ray.vllm_engine"
+        }.get(name, "openrlhf.trainer.ppo_trainer_async")  # fmt: skip
+    before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf_actors")}
+    sys.modules.update(made)
+    sys.modules.pop("april.adapters.openrlhf_actors", None)
+    vars(april.adapters).pop("openrlhf_actors", None)
+    try:
+        yield made
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

@@ -1,0 +1,233 @@
+"""The two halves of the engine before an actor's vLLM: every token once, aborts and weights exact, failures by name."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm, logprob, next_token
+
+from april.adapters.openrlhf_engine import ActorSide, RayEngine, connect
+from april.core.sampling import SamplingParams
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Chunk, EngineFinish, LogprobKind, Request
+from april.errors import EngineError, RequestRefused
+
+PROMPT = [10, 20, 30]
+
+
+class Actor:
+    """A handle: every call is a task, and what crosses it is copied as Ray would."""
+
+    def __init__(self, llm: FakeAsyncLLM) -> None:
+        self.side = ActorSide(llm)
+        self.dead = False
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = name.removeprefix("april_")
+
+        class Method:
+            @staticmethod
+            def remote(*arguments: Any) -> asyncio.Task[Any]:
+                return asyncio.create_task(self._call(method, *pickle.loads(pickle.dumps(arguments))))  # noqa: S301
+
+        return Method
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self.calls.append(method)
+        if self.dead:
+            raise RuntimeError("the actor died")
+        found = getattr(self.side, method)
+        value = found(*arguments) if callable(found) else found
+        return pickle.loads(pickle.dumps(await value if asyncio.iscoroutine(value) else value))  # noqa: S301
+
+
+@asynccontextmanager
+async def world(
+    monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, RayEngine]]:
+    install_vllm(monkeypatch)
+    llm = FakeAsyncLLM(mode="processed_logprobs", **options)
+    actor = Actor(llm)
+    (engine,) = await connect([actor])
+    try:
+        yield llm, actor, engine
+    finally:
+        await engine.close()
+        assert llm.output_handler is not None
+        llm.output_handler.cancel()
+
+
+def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 200) -> Request:
+    return Request(attempt, np.array(tokens or PROMPT, np.int32), SamplingParams(most, temperature=0.8, seed=3))
+
+
+async def collect(engine: RayEngine, asked: Request) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(asked)]
+
+
+async def until_stopped(llm: FakeAsyncLLM, count: int = 1) -> None:
+    """Until so many requests stand at the limit; a few turns of the loop, and never for ever."""
+    for _ in range(10_000):
+        if llm.stopped >= count:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"{llm.stopped} requests stand at the limit")
+
+
+def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) -> list[int]:
+    """The first tokens of a response."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(next_token(weights, (prompt or PROMPT) + tokens, 60))
+    return tokens
+
+
+@pytest.mark.asyncio
+async def test_a_response_in_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens with their log-probabilities, EOS included, under the version of the weights."""
+    async with world(monkeypatch) as (_, _, engine):
+        (chunk,) = await collect(engine, request())
+    assert chunk.finish is EngineFinish.STOP
+    assert chunk.tokens[-1] == EOS
+    assert chunk.tokens.tolist() == text(len(chunk.tokens))
+    assert chunk.logprobs.tolist() == [logprob(t, "tiny0") for t in chunk.tokens.tolist()]
+    assert chunk.version == PolicyVersion(0, 0)
+
+
+@pytest.mark.asyncio
+async def test_what_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM in the actor says, apart from what the wire takes away."""
+    async with world(monkeypatch) as (_, _, engine):
+        found = engine.capabilities
+        assert (await engine.health()).ok
+    assert (found.vocab_size, found.max_context, found.max_in_flight) == (VOCAB, 1000, 128)
+    assert found.logprob_kind is LogprobKind.PROCESSED
+    assert found.returns_partials
+    assert not found.streams
+    assert not found.updates_from_disk
+    assert EOS in found.eos_token_ids
+
+
+@pytest.mark.asyncio
+async def test_an_abort_hands_over_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other request goes on; the aborted one continues under another id where it stood."""
+    async with world(monkeypatch, mean_len=10**9) as (llm, _, engine):
+        llm.limit(20)
+        first = asyncio.create_task(collect(engine, request("a1")))
+        second = asyncio.create_task(collect(engine, request("a2", [40])))
+        await until_stopped(llm, 2)
+        await engine.abort(["a1", "unknown"])
+        (cut,) = await first
+        llm.limit()
+        (whole,) = await second
+        again = np.array([*PROMPT, *cut.tokens.tolist()], np.int32)
+        (rest,) = await collect(engine, Request("a3", again, SamplingParams(180), response_offset=20))
+    assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 20)
+    assert (whole.finish, len(whole.tokens)) == (EngineFinish.LENGTH, 200)
+    expected = [next_token("tiny0", again.tolist() + rest.tokens.tolist()[:i], 10**9) for i in range(180)]
+    assert rest.tokens.tolist() == expected
+
+
+@pytest.mark.asyncio
+async def test_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a transfer and its announcement, tokens are of the new weights and carry the new version."""
+    async with world(monkeypatch) as (llm, actor, engine):
+        await engine.pause()
+        waits = asyncio.create_task(collect(engine, request()))
+        llm.weights = "tiny1"
+        actor.side.pushes += 1
+        await engine.update_weights(PolicyVersion(0, 1))
+        await engine.resume()
+        (chunk,) = await waits
+        assert await engine.pushes() == 1
+    assert chunk.version == PolicyVersion(0, 1)
+    assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny1")
+
+
+@pytest.mark.asyncio
+async def test_weights_wait_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that arrive, or are announced, while requests run are refused: tokens would be of no version."""
+    async with world(monkeypatch, mean_len=10**9) as (llm, actor, engine):
+        llm.limit(5)
+        running = asyncio.create_task(collect(engine, request()))
+        await until_stopped(llm)
+        with pytest.raises(EngineError, match="weights arrive while 1 requests of april's run"):
+            actor.side.require_idle()
+        with pytest.raises(EngineError, match="pause it first"):
+            await engine.update_weights(PolicyVersion(0, 1))
+        await engine.abort()
+        await running
+        with pytest.raises(EngineError, match="OpenRLHF puts the weights into its engines itself"):
+            await engine.update_weights(PolicyVersion(0, 1), "somewhere")
+
+
+@pytest.mark.asyncio
+async def test_a_cache_that_cannot_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds keys of the old weights: the engine says so and takes no requests."""
+    async with world(monkeypatch) as (llm, _, engine):
+        llm.cache_resets = False
+        with pytest.raises(EngineError, match="could not reset its prefix cache"):
+            await engine.update_weights(PolicyVersion(0, 1))
+        with pytest.raises(EngineError, match="its last weight update failed"):
+            await collect(engine, request())
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are those of its start: no token of it is believed."""
+    async with world(monkeypatch) as (llm, actor, engine):
+        await engine.update_weights(PolicyVersion(0, 1))
+        actor.side = ActorSide(llm)
+        with pytest.raises(EngineError, match=r"under weights 0\.0 and not 0\.1; was its actor started anew"):
+            await collect(engine, request())
+
+
+@pytest.mark.asyncio
+async def test_a_dead_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray says of it comes as an error of the engine; it is not healthy."""
+    async with world(monkeypatch) as (_, actor, engine):
+        actor.dead = True
+        with pytest.raises(EngineError, match="RuntimeError: the actor died"):
+            await collect(engine, request())
+        health = await engine.health()
+    assert not health.ok
+    assert "the actor died" in health.detail
+
+
+@pytest.mark.asyncio
+async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here what cannot fit, and there what vLLM will not take, each as a refusal."""
+    async with world(monkeypatch) as (llm, actor, engine):
+        with pytest.raises(RequestRefused, match="has room for 1000"):
+            await collect(engine, request(most=998))
+        with pytest.raises(RequestRefused, match="outside the vocabulary"):
+            await collect(engine, request(tokens=[VOCAB]))
+        assert "generate" not in actor.calls
+        running = asyncio.create_task(collect(engine, request("twice")))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRefused, match="in flight already"):
+            await collect(engine, request("twice"))
+        await running
+        assert not llm.requests
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody will read it: it is ended at vLLM too."""
+    async with world(monkeypatch, mean_len=10**9) as (llm, _, engine):
+        llm.limit(5)
+        running = asyncio.create_task(collect(engine, request()))
+        await until_stopped(llm)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not llm.requests
