@@ -55,8 +55,9 @@ def test_a_recent_server_offers_everything() -> None:
     assert said.logprob_kind is LogprobKind.TEMPERATURE
     # the fake has no model files, and seeds do nothing
     assert [sentence.split(":")[0] for sentence in said.missing] == [
-        "Seeds do nothing", "The ids that end a response are not known, as the model's files are not on this machine",
-    ]  # fmt: skip
+        "Seeds do nothing",
+        "The ids that end a response are not known, as the model's files are not on this machine or name none",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ UNKNOWN_KIND = (
     "temperature 1 and without top-p."
 )
 NO_EOS = (
-    "The ids that end a response are not known, as the model's files are not on this machine: april takes the server's "
-    "word for it; set engine.eos_token_ids "
+    "The ids that end a response are not known, as the model's files are not on this machine or name none: april takes "
+    "the server's word for it; set engine.eos_token_ids "
 )
 """The server's offer says what for."""
 
