@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term
 
 # The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
 test-engines: $(VENV)/.installed
@@ -33,7 +33,7 @@ demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 verify: test test-engines test-adapters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing
 
 # The picture in the README is that of a demo run.
 picture: demo
