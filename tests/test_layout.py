@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FLOORS = ("core", "engines", "driver")
+FLOORS = ("core", "engines", "driver", "desk")
 """From the ground up; scheduler, simulation, simulate, demo, doctor and cli are above them all."""
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
 IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE
@@ -45,7 +45,7 @@ def test_the_core_is_pure() -> None:
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_floors_import_only_what_is_below(floor: int) -> None:
-    """core < engines < driver; none of them knows the scheduler, the demo or the command line."""
+    """core < engines < driver < desk; none of them knows the scheduler, the demo or the command line."""
     top = ("scheduler", "simulation", "simulate", "demo", "doctor", "engine_fit", "cli", "adapters")
     above = {f"april.{name}" for name in (*FLOORS[floor + 1 :], *top)}
     for path in (PACKAGE / FLOORS[floor]).glob("*.py"):

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from april.adapters.verl.answers import Done
-from april.adapters.verl.calls import Session, generate, run_sample
-from april.adapters.verl.desk import SERVERS, Delivery, Desk
-from april.adapters.verl.run import Run
-from april.adapters.verl.settings import RunSettings, settings_of
+from april.adapters.verl.outputs import result_of
+from april.adapters.verl.settings import SERVERS, RunSettings, settings_of
 from april.core.settings import EngineLimits
+from april.core.tape import Int32
+from april.desk.answers import Delivery, Done, Result
+from april.desk.calls import Session, generate, run_sample
+from april.desk.desk import Desk
+from april.desk.run import Run
 from april.testing import VirtualClockLoop
 
 EOS = 1
@@ -141,7 +143,8 @@ class Trainer:
         self.loop = VirtualClockLoop()
         self.settings: RunSettings = settings_of(config(**changes))
         limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,))
-        self.desk = Desk(self.settings.core, limits, self.settings.filter_metric, check=True)
+        name = f"algorithm.filter_groups.metric={self.settings.filter_metric}"
+        self.desk = Desk(self.settings.core, limits, name, check=True)
         self.run = Run(self, self.settings.config.rollout_batch_size)
         self.server = self._in_loop(lambda: Server(length_of))
         self.rejects = rejects
@@ -187,11 +190,14 @@ class Trainer:
 
     # ---------------------------------------------------------------- agent loops
 
+    async def _send(self, token_ids: Int32, max_tokens: int) -> Result:
+        return result_of(len(token_ids), await self.server.generate(token_ids.tolist(), max_tokens))
+
     async def _run_prompt(self, uid: str) -> None:
         async def agent_loop(session: Session) -> None:
             row = self.queue[uid]
             prompt = [50, row, session.index]
-            response = await self.agent_loop(session, prompt, self.server.generate)
+            response = await self.agent_loop(session, prompt, self._send)
             session.reward = session.value = self.reward_of(row, session.index, response)
             key = f"{uid}_{session.index}_0"
             spans = session.provenance(len(prompt), len(response))[0]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from adapters.stand_in_verl import Trainer
-from april.adapters.verl.run import STATE_FILE
+from april.desk.run import STATE_FILE
 from april.errors import CheckpointError
 
 
@@ -128,7 +128,7 @@ def test_files_that_do_not_fit(trainer: Callable[..., Trainer], tmp_path: Path) 
     first.step()
     mine = first.save(tmp_path)
     uid = next(iter(mine["queue"]))
-    with pytest.raises(CheckpointError, match="are not in the checkpoint's transfer_queue directory"):
+    with pytest.raises(CheckpointError, match="are not in the trainer's checkpoint"):
         trainer().load(tmp_path, mine | {"queue": {u: r for u, r in mine["queue"].items() if u != uid}})
     state = msgspec.msgpack.decode((tmp_path / STATE_FILE).read_bytes())
     (tmp_path / STATE_FILE).write_bytes(msgspec.msgpack.encode(state | {"format": 7}))

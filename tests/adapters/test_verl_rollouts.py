@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, single_turn
-from april.adapters.verl.answers import Done
-from april.adapters.verl.calls import Session, generate
+from april.desk.answers import Done
+from april.desk.calls import Session, generate
 from april.errors import RolloutError
 
 Make = Callable[..., Trainer]
@@ -106,7 +106,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ask("ledgers")["tokens"]
-    late = sum(len(result.tokens) for result in run.desk._late.values())
+    late = sum(len(result.tokens) for result in run.desk._execution.waiting._late.values())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
     assert run.desk.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
@@ -287,7 +287,7 @@ def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
 def test_a_batch_of_another_size_is_refused(trainer: Make) -> None:
     """verl must ask for train_batch_size prompts."""
     run = trainer()
-    with pytest.raises(RolloutError, match=r"verl asked for 2 prompts, and data\.train_batch_size is 3"):
+    with pytest.raises(RolloutError, match="the trainer asked for 2 prompts, and its configuration says 3"):
         run.run.next_batch(0, 2)
 
 

@@ -13,8 +13,11 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.verl import calls
 from april.adapters.verl.checks import plain_class
+from april.adapters.verl.outputs import fields_of, result_of
+from april.core.tape import Int32
+from april.desk import calls
+from april.desk.answers import Result
 
 
 class Remote:
@@ -54,34 +57,21 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
             )
         limit = next((k for k in ("max_tokens", "max_new_tokens") if sampling_params.get(k) is not None), "max_tokens")
-        last: list[Any] = []
+        outputs: list[Any] = []
 
-        async def send(token_ids: list[int], max_tokens: int) -> Any:
+        async def send(token_ids: Int32, max_tokens: int) -> Result:
             output = await LLMServerClient.generate(
-                self, request_id, prompt_ids=token_ids, sampling_params={**sampling_params, limit: max_tokens},
+                self, request_id, prompt_ids=token_ids.tolist(), sampling_params={**sampling_params, limit: max_tokens},
                 **dict(kwargs),
             )  # fmt: skip
-            last.append(output)
-            return output
+            outputs.append(output)
+            return result_of(len(token_ids), output)
 
         done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
             float(sampling_params.get("temperature", 1.0)),
         )  # fmt: skip
-        steps = [n for *_, n in done.spans]
-        preempted = [o.num_preempted for o in last if o.num_preempted is not None]
-        return TokenOutput(
-            token_ids=done.tokens.tolist(),
-            log_probs=done.logprobs.tolist(),
-            stop_reason="length" if done.by_length else "completed",
-            num_preempted=sum(preempted) if preempted else None,
-            extra_fields={
-                "global_steps": max(steps, default=None),
-                "min_global_steps": min(steps, default=None),
-                "max_global_steps": max(steps, default=None),
-                "num_cached_tokens": last[0].extra_fields.get("num_cached_tokens") if last else None,
-            },
-        )
+        return TokenOutput(**fields_of(done, outputs))
 
 
 def worker_class() -> Any:

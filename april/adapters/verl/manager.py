@@ -17,8 +17,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from april.adapters.verl.client import Client, worker_class
-from april.adapters.verl.run import STATE_FILE
 from april.adapters.verl.sampler import Checkpoints, Sampler
+from april.desk.run import STATE_FILE
 from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")

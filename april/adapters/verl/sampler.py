@@ -15,10 +15,11 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from april.adapters.verl.desk import SERVERS, Delivery, Desk
-from april.adapters.verl.run import Run
-from april.adapters.verl.settings import settings_of
+from april.adapters.verl.settings import SERVERS, settings_of
 from april.core.settings import EngineLimits
+from april.desk.answers import Delivery
+from april.desk.desk import Desk
+from april.desk.run import Run
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -51,7 +52,8 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         limits = EngineLimits(SERVERS, settings.context, None, tuple(sorted(int(e) for e in ends)), "temperature")
         actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Desk)
-        self.desk = actor.remote(settings.core, limits, settings.filter_metric, check=settings.check)
+        name = f"algorithm.filter_groups.metric={settings.filter_metric}"
+        self.desk = actor.remote(settings.core, limits, name, check=settings.check)
         self.dispatch = dispatch
         return self.desk
 

@@ -29,6 +29,8 @@ DECIDED = {
     "engine": "actor_rollout_ref.rollout.name",
     "seed": "data.seed",
 }
+SERVERS = "verl"
+"""verl balances the load of its replicas itself, so they are one engine to the core."""
 RAY_CALLS = 960
 """Calls that one Ray actor of verl's takes at the same time, 1,000, less some for aborts and weights."""
 ABORT_DEADLINE_S = 2.0

@@ -1,6 +1,6 @@
-"""One agent loop's calls: what is sent to a server, again if it is cut off, until the desk says that it is done.
+"""One rollout's calls: what is sent to a server, again if it is cut off, until the desk says that it is done.
 
-verl's agent loops see one completed response per call, as if nothing had been cut.
+A rollout sees one completed response per call, as if nothing had been cut.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.verl.answers import Done, GivenUp, Go, Result, Span, Start
 from april.core.tape import Int32
+from april.desk.answers import Done, GivenUp, Go, Result, Span, Start
 from april.errors import RolloutError
 
 log = logging.getLogger("april")
@@ -24,11 +24,11 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 class SampleGivenUp(asyncio.CancelledError):
-    """Ends an agent loop whose sample goes on without it; ``except Exception`` lets it through."""
+    """Ends a rollout whose sample goes on without it; ``except Exception`` lets it through."""
 
 
 class Session:
-    """One agent loop of one sample."""
+    """One rollout of one sample."""
 
     def __init__(self, desk: Any, uid: str, index: int, life: int) -> None:
         self.desk = desk
@@ -51,22 +51,22 @@ class Session:
 
 
 CURRENT: ContextVar[Session | None] = ContextVar("april_session", default=None)
-"""The session that the running agent loop belongs to; None: an agent loop of the validation."""
+"""The session that the running rollout belongs to; None: it is none of the desk's, as in a validation."""
 
-Send = Callable[[list[int], int], Awaitable[Any]]
-"""Sends (token ids, most tokens) to a server; returns verl's TokenOutput."""
+Send = Callable[[Int32, int], Awaitable[Result]]
+"""Sends (token ids int32 [T], most tokens) to a server."""
 
 
 async def generate(session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float) -> Done:
     """The response to ``prompt_ids``, however many requests it takes.
 
     Raises:
-        SampleGivenUp: the sample goes on without this agent loop.
-        RolloutError: the agent loop made two calls at the same time.
+        SampleGivenUp: the sample goes on without this rollout.
+        RolloutError: the rollout made two calls at the same time.
     """
     if session.calling:
         raise RolloutError(
-            f"the agent loop of {session.uid} called generate twice at the same time; april continues one response per "
+            f"the rollout of {session.uid} called generate twice at the same time; april continues one response per "
             "sample, so make the calls one after the other"
         )
     session.calling = True
@@ -81,13 +81,11 @@ async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tok
     answer = await desk.call(*me, np.asarray(prompt_ids, np.int32), max_tokens, temperature)
     wait_s = FIRST_WAIT_S
     while isinstance(answer, Go):
-        sent: Int32 = answer.token_ids
         try:
-            output = await send(sent.tolist(), answer.max_tokens)
+            result = await send(answer.token_ids, answer.max_tokens)
         except Exception as error:  # a server that died, or refuses; the desk decides whether to try again
             answer = await desk.broke(*me, f"{type(error).__name__}: {error}".partition("\n")[0])
             continue
-        result = _result(len(sent), output)
         if result.aborted and not len(result.tokens):
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -95,36 +93,25 @@ async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tok
             wait_s = FIRST_WAIT_S
         answer = await desk.ended(*me, result)
     if isinstance(answer, GivenUp):
-        raise SampleGivenUp(f"{session.uid} goes on without this agent loop")
+        raise SampleGivenUp(f"{session.uid} goes on without this rollout")
     assert isinstance(answer, Done)
     session.spans, session.resumes = answer.spans, answer.resumes
     return answer
-
-
-def _result(offset: int, output: Any) -> Result:
-    label = output.extra_fields.get("global_steps")
-    return Result(
-        offset=offset,
-        tokens=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.log_probs if output.log_probs is not None else [], np.float32),
-        label=None if label is None else int(label),
-        aborted=output.stop_reason in ("abort", "aborted"),
-    )
 
 
 async def run_sample(
     desk: Any,
     uid: str,
     index: int,
-    agent_loop: Callable[[Session], Awaitable[None]],
+    rollout: Callable[[Session], Awaitable[None]],
     forget: Callable[[list[str]], Awaitable[None]],
 ) -> list[str]:
-    """Run the agent loop of one sample whenever the desk says so, until its group is settled.
+    """Run the rollout of one sample whenever the desk says so, until its group is settled.
 
     Args:
         desk: its methods return something to be awaited.
         uid: of the prompt; ``index`` of the sample.
-        agent_loop: runs it once, and stores its trajectory under ``session.keys``.
+        rollout: runs it once, and stores its trajectory under ``session.keys``.
         forget: removes stored trajectories.
 
     Returns:
@@ -138,11 +125,11 @@ async def run_sample(
         stored = session.keys
         CURRENT.set(session)
         try:
-            await agent_loop(session)
+            await rollout(session)
         except SampleGivenUp:
             continue
         except Exception as error:
-            log.exception("agent loop %d of %s failed", index, uid)
+            log.exception("rollout %d of %s failed", index, uid)
             await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
             await desk.returned(uid, index, session.life, session.reward, session.value)

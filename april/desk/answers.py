@@ -1,8 +1,9 @@
-"""What the desk says to an agent loop that asked; plain, so that it travels between processes."""
+"""What the desk says to whoever asked; plain, so that it travels between processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from april.core.tape import Float32, Int32
 
@@ -12,7 +13,7 @@ Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Run the agent loop of this sample. ``life`` goes with everything that it says from now on."""
+    """Run the rollout of this sample. ``life`` goes with everything that it says from now on."""
 
     life: int
 
@@ -41,7 +42,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The sample goes on without this agent loop, or not at all."""
+    """The sample goes on without this rollout, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +65,18 @@ class Result:
     logprobs: Float32
     label: int | None
     aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A batch: ``uids`` of its prompts, oldest completion first."""
+
+    batch: int
+    uids: tuple[str, ...]
+    metrics: dict[str, float]
+    masked: dict[tuple[str, int], Any]
+    """By (uid, sample): loss mask uint8 [T] over the conversation, where the core took the loss off a token."""
+
+
+Order = tuple[Any, ...]
+"""For the trainer: ("draw", count), ("abort",), ("dropped", reason, why), ("deliver", Delivery) or ("fail", error)."""

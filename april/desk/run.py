@@ -1,7 +1,7 @@
-"""One training run in verl's driver process: prompts that wait, orders of the desk, checkpoints.
+"""The trainer's half of a run: prompts that wait, orders of the desk, checkpoints.
 
-Invariant: between two steps no request of april's is at any server, so verl may put its servers to sleep, change their
-weights, and validate. What has to be done through verl or Ray is done by ``hands``.
+Invariant: between two steps no request of april's is at any server, so the trainer may put its servers to sleep, change
+their weights, and validate. What has to be done through the trainer is done by ``hands``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from april.adapters.verl.desk import Delivery
+from april.desk.answers import Delivery
 from april.errors import CheckpointError, RolloutError
 from april.private_file import write_private
 
@@ -24,23 +24,23 @@ STATE_FILE = "april_state.msgpack"
 
 
 class Hands(Protocol):
-    """What the run does through verl and Ray."""
+    """What the run does through the trainer."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the desk and wait for what it returns."""
 
     def fetch(self, count: int) -> None:
-        """Have verl submit this many prompts; they come in through :meth:`Run.offer` before this returns."""
+        """Have the trainer submit this many prompts; they come in through :meth:`Run.offer` before this returns."""
 
     def dispatch(self, rows: Sequence[Any]) -> None:
-        """Start the agent loops of these prompts."""
+        """Start the rollouts of these prompts."""
 
     def abort(self) -> None:
         """End every request at every server."""
 
 
 class Run:
-    """What lives as long as verl's trainer."""
+    """What lives as long as the trainer."""
 
     def __init__(self, hands: Hands, groups: int) -> None:
         self._hands = hands
@@ -50,17 +50,17 @@ class Run:
         """Prompts of the present step that were given up, by reason."""
 
     def offer(self, rows: Iterable[tuple[str, Any]]) -> None:
-        """Prompts, (uid, whatever :meth:`Hands.dispatch` takes), that verl has submitted."""
+        """Prompts, (uid, whatever :meth:`Hands.dispatch` takes), that the trainer has submitted."""
         self._offered.extend(rows)
 
     def next_batch(self, label: int, count: int) -> Delivery:
-        """A step under the weights that verl calls ``label``.
+        """A step under the weights that the trainer calls ``label``.
 
         Raises:
-            RolloutError: the step cannot go on; the message says why. Or verl asks for another number of prompts.
+            RolloutError: the step cannot go on; the message says why. Or another number of prompts is asked for.
         """
         if count != self._groups:
-            raise RolloutError(f"verl asked for {count} prompts, and data.train_batch_size is {self._groups}")
+            raise RolloutError(f"the trainer asked for {count} prompts, and its configuration says {self._groups}")
         self.dropped = {}
         self._hands.ask("begin", label)
         while True:
@@ -89,7 +89,7 @@ class Run:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """april's state beside verl's own checkpoint.
+        """april's state beside the trainer's own checkpoint.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -105,9 +105,9 @@ class Run:
         """Go on from a checkpoint; the prompts that april holds, without those that only wait to be drawn.
 
         Args:
-            folder: of verl's checkpoint, with april's state in it.
-            stored: for each prompt in verl's queue, the samples whose trajectory is there.
-            row_of: rows for :meth:`Hands.dispatch` of prompts in verl's queue.
+            folder: of the trainer's checkpoint, with april's state in it.
+            stored: for each prompt that the trainer has, the samples whose trajectory is there.
+            row_of: rows for :meth:`Hands.dispatch` of prompts that the trainer has.
 
         Raises:
             CheckpointError: the state is damaged, or belongs to another checkpoint.

@@ -1,0 +1,225 @@
+"""The desk: april's core behind questions. Rollouts ask it from wherever they run, and so does the trainer.
+
+Each sample has one rollout that asks the desk one thing at a time and waits for the answer.
+Invariant: everything a rollout says carries the life that it was started with; one whose sample went on without it is
+told so and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from april.core import events as ev
+from april.core import snapshot
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.tape import Int32
+from april.core.types import Prompt, Sample, SampleId, SampleState
+from april.desk.answers import Answer, GivenUp, Order, Result, Settled
+from april.desk.execution import Execution
+from april.desk.results import take
+from april.errors import CheckpointError, RolloutError
+
+FORMAT = 1
+
+
+class Desk:
+    """One run.
+
+    Args:
+        settings: of the core.
+        limits: of all servers together.
+        filter_name: of what groups must not have the same value of for all their samples, in messages.
+        check: cross-check the core's books after every event.
+    """
+
+    def __init__(
+        self, settings: CoreSettings, limits: EngineLimits, filter_name: str = "the filter's value", *,
+        check: bool = False,
+    ) -> None:  # fmt: skip
+        self._execution = Execution(settings, limits, filter_name, check=check)
+        self._position = 0
+        self._validated: deque[str] = deque()
+        self._validates = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Desk {self.core!r} waiting={len(self._execution.waiting)}>"
+
+    @property
+    def core(self) -> RolloutCore:
+        """For looking."""
+        return self._execution.core
+
+    # ---------------------------------------------------------------- the trainer asks
+
+    async def begin(self, label: int) -> None:
+        """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
+        self._execution.begin(label)
+
+    async def orders(self) -> list[Order]:
+        """What the trainer is to do, in order; waits until there is something.
+
+        Raises:
+            InvariantError: april's books do not balance.
+        """
+        return await self._execution.orders()
+
+    async def drawn(self, uids: list[str]) -> None:
+        """Prompts for an order to draw; their rollouts are started when the trainer has dispatched them."""
+        # rollouts make the token ids; they come with the first call
+        first, self._position = self._position, self._position + len(uids)
+        empty = np.empty(0, np.int32)
+        self._execution.draw([Prompt(empty, {"uid": uid}, 0, first + i) for i, uid in enumerate(uids)])
+
+    async def closed(self, uid: str) -> bool:
+        """Whether this prompt, whose rollouts have all ended, was dropped."""
+        if uid in self._execution.dropped:
+            self._execution.dropped.discard(uid)
+            return True
+        return False
+
+    async def validated(self, uid: str) -> None:
+        """All rollouts of a prompt of the validation set have ended."""
+        self._validated.append(uid)
+        self._validates.set()
+
+    async def validation(self, count: int) -> list[str]:
+        """The next ``count`` prompts of the validation set that are complete; waits until there are so many."""
+        while len(self._validated) < count:
+            self._validates.clear()
+            await self._validates.wait()
+        return [self._validated.popleft() for _ in range(count)]
+
+    async def story(self, uid: str, index: int) -> str:
+        """What happened to one held sample, one line per transition."""
+        group = self._execution.groups.get(uid)
+        return f"no prompt {uid} is held" if group is None else self.core.story(group.samples[index].id)
+
+    async def ledgers(self) -> dict[str, dict[str, object]]:
+        """Where every token and every prompt went."""
+        return {"tokens": self.core.tokens.as_dict(), "prompts": self.core.prompts.as_dict()}
+
+    # ---------------------------------------------------------------- rollouts ask
+
+    async def start(self, uid: str, index: int) -> Answer:
+        """Start, when the core wants this sample (again), or Settled."""
+        while (sample := self._sample(uid, index)) is not None:
+            answer = await self._answer(sample.id, for_start=True)
+            if not isinstance(answer, GivenUp):
+                return answer
+        return Settled()
+
+    async def call(
+        self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
+    ) -> Answer:
+        """A rollout wants its conversation, int32 [T], continued by at most ``max_tokens``: Go, Done or GivenUp."""
+        sample = self._alive(uid, index, life)
+        if sample is None:
+            return GivenUp()
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        self._execution.post(ev.CallMade(sample.id, sampling, np.asarray(token_ids, np.int32)))
+        return await self._answer(sample.id)
+
+    async def ended(self, uid: str, index: int, life: int, result: Result) -> Answer:
+        """What came of a Go: the next Go, Done or GivenUp."""
+        sample = self._alive(uid, index, life)
+        if sample is None:
+            return GivenUp()
+        self._execution.waiting.unsay(sample.id)
+        attempt = self.core.attempts.get(sample.attempt_id) if sample.state is SampleState.IN_FLIGHT else None
+        if attempt is None:
+            self._execution.waiting.keep(sample.id, result)
+        else:
+            self._execution.post(take(attempt, result, self.core.clock.current))
+        return await self._answer(sample.id)
+
+    async def broke(self, uid: str, index: int, life: int, error: str) -> Answer:
+        """The request of a Go failed: the next Go, or GivenUp."""
+        sample = self._alive(uid, index, life)
+        if sample is None:
+            return GivenUp()
+        if sample.state is SampleState.IN_FLIGHT:
+            self._execution.waiting.unsay(sample.id)
+            self._execution.post(ev.AttemptFailed(sample.attempt_id, error))
+        return await self._answer(sample.id)
+
+    async def returned(self, uid: str, index: int, life: int, reward: float | None, value: float | None) -> None:
+        """A rollout has returned, and its trajectory is stored; ``value`` is that of the filter's metric."""
+        sample = self._alive(uid, index, life)
+        if sample is None:
+            return
+        if reward is None and self.core.settings.has_reward:
+            self._execution.post(ev.SampleFailed(sample.id, "it has no reward"))
+            return
+        self._execution.scores[sample.id] = (reward, value)
+        self._execution.post(ev.SampleReturned(sample.id))
+
+    async def failed(self, uid: str, index: int, life: int, error: str) -> None:
+        """A rollout, or its reward, raised."""
+        sample = self._alive(uid, index, life)
+        if sample is not None:
+            self._execution.post(ev.SampleFailed(sample.id, error))
+
+    def _sample(self, uid: str, index: int) -> Sample | None:
+        group = self._execution.groups.get(uid)
+        return None if group is None else group.samples[index]
+
+    def _alive(self, uid: str, index: int, life: int) -> Sample | None:
+        """The sample, if the rollout with this ``life`` is the one it runs by."""
+        sample = self._sample(uid, index)
+        return sample if sample is not None and self._execution.waiting.is_alive(sample.id, life) else None
+
+    async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Answer:
+        if self._execution.failed is not None:
+            raise RolloutError(f"april has stopped: {self._execution.failed}")
+        return await self._execution.waiting.answer(sample, for_start=for_start)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    async def state(self) -> dict[str, Any]:
+        """Everything that is not in the batches delivered so far, as plain data."""
+        return {
+            "format": FORMAT,
+            "position": self._position,
+            "rollouts": snapshot.take(self.core, self._execution.last_batch),
+        }
+
+    async def restore(self, state: dict[str, Any], stored: dict[str, list[int]]) -> list[str]:
+        """Go on from a saved state; the prompts whose rollouts are to be started, oldest first.
+
+        ``stored``: samples of each held prompt whose trajectory is in the trainer's checkpoint. Trajectories are saved
+        a moment before april's state: a sample that was finished in between runs again, answered from its tape.
+
+        Raises:
+            CheckpointError: not such a state, or prompts of it are not in the trainer's checkpoint.
+        """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"april's state has format {state.get('format')}; this version reads {FORMAT}")
+        rollouts = state["rollouts"]
+        groups = [*rollouts["ready"], *rollouts["waiting"]]
+        missing = [g["data"]["uid"] for g in groups if g["data"]["uid"] not in stored]
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} prompts of april's state (the first is {missing[0]}) are not in the trainer's "
+                "checkpoint: the two do not belong together"
+            )
+        unstored = []
+        for group in groups:
+            there = stored[group["data"]["uid"]]
+            for index, sample in enumerate(group["samples"]):
+                if sample["finished"] and index not in there:
+                    sample["finished"] = False
+                    unstored.append(group["id"])
+        again = [g for g in rollouts["ready"] if g["id"] in unstored]
+        rollouts["ready"] = [g for g in rollouts["ready"] if g["id"] not in unstored]
+        rollouts["waiting"] = [*rollouts["waiting"], *again]
+        snapshot.restore(self.core, rollouts)
+        self._position = state["position"]
+        self._execution.know(g.id for g in self.core.buffer)
+        ready = {g.id for g in self.core.monitor}
+        return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id) if g.id not in ready]

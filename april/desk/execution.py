@@ -1,0 +1,178 @@
+"""The core run behind the desk: what has happened goes in, what it wants goes to whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Attempt, Group, Prompt, SampleId
+from april.desk.answers import Go, Order, Start
+from april.desk.results import delivery, done, take
+from april.desk.waiting import Waiting
+from april.driver.busy_time import BusyTime
+
+PROBE_S = 1.0
+"""The trainer brings its servers back itself, or ends: after this time they count as well again."""
+
+
+class Execution:
+    """See :class:`april.desk.desk.Desk` for the arguments."""
+
+    def __init__(self, settings: CoreSettings, limits: EngineLimits, filter_name: str, *, check: bool) -> None:
+        self.core = RolloutCore(settings, [limits], check=check)
+        self.waiting = Waiting()
+        self.groups: dict[str, Group] = {}
+        """Held prompts by uid."""
+        self.scores: dict[SampleId, tuple[float | None, float | None]] = {}
+        """Reward, and value of the filter's metric, of samples that have returned."""
+        self.dropped: set[str] = set()
+        """Prompts that were given up, and whose rollouts have not all ended."""
+        self.last_batch: int | None = None
+        self.failed: BaseException | None = None
+        self._filter_name = filter_name
+        self._orders: list[Order] = []
+        self._ordered = asyncio.Event()
+        self._events: deque[ev.Event] = deque()
+        self._busy = BusyTime(settings.max_in_flight)
+        self._in_flight = 0
+
+    # ---------------------------------------------------------------- what has happened
+
+    def begin(self, label: int) -> None:
+        """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
+        if self.last_batch is not None and self.last_batch in self.core.leased:
+            self.post(ev.BatchCommitted(self.last_batch))
+        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label)))
+        self._busy.step_started(_now())
+        self.post(ev.StepRequested())
+
+    def draw(self, prompts: Sequence[Prompt]) -> None:
+        """Prompts for an order to draw."""
+        first = self.core.books.groups_drawn
+        self._events.append(ev.PromptsDrawn(prompts, exhausted=False))
+        self._work(range(first, first + len(prompts)))
+
+    def post(self, event: ev.Event) -> None:
+        """Anything else."""
+        self._events.append(event)
+        self._work()
+
+    async def orders(self) -> list[Order]:
+        """Those since the last call; waits until there is one. Raises what has ended the core."""
+        while not self._orders and self.failed is None:
+            self._ordered.clear()
+            await self._ordered.wait()
+        if self.failed is not None:
+            raise self.failed
+        orders, self._orders = self._orders, []
+        return orders
+
+    # ---------------------------------------------------------------- what the core wants
+
+    def know(self, groups: Iterable[int]) -> None:
+        """Groups, by number, that can be asked for by uid from now on."""
+        for number in groups:
+            group = self.core.buffer.groups.get(number)
+            if group is not None:
+                self.groups[str(group.prompt.data["uid"])] = group
+
+    def _work(self, drawn: Iterable[int] = ()) -> None:
+        """Give the core what has happened, and do what it wants, until nothing is left."""
+        try:
+            while self._events:
+                commands = self.core.handle(self._events.popleft())
+                # known before the core starts them
+                self.know(drawn)
+                drawn = ()
+                for command in commands:
+                    self._do(command)
+        except BaseException as error:
+            self.failed = error
+            self._ordered.set()
+            raise
+        finally:
+            now = len(self.core.attempts)
+            self._busy.change(now - self._in_flight, _now())
+            self._in_flight = now
+
+    def _do(self, command: do.Command) -> None:
+        match command:
+            case do.StartSample(sample):
+                self.waiting.say(sample.id, Start(self.waiting.new_life(sample.id)))
+            case do.Submit(attempt):
+                self._submit(attempt)
+            case do.CallCompleted(sample):
+                self.waiting.say(sample.id, done(sample))
+            case do.CancelSample(sample):
+                self.waiting.give_up(sample.id)
+            case do.ScoreSample(sample):
+                reward, _ = self.scores[sample.id]
+                self._events.append(ev.Scored(sample.id.group, [(sample.id.index, reward or 0.0)]))
+            case do.JudgeGroup(group, judgement):
+                self._events.append(self._verdict(group, judgement))
+            case do.DrawPrompts(count):
+                self._order("draw", count)
+            case do.Abort(_, _, everything):
+                # servers end all requests or none; a single one that nobody wants runs to its end
+                if everything:
+                    self._order("abort")
+            case do.StartTimer(timer, seconds, _):
+                asyncio.get_running_loop().call_later(seconds, self.post, ev.TimerFired(timer))
+            case do.ProbeEngine(engine):
+                asyncio.get_running_loop().call_later(PROBE_S, self.post, ev.EngineReady(engine))
+            case do.ReportDrop(group, reason, why):
+                self.dropped.add(str(group.prompt.data["uid"]))
+                self._order("dropped", str(reason), why)
+                self._retire(group)
+            case do.Deliver(batch):
+                self._deliver(batch)
+            case do.Fail(error):
+                self._order("fail", error)
+            case _:
+                pass  # a fenced request is taken when it comes after all; there is no end of the data and no pause
+
+    def _order(self, *order: object) -> None:
+        self._orders.append(order)
+        self._ordered.set()
+
+    def _submit(self, attempt: Attempt) -> None:
+        late = self.waiting.kept(attempt.sample.id, len(attempt.token_ids))
+        if late is not None:
+            self._events.append(take(attempt, late, self.core.clock.current))
+            return
+        self.waiting.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
+
+    def _verdict(self, group: Group, judgement: int) -> ev.Event:
+        values = [self.scores[s.id][1] for s in group.samples]
+        known = [v for v in values if v is not None and math.isfinite(v)]
+        if len(known) < len(values):
+            error = f"{self._filter_name} is not a number of every sample"
+            return ev.GroupJudged(group.id, judgement, keep=False, error=error)
+        return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or float(np.std(known)) > 0.0)
+
+    def _deliver(self, batch: Batch) -> None:
+        told = delivery(batch, self._busy.step_ended(_now()))
+        self.last_batch = batch.id
+        for uid in told.uids:
+            self._retire(self.groups[uid])
+        self._order("deliver", told)
+
+    def _retire(self, group: Group) -> None:
+        """A group was settled."""
+        self.groups.pop(str(group.prompt.data["uid"]), None)
+        for sample in group.samples:
+            self.scores.pop(sample.id, None)
+            self.waiting.settle(sample.id)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,67 @@
+"""What a server returned, as the core's books have it; and what a rollout is told when its call is complete."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.tape import SegmentKind
+from april.core.types import Attempt, FinishReason, Sample
+from april.core.versions import PolicyVersion
+from april.desk.answers import Delivery, Done, Result, Span
+from april.driver.wire_checks import check_chunk
+from april.engines.protocol import Chunk
+from april.errors import WireError
+
+ANY_TOKEN = 2**31 - 1
+
+
+def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
+    """A server's result becomes the attempt's, if it can be true; what happened, for the core.
+
+    Without a label, the ``current`` weights wrote it.
+    """
+    version = current if result.label is None else PolicyVersion(current.incarnation, result.label)
+    room = attempt.sampling.max_tokens
+    try:
+        if result.offset != len(attempt.token_ids):
+            raise WireError(f"an answer to {result.offset} tokens came where {len(attempt.token_ids)} were sent")
+        chunk = Chunk(result.tokens, result.logprobs, version)
+        check_chunk(chunk, ANY_TOKEN, room, attempt.sample.tape.newest_version, current)
+    except WireError as error:
+        return ev.AttemptFailed(attempt.id, str(error), corrupt=True, rejected=len(result.tokens))
+    attempt.tape.append(result.tokens, result.logprobs, version)
+    full = len(result.tokens) >= room
+    return ev.AttemptEnded(attempt.id, "abort" if result.aborted else "length" if full else "stop")
+
+
+def done(sample: Sample) -> Done:
+    """The latest call of a sample, complete."""
+    call, tape = sample.calls[-1], sample.tape
+    spans: list[Span] = []
+    for s in tape.segments:
+        if s.kind is not SegmentKind.GENERATED or s.start >= call.end:
+            continue
+        end = min(s.start + s.count, call.end)
+        if spans and spans[-1][1] == s.start and spans[-1][2:] == tuple(s.version):
+            spans[-1] = (spans[-1][0], end, *s.version)
+        else:
+            spans.append((s.start, end, *s.version))
+    part = slice(call.start, call.end)
+    by_length = call.finish is FinishReason.LENGTH
+    return Done(tape.tokens[part], tape.logprobs[part], tuple(spans), sample.resumes, by_length)
+
+
+def delivery(batch: Batch, busy: dict[str, float]) -> Delivery:
+    """A batch as the trainer is told of it; it has the trajectories itself. ``busy``: further metrics."""
+    masked: dict[tuple[str, int], np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+    uids: dict[str, None] = {}
+    for sample in batch.samples:
+        uid = str(sample.prompt.data["uid"])
+        uids[uid] = None
+        written = sum(s.count for s in sample.segments if s.kind is SegmentKind.GENERATED)
+        if int(np.count_nonzero(sample.loss_mask)) < written:
+            masked[uid, sample.id.index] = sample.loss_mask
+    metrics = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_"))}
+    return Delivery(batch.id, tuple(uids), metrics | busy, masked)
