@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from april.adapters.openrlhf_arguments import config_of
-from april.adapters.openrlhf_engine import ACTOR_CALLS, ActorSide
 from april.adapters.openrlhf_framework import find, undecorated
 from april.adapters.openrlhf_prompts import CarryingLoader
 from april.adapters.openrlhf_rollouts import Rollouts
+from april.engines.vllm_actor import ACTOR_CALLS, ActorSide
 from april.errors import RolloutError
 
 SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator")
@@ -99,12 +99,13 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(*args, **kwargs)
         self._april = ActorSide(self.llm)
+        self._pushes = 0
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
         """One parameter from the trainer; the last one of a transfer comes with ``empty_cache``."""
         self._april.require_idle()
         result = await super().update_weight(name, dtype, shape, empty_cache)
-        self._april.pushes += bool(empty_cache)
+        self._pushes += bool(empty_cache)
         return result
 
     async def update_weight_cuda_ipc(
@@ -113,15 +114,12 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         """The same, between processes on one GPU."""
         self._april.require_idle()
         result = await super().update_weight_cuda_ipc(name, dtype, shape, ipc_handles, empty_cache)
-        self._april.pushes += bool(empty_cache)
+        self._pushes += bool(empty_cache)
         return result
 
     def april_capabilities(self) -> Any:
-        """See :class:`april.adapters.openrlhf_engine.ActorSide`, as for all that follow."""
+        """See :class:`april.engines.vllm_actor.ActorSide`, as for those that follow."""
         return self._april.capabilities()
-
-    def april_pushes(self) -> int:
-        return self._april.pushes
 
     async def april_generate(self, ask: Any) -> Any:
         return await self._april.generate(ask)
@@ -134,6 +132,10 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
 
     async def april_health(self) -> Any:
         return await self._april.health()
+
+    def april_pushes(self) -> int:
+        """Complete transfers of weights by the trainer, ever."""
+        return self._pushes
 
     async def april_judge(self, query: str, prompt: str, label: Any) -> Any:
         """The reward of one response; raises what the function or the server raised."""

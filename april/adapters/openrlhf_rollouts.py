@@ -39,7 +39,7 @@ class Rollouts:
         tokenizer: the trainer's.
         actors: handles of the engine actors.
         open_engines: makes april's engines from them; they also count the trainer's transfers of weights and ask for
-            rewards (see :class:`april.adapters.openrlhf_engine.RayEngine`).
+            rewards (see :class:`april.adapters.openrlhf_engine.OpenRLHFEngine`).
         check: cross-check april's books after every event (slow).
     """
 

@@ -162,7 +162,7 @@ class FunctionEngine(ServerEngine):
         """slime has updated them."""
         if path is not None:
             raise EngineError("slime updates the weights of its servers itself")
-        self._require_idle()
+        self.require_idle()
         self._labels.present = version
 
     async def health(self) -> Health:

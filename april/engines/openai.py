@@ -143,7 +143,7 @@ class OpenAIEngine(ServerEngine):
                 f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; hand them "
                 "over with weight_update(transfer=...)"
             )
-        self._require_idle()
+        self.require_idle()
         # one look at the metrics that fails must not make a later restart invisible
         self._started_s = (await read_metrics(self._client)).started_s or self._started_s
         self._labels.present = version

@@ -116,7 +116,10 @@ class ServerEngine:
         """Let requests in again."""
         self._admission.open()
 
-    def _require_idle(self) -> None:
+    def require_idle(self) -> None:
         """Raises EngineError while requests run: their tokens would be of no version."""
         if self._admission.inside:
-            raise EngineError(f"engine {self.name}: weights were updated while requests run; pause it first")
+            raise EngineError(
+                f"engine {self.name}: weights were updated while {len(self._admission.inside)} requests run, whose "
+                "tokens would be of no version; pause it first"
+            )

@@ -90,7 +90,7 @@ class VllmEngine(ServerEngine):
             EngineError: requests are running, the server cannot load from a directory, or it has failed; if it is
                 between two versions then, it gets no requests before an update succeeds.
         """
-        self._require_idle()
+        self.require_idle()
         if path is not None:
             self._require_loadable(path)
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it

@@ -175,7 +175,7 @@ class VllmInProcessEngine(ServerEngine):
             EngineError: requests are running, vLLM would load the directory wrongly, or it could not do it; then it
                 gets no requests before an update succeeds.
         """
-        self._require_idle()
+        self.require_idle()
         if path is not None and not self._capabilities.updates_from_disk:
             raise EngineError(f"engine {self._name}: {_TIED}")
         self._torn = f"engine {self._name}: {_BETWEEN}"

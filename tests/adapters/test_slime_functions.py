@@ -145,7 +145,7 @@ def test_a_pause_ends_calls_that_do_not_end_themselves(
     async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
         running = asyncio.create_task(read(engine, request(0, "a")))
         await begun(told, 1)
-        with pytest.raises(EngineError, match="weights were updated while requests run"):
+        with pytest.raises(EngineError, match="weights were updated while 1 requests run"):
             await engine.update_weights(PolicyVersion(0, 1))
         await engine.pause()
         cut = await running
