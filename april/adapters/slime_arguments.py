@@ -95,7 +95,13 @@ def _own_settings(args: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"april.{name} is decided by {DECIDED[name]} of slime; leave it out of --custom-config-path"
             )
-    return {str(name): value for name, value in own.items()}
+    quorum = own.get("group_quorum", 1)
+    if quorum != 1:
+        raise ConfigError(
+            f"april.group_quorum={quorum}: slime takes rewards over whole groups of --n-samples-per-prompt (and "
+            "--group-rm judges them whole), so groups are delivered whole; leave it out"
+        )
+    return {str(name): value for name, value in own.items() if name != "group_quorum"}
 
 
 def _ends(args: Any) -> dict[str, Any]:

@@ -63,11 +63,17 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     if isinstance(given, Config):
         config = given
     else:
+        if given.get("group_quorum", 1) != 1:
+            raise ConfigError(
+                f"group_quorum={given['group_quorum']}: TRL takes advantages over whole groups of num_generations, by "
+                "their place in the batch, so groups are delivered whole; leave it out"
+            )
         sampling = given.get("sampling") or {}
         if isinstance(sampling, Mapping):
             sampling = {"temperature": args.temperature, **sampling}
+        own = {name: value for name, value in given.items() if name != "group_quorum"}
         values = {name: value for name, (_, value) in theirs.items()} | {"seed": args.seed}
-        config = Config.from_mapping({**values, **given, "sampling": sampling})
+        config = Config.from_mapping({**values, **own, "sampling": sampling})
     ours = {**config.model_dump(include=set(theirs)), "sampling.temperature": config.sampling.temperature}
     for name, (their_name, value) in {**theirs, "sampling.temperature": ("temperature", args.temperature)}.items():
         if ours[name] != value:

@@ -47,6 +47,10 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"rollout_global_dataset": False}, "--disable-rollout-global-dataset leaves april without prompts"),
     ({"april": {"rollout_batch_size": 4}}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),
     ({"april": {"max_stalenes": 4}}, "max_stalenes: unknown setting; do you mean max_staleness?"),
+    (
+        {"april": {"group_quorum": 0.5}, "group_rm": True},
+        "april.group_quorum=0.5: slime takes rewards over whole groups of --n-samples-per-prompt",
+    ),
     ({"april": "fast"}, "april: in --custom-config-path must be a mapping of settings, got str"),
     ({"custom_rm_path": "nowhere.reward"}, "slime cannot load nowhere.reward"),
     ({"custom_rm_path": f"{USER}.nothing"}, f"slime cannot load {USER}.nothing"),

@@ -238,6 +238,7 @@ def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"partial_rollout": False}, {}, "set partial_rollout: true"),
+    ({"group_quorum": 0.5}, {}, "TRL takes advantages over whole groups of num_generations"),
     ({"n_samples_per_prompt": 4}, {}, "n_samples_per_prompt=4 of april contradicts num_generations=2 of GRPOConfig"),
     ({"rollout_batch_size": 3}, {}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
     ({"max_response_len": 9}, {}, "max_response_len=9 of april contradicts max_completion_length=40"),
