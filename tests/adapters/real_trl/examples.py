@@ -43,17 +43,10 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, tmp_path: Path) 
     config = trainer.rollout_func.config
     assert (config.rollout_batch_size, config.over_sampling_batch_size, config.n_samples_per_prompt) == (32, 64, 8)
     assert config.sampling.temperature == 0.8
-    served = rollout(**example.april_arguments(algorithm, ["http://127.0.0.1:8000"], "weights"))
-    served.attach(trainer)
-    assert served.config.engine.kind == "vllm"
-
-
-def test_the_answer_in_the_box() -> None:
-    r"""The last \boxed{...} counts, with the braces inside it."""
-    right = load("train").right_answer
-    texts = [r"\boxed{1} so \boxed{\frac{1}{2}}", r"\boxed{\frac12", "2"]
-
-    assert right([[{"content": text}] for text in texts], [r"\frac{1} {2}", "1", "2"]) == [1.0, 0.0, 0.0]
+    for kind in ("vllm", "sglang"):
+        served = rollout(**example.april_arguments(algorithm, ["http://127.0.0.1:8001"], "weights", kind))
+        served.attach(trainer)
+        assert served.config.engine.kind == kind
 
 
 @pytest.mark.parametrize("mode", ["trl", "over-sampling", "constant"])
