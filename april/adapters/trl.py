@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from april.adapters import trl_checkpoint as checkpoint
 from april.adapters.trl_checks import config_for, refuse_unsupported, require_seams, require_trl
 from april.adapters.trl_data import DatasetPasses, group_reward
 from april.config import Config, read_yaml
@@ -25,11 +24,9 @@ from april.config_engines import TransformersEngineConfig
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
-from april.errors import CheckpointError, ConfigError, RolloutError
-from april.private_file import write_private
+from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
 
-STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 Filter = Callable[[Any, Any], Any]
 
 
@@ -187,7 +184,7 @@ class Rollout:
         )
         if self._saved is not None:
             try:
-                scheduler.load_state_dict(self._saved["rollouts"])
+                scheduler.load_state_dict(self._saved)
             except BaseException:
                 scheduler.close()
                 raise
@@ -227,58 +224,19 @@ class Rollout:
     def save(self, trainer: Any, folder: Path) -> None:
         """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
         rest = self._open(trainer).state_dict(trained_through=self._last_batch)
-        state = {"rollouts": rest, "order": _order_of_prompts(trainer), "micro": 0}
-        if trainer._step % _steps_per_generation(trainer):
-            from safetensors.torch import save
-
-            state["micro"] = trainer._step
-            parts = enumerate(trainer._buffered_inputs)
-            tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
-            write_private(folder / BUFFER_FILE, save(tensors))
-        write_private(folder / STATE_FILE, msgspec.msgpack.encode(state))
+        checkpoint.write(folder, trainer, rest)
 
     def load(self, trainer: Any, folder: Path) -> None:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
 
         Raises:
-            CheckpointError: the checkpoint was saved without april, or with other prompts.
+            CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
         """
-        try:
-            state = msgspec.msgpack.decode((folder / STATE_FILE).read_bytes())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{folder} has no {STATE_FILE}: it was not saved by AprilGRPOTrainer, so nobody knows which prompts "
-                "were trained; begin anew from its weights (model=...) instead"
-            ) from None
-        if state["order"] != (now := _order_of_prompts(trainer)):
-            raise CheckpointError(
-                f"{folder} was saved with prompts {state['order']}, now they are {now}; they must be the same, in the "
-                "same order, after a restart"
-            )
-        self._saved = state
-        if state["micro"]:
-            from safetensors.torch import load_file
-
-            parts: dict[int, dict[str, Any]] = {}
-            for name, tensor in load_file(folder / BUFFER_FILE, device=str(trainer.accelerator.device)).items():
-                number, _, key = name.partition(".")
-                parts.setdefault(int(number), {})[key] = tensor
-            trainer._step, trainer._buffered_inputs = state["micro"], [parts[i] for i in sorted(parts)]
+        self._saved = checkpoint.read(folder, trainer)
 
 
 async def _scored_by_trl(prompt: Any, response: Any) -> float:
     return 0.0
-
-
-def _order_of_prompts(trainer: Any) -> dict[str, int]:
-    """What decides which prompt comes when, but for the prompts themselves."""
-    args = trainer.args
-    return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}
-
-
-def _steps_per_generation(trainer: Any) -> int:
-    """Calls of training_step per generation batch."""
-    return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
 def april_trainer(base: Any) -> Any:

@@ -19,6 +19,7 @@ from vllm_fixtures import KNOWN
 
 import april
 from april.adapters import trl as adapter
+from april.adapters.trl_checkpoint import BUFFER_FILE, STATE_FILE
 from april.adapters.trl_checks import require_trl
 from april.adapters.trl_data import ROW, DatasetPasses
 from april.testing.fake_vllm_server import FakeVllmServer
@@ -111,7 +112,7 @@ def test_a_trainer_resumed_from_its_checkpoint_goes_on_with_the_partials(tmp_pat
 
     assert delivered(before) + delivered(after) == dict.fromkeys(range(12), 1)
     assert sum(after._metrics["train"]["april/resumed_samples"]) > 0
-    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [adapter.STATE_FILE]
+    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [STATE_FILE]
 
 
 def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -131,10 +132,13 @@ def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) ->
     assert after._step == 1
     for restored, part in zip(after._buffered_inputs, parts, strict=True):
         assert all(torch.equal(restored[key], part[key]) for key in part)
+    (tmp_path / "checkpoint-1" / BUFFER_FILE).unlink()
+    with pytest.raises(april.CheckpointError, match=r"april_buffer.safetensors in .* cannot be read"):
+        trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """One without april's state, one of other prompts, one whose prompts have changed."""
+    """One of other prompts, one whose prompts have changed, one that is damaged, one without april's state."""
     before = trainer()
     before.folder = tmp_path
     before.train(steps=1)
@@ -148,7 +152,12 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))
     with pytest.raises(april.CheckpointError, match="is another prompt now"):
         changed.train(6, checkpoint)
-    (tmp_path / "checkpoint-1" / adapter.STATE_FILE).unlink()
+    file = tmp_path / "checkpoint-1" / STATE_FILE
+    for content, said in ((b"\xc1", "cannot be read"), (b"\x80", "another version of april, or is none")):
+        file.write_bytes(content)
+        with pytest.raises(april.CheckpointError, match=said):
+            trainer().train(2, checkpoint)
+    file.unlink()
     with pytest.raises(april.CheckpointError, match="was not saved by AprilGRPOTrainer"):
         trainer().train(2, checkpoint)
 

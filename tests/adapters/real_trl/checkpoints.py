@@ -13,7 +13,7 @@ import tiny
 import torch
 from transformers import TrainerCallback
 
-from april.adapters.trl import BUFFER_FILE, STATE_FILE
+from april.adapters.trl_checkpoint import BUFFER_FILE, STATE_FILE
 from april.errors import CheckpointError
 
 
