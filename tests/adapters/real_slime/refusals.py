@@ -48,7 +48,10 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
     (["--partial-rollout", "--use-rollout-routing-replay"], {}, "needs the experts of every token"),
     (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "leaves april without prompts"),
     (["--partial-rollout", "--custom-rm-path", "nowhere.reward"], {}, "slime cannot load nowhere.reward"),
-    (["--partial-rollout"], {"april": {"quorum": 0.5}}, "quorum: unknown setting"),
+    (
+        ["--partial-rollout", "--group-rm"], {"april": {"group_quorum": 0.5}},
+        "april.group_quorum=0.5: slime takes rewards over whole groups",
+    ),
     (["--partial-rollout"], {"april": {"sampling": {"top_p": 0.9}}}, "april.sampling is decided by"),
     (["--partial-rollout"], {"april": {"engine": {"urls": []}}}, "engine.urls"),
 ])  # fmt: skip
