@@ -79,19 +79,20 @@ async def generate(session: Session, send: Send, prompt_ids: list[int], max_toke
 async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float) -> Done:
     desk, me = session.desk, (session.uid, session.index, session.life)
     answer = await desk.call(*me, np.asarray(prompt_ids, np.int32), max_tokens, temperature)
-    wait_s = FIRST_WAIT_S
+    loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
     while isinstance(answer, Go):
         try:
             result = await send(answer.token_ids, answer.max_tokens)
         except Exception as error:  # a server that died, or refuses; the desk decides whether to try again
             answer = await desk.broke(*me, f"{type(error).__name__}: {error}".partition("\n")[0])
             continue
-        if result.aborted and not len(result.tokens):
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        else:
+        told_s = loop.time()
+        answer = await desk.ended(*me, result)  # at once: a step may end with it
+        if not result.aborted or len(result.tokens):
             wait_s = FIRST_WAIT_S
-        answer = await desk.ended(*me, result)
+        elif isinstance(answer, Go):
+            await asyncio.sleep(max(0.0, told_s + wait_s - loop.time()))
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
     if isinstance(answer, GivenUp):
         raise SampleGivenUp(f"{session.uid} goes on without this rollout")
     assert isinstance(answer, Done)
