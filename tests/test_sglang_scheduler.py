@@ -74,7 +74,8 @@ def config(servers: list[FakeSglangServer], **engine: object) -> april.Config:
 @pytest.mark.parametrize("incremental", [True, False], ids=["streamed", "plain"])
 def test_steps_over_two_servers(incremental: bool) -> None:
     """Every delivered token is the servers' own under its version, samples were cut, and the ledger is exact."""
-    servers = [FakeSglangServer(incremental=incremental, max_running=6, turns=20) for _ in range(2)]
+    # few places: when a step has what it needs, others are still in the queue, whatever the threads' order
+    servers = [FakeSglangServer(incremental=incremental, max_running=2, turns=20) for _ in range(2)]
     with ServerThread(*servers), april.RolloutScheduler(
         config(servers), prompts=prompts(), reward=reward, check=True
     ) as scheduler:  # fmt: skip
@@ -87,7 +88,7 @@ def test_steps_over_two_servers(incremental: bool) -> None:
 
 def test_steps_through_a_router() -> None:
     """One engine for two workers: weights reach both, aborts find every request."""
-    servers = [FakeSglangServer(max_running=6, turns=20) for _ in range(2)]
+    servers = [FakeSglangServer(max_running=2, turns=20) for _ in range(2)]
     with ServerThread(*servers) as thread:
         router = FakeSglangRouter([server.url for server in servers])
         thread.call(router.start())

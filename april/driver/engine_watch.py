@@ -79,7 +79,10 @@ class EngineWatch:
         state, moves = self._core.engines.states[name], self._weights.moves
         if state.quarantined:
             return
+        step = self._core.step
         health = await self._ask(name)
+        if step is not self._core.step:
+            return  # between two steps the trainer may change weights, and says so afterwards
         # what does not answer here fails by its requests, one that was quarantined meanwhile is probed, and of a weight
         # update on its way nothing can be said
         if health is None or not health.ok or state.quarantined or moves != self._weights.moves or moves % 2:

@@ -131,7 +131,9 @@ class SglangEngine(ServerEngine):
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        problem = self._torn or ("" if not sick else str(sick[0]))
+        other = next((said for said, _ in well if said not in (None, label)), None)
+        named = "" if other is None else f"its weights are named {other!r}, and april named them {label!r}"
+        problem = self._torn or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
@@ -141,7 +143,7 @@ class SglangEngine(ServerEngine):
             ok=bool(well) and not self._torn and not isinstance(router, BaseException),
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
-            current=not self._torn and all(said in (None, label) for said, _ in well),
+            current=not self._torn and other is None,
             load=total if loads else None,
         )
 
