@@ -17,10 +17,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tiny_verl import END_OF_PROMPT, Outcome, train
+from tiny_verl import END_OF_PROMPT, Outcome, make, train
 
 STEP_S = 0.03
 N, SAMPLES = 4, 4
+ROWS = 512
+"""Enough for one pass: the loader's count of what was drawn begins again with the next."""
 OWN = (
     "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1",
     "algorithm.rollout_correction.rollout_is=token",
@@ -117,6 +119,8 @@ def restarted(first: Outcome, second: Outcome) -> dict[str, Any]:
 def run(arm: str, directory: Path, steps: int, resume: str) -> Outcome:
     """One process; raises RuntimeError when it fails."""
     april, overrides = ARMS[arm]
+    if not (directory / "model").is_dir():
+        make(directory, ROWS)
     done = train(
         directory, f"trainer.total_training_steps={steps}", "trainer.save_freq=1", resume,
         "trainer.max_actor_ckpt_to_keep=1", f"data.train_batch_size={N}",
