@@ -44,7 +44,7 @@ def install(settings: Mapping[str, Any]) -> None:
     get_strategy = find("openrlhf.utils.get_strategy")
 
     def checked_strategy(args: Any) -> Any:
-        """Called first in OpenRLHF's train(), with the flags as they were checked, before any actor is started."""
+        """Called in OpenRLHF's train() with its flags as they were checked, before any actor is started."""
         config_of(args, settings)
         args.april = dict(settings)  # goes to the actors with the rest of the flags
         return get_strategy(args)

@@ -116,10 +116,16 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
             "--train.partial_rollout_enable changes weights in the middle of requests, so nobody would know which "
             "weights wrote a token; leave it out, april continues partial rollouts itself"
         )
-    if (getattr(args.rollout, "vllm_generate_batch_size", None) or 0) > args.rollout.batch_size:
+    if (getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size) != args.rollout.batch_size:
         yield (
-            "--rollout.vllm_generate_batch_size is OpenRLHF's own over-sampling, which waits for all of it; leave it "
-            f"out and set {PREFIX}over_sampling_batch_size"
+            "--rollout.vllm_generate_batch_size is not --rollout.batch_size: more is OpenRLHF's own over-sampling, "
+            "which waits for all of it, and less is not a whole step; leave it out and set "
+            f"{PREFIX}over_sampling_batch_size"
+        )
+    if args.rollout.temperature == 0:
+        yield (
+            "--rollout.temperature 0: greedy responses of a group are all equal, and OpenRLHF recomputes "
+            "log_softmax(logits / T); use a positive temperature"
         )
     level = getattr(args.algo.advantage, "is_correction_level", None)
     if level is None:

@@ -91,6 +91,7 @@ class Rollouts:
         try:
             batch = self.scheduler.next_batch()
         except DataExhausted:
+            self._rows = None  # a loader with workers of its own gives the same iterator for the next episode
             return [], self._prompts.drawn - before, True
         self.batch = batch
         self._delivered += 1
@@ -196,6 +197,10 @@ class Rollouts:
         theirs, drawn = self._prompts.save(state["prompts"]["position"], loader_state)
         groups = {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
+        # of groups that are gone; rewards go on writing meanwhile
+        for sample in list(self._scored):
+            if sample.group not in groups and sample.group < state["core"]["groups_drawn"]:
+                self._scored.pop(sample, None)
         # weight updates that follow those of the state before the weights of this checkpoint: none, but with a queue
         lag = 0 if self.batch is None else self._first + self._delivered - state["core"]["version"][1]
         content = {
@@ -206,7 +211,6 @@ class Rollouts:
             packed = msgspec.msgpack.encode(content, enc_hook=_plain)
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"april's carry cannot be saved: {error}") from error
-        self._scored = scored | {i: s for i, s in self._scored.items() if i not in scored and i.group in groups}
         return {**theirs, KEY: _as_tensor(packed)}
 
     def load(self, saved: Any) -> bool:

@@ -127,6 +127,11 @@ def _refuse(args: Any, own_function: bool) -> None:
     if own_function:
         return
     instead = f"or let slime itself talk to the servers: --custom-generate-function-path {OWN_GENERATE}"
+    if args.rollout_temperature == 0:
+        raise ConfigError(
+            "--rollout-temperature 0: greedy samples of a group are all equal, and the trainer recomputes "
+            f"log_softmax(logits / T); use a positive temperature, {instead}"
+        )
     for what, wrong in (
         (f"--rollout-top-p {args.rollout_top_p}", args.rollout_top_p != 1),
         (f"--rollout-top-k {args.rollout_top_k}", args.rollout_top_k not in (-1, None)),

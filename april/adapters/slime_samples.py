@@ -47,8 +47,8 @@ class Groups:
         self._skip = 0
         self._type: Any = None
         self._told = False
-        self.drawn = 0
-        """Groups that were handed out, those before a restart included."""
+        self.begun = self.drawn = 0
+        """Groups that were asked for, and handed out; those before a restart included."""
         self.ahead: list[Any] = []
         """Groups that the data source has given and nobody has asked for."""
 
@@ -59,16 +59,20 @@ class Groups:
         if self._skip:
             self._skip -= 1
             return None  # drawn before the restart; april passes over it
-        group = self.ahead[0] if self.ahead else self._draw()
-        prompt = {"token_ids": self._prompt_ids(group), "group": group}
-        if self.ahead:
-            self.ahead.pop(0)
-        self.drawn += 1
+        self.begun += 1
+        try:
+            group = self.ahead[0] if self.ahead else self._draw()
+            prompt = {"token_ids": self._prompt_ids(group), "group": group}
+            if self.ahead:
+                self.ahead.pop(0)
+            self.drawn += 1
+        finally:
+            self.begun = self.drawn
         return prompt
 
     def go_on(self, drawn: int, ahead: list[Any]) -> None:
         """As before a restart."""
-        self.drawn = self._skip = drawn
+        self.begun = self.drawn = self._skip = drawn
         self.ahead = ahead
 
     def sample(self, entry: Any) -> Any:

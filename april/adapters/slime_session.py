@@ -186,32 +186,40 @@ class Session:
         Raises:
             CheckpointError: it cannot be written.
         """
-        save(rollout_id)
         directory = getattr(self._args, "save", None)
-        if directory is not None:
-            through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
-            carry.write(carry.path_of(directory, rollout_id), self._content(through, lambda: save(rollout_id)))
+        if directory is None:
+            save(rollout_id)
+            return
+        through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
+        content = self._content(through, lambda: save(rollout_id))
+        # the saved weights are one update ahead of those of the servers, and so is the state; but not where the trainer
+        # is asynchronous and began the next rollout, and so counted an update, before it was through with this one
+        if through is not None:
+            content["lag"] = self.scheduler.version.n + 1 - content["state"]["core"]["version"][1]
+        carry.write(carry.path_of(directory, rollout_id), content)
 
-    def _content(self, trained_through: int | None, again: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-        """What a checkpoint needs; ``again`` is called if the data source has moved meanwhile."""
+    def _content(self, trained_through: int | None, write: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+        """What a checkpoint needs, of the moment when ``write`` wrote slime's own part of it."""
+        groups = self._groups
         for _ in range(STEADY_TRIES):
-            drawn = self._groups.drawn
+            drawn, begun = groups.drawn, groups.begun
+            write()
             state = self.scheduler.state_dict(trained_through)
-            if state["prompts"]["position"] == drawn == self._groups.drawn:
+            if state["prompts"]["position"] == drawn == begun == groups.begun == groups.drawn:
                 break
             threading.Event().wait(STEADY_S)
-            again()
         else:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
-        groups = carry.groups_in(state)
+        inside = carry.groups_in(state)
         held = self._hooks.held.copy()
         kept = {"held": held | self._leased, "finished": (self._finished or {}).copy()}
         return {
             "state": carry.without_objects(state),
+            "lag": 0,
             "names": [[*version, *name] for version, name in self._weights.names.items()],
             "ahead": [[carry.as_dict(s) for s in group] for group in self._groups.ahead],
             **{
-                what: {carry.key_of(i): carry.as_dict(s) for i, s in samples.items() if i.group in groups}
+                what: {carry.key_of(i): carry.as_dict(s) for i, s in samples.items() if i.group in inside}
                 for what, samples in kept.items()
             },
         }
@@ -232,6 +240,7 @@ class Session:
     def _restore(self, saved: dict[str, Any]) -> None:
         try:
             self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
+            lag = int(saved["lag"])
             self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
@@ -239,3 +248,5 @@ class Session:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"april's carry is damaged: {type(error).__name__}: {error}") from error
         self.scheduler.load_state_dict(saved["state"])
+        for _ in range(lag):
+            self.scheduler.weight_update(transfer=lambda: None)

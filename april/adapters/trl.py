@@ -260,6 +260,8 @@ def april_trainer(base: Any) -> Any:
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
             self.rollout_func.close()  # an evaluation may have opened it
+            # the rest of a generation batch in which an earlier training ended; a checkpoint brings its own
+            self._step, self._buffered_inputs = 0, None
             try:
                 return super().train(*args, **kwargs)
             finally:

@@ -54,6 +54,11 @@ def require_seams(base: Any) -> None:
 def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     """The settings, completed by what GRPOConfig says; raises ConfigError where the two contradict each other."""
     args = trainer.args
+    if args.temperature == 0:
+        raise ConfigError(
+            "GRPOConfig.temperature=0: greedy responses of a group are all equal, and the trainer recomputes "
+            "log_softmax(logits / T); use a positive temperature"
+        )
     groups = args.generation_batch_size // args.num_generations
     theirs = {
         "rollout_batch_size": ("generation_batch_size / num_generations", groups),
@@ -146,11 +151,14 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             "num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap"
         )
     embedded = isinstance(config.engine, TransformersEngineConfig)
-    if embedded and hasattr(trainer.model, "peft_config"):
-        yield "april's embedded engine was not held against PEFT models; train the whole model"
+    if hasattr(trainer.model, "peft_config"):
+        yield "PEFT models were not tried: servers would be given the adapter alone; train the whole model"
     for name in ("deepspeed", "fsdp"):
-        if embedded and getattr(trainer, f"is_{name}_enabled", False):
-            yield f"{name} moves parameters about, and april's embedded engine reads them in place; use a server engine"
+        if getattr(trainer, f"is_{name}_enabled", False):
+            yield (
+                f"{name} moves parameters about, where april's TRL adapter reads and saves the whole model of one "
+                f"process; train without {name}"
+            )
     if embedded == has_weights_dir:
         yield (
             "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"

@@ -99,6 +99,19 @@ class Loader:
         self._pass, self._at, self._resumed = state["pass"], state["at"], True
 
 
+class LoaderWithWorkers(Loader):
+    """One whose workers stay: each pass is by the same iterator, begun anew."""
+
+    _rest: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._rest = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._rest)
+
+
 class Engine(SimulatedEngine):
     """0.5 ms a token, so that steps end in the middle of responses; with what OpenRLHF's actor adds to an engine."""
 
@@ -122,10 +135,12 @@ class Engine(SimulatedEngine):
 class Run:
     """Rollouts over two simulated engines, driven as OpenRLHF's loop drives its generator; a context manager."""
 
-    def __init__(self, settings: dict[str, Any] | None = None, *, rows: int = ROWS, **flags: Any) -> None:
+    def __init__(
+        self, settings: dict[str, Any] | None = None, *, rows: int = ROWS, loader: type[Loader] = Loader, **flags: Any
+    ) -> None:
         self.args = namespace(**flags)
         self.engines = [Engine("e0"), Engine("e1")]
-        self.loader: Any = Loader(rows)
+        self.loader: Any = loader(rows)
         own = {"over_sampling_batch_size": 2 * GROUPS} if settings is None else settings
 
         async def opened(actors: Any) -> list[Engine]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 
-from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Run, row
+from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Loader, LoaderWithWorkers, Run, row
 from april.core.types import DropReason
 from april.engines.simulated import synthetic_response
 from april.errors import CheckpointError, RolloutError
@@ -25,9 +25,10 @@ def _nothing_left() -> Iterator[None]:
     assert_nothing_is_left()
 
 
-def test_every_prompt_is_delivered_once_per_episode() -> None:
+@pytest.mark.parametrize("loader", [Loader, LoaderWithWorkers])
+def test_every_prompt_is_delivered_once_per_episode(loader: type[Loader]) -> None:
     """Two episodes; aborted and resumed responses among them; the books balance."""
-    with Run() as run:
+    with Run(loader=loader) as run:
         run.episode()
         assert Counter(run.labels) == ALL
         run.episode()

@@ -115,6 +115,10 @@ def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path) -> None:
     check(again)
     assert [g[0].group_index for g in again] == [g[0].group_index for g in lost]
     assert [s.tokens for g in again for s in g] == [s.tokens for g in lost for s in g]
+    # the saved weights were trained on rollout 1, those that generated rollout 2 were not
+    for was, now in zip((s for g in lost for s in g), (s for g in again for s in g), strict=True):
+        assert (was.metadata["april"]["version"], now.metadata["april"]["version"]) == ("0.2", "1.3")
+        assert now.metadata["april"]["staleness"] == was.metadata["april"]["staleness"] + 1
 
 
 def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_the_file_is_for_its_owner_and_is_plain(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [p.name for p in sorted(file.parent.iterdir())] == [file.name, "global_dataset_state_dict_0.json"]
     assert set(msgspec.msgpack.decode(file.read_bytes())) == {
-        "april_slime_format", "state", "names", "ahead", "held", "finished",
+        "april_slime_format", "state", "lag", "names", "ahead", "held", "finished",
     }  # fmt: skip
 
 

@@ -115,6 +115,19 @@ def test_a_trainer_resumed_from_its_checkpoint_goes_on_with_the_partials(tmp_pat
     assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [STATE_FILE]
 
 
+def test_a_trainer_that_was_stopped_in_a_batch_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """The same object: what is left of the batch in which it ended belongs to no checkpoint, and is not trained."""
+    made = trainer()
+    made.folder = tmp_path
+    made.train(steps=2)
+    made._step, made._buffered_inputs = 1, ["the rest of a batch"]
+    seen: list[Any] = []
+    made.optimizer_step = lambda output: seen.append((made._step, made._buffered_inputs))
+    made.train(3, str(tmp_path / "checkpoint-2"))
+
+    assert seen == [(0, None)]
+
+
 def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) -> None:
     """Its tensors come back, and its rows are not delivered again."""
     before = trainer(steps_per_generation=2)
@@ -258,6 +271,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"epochs": 2}, {}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
     ({"on_data_end": "wait"}, {}, "on_data_end to short or wrap"),
     ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, {}, "give rollout\\(weights_dir=...\\)"),
+    ({}, {"temperature": 0.0}, "GRPOConfig.temperature=0: greedy responses"),
     ({}, {"top_p": 0.9}, "GRPOConfig.top_p=0.9 is not part of the log-probabilities"),
     ({}, {"top_k": 5}, "GRPOConfig.top_k=5"),
     ({}, {"min_p": 0.1}, "GRPOConfig.min_p=0.1"),
@@ -301,7 +315,7 @@ def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
     with pytest.raises(april.ConfigError, match="fsdp moves parameters about"):
         adapter.april_trainer(Sharded)(model, adapter.rollout(), trl.prompts(4))
     model.peft_config = {}
-    with pytest.raises(april.ConfigError, match="not held against PEFT models"):
+    with pytest.raises(april.ConfigError, match="PEFT models were not tried"):
         Trainer(model, adapter.rollout(), trl.prompts(4))
 
 

@@ -30,7 +30,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"april__group_quorum": 0.5}, "april.group_quorum=0.5: verl's advantages need all samples of a group"),
     ({f"{ROLLOUT}top_p": 0.9}, "actor_rollout_ref.rollout.top_p=0.9 is not part of the log-probabilities"),
     ({f"{ROLLOUT}top_k": 20}, "actor_rollout_ref.rollout.top_k=20 is not part of the log-probabilities"),
-    ({f"{ROLLOUT}temperature": 0}, "sampling.temperature=0 makes all samples of a group equal"),
+    ({f"{ROLLOUT}temperature": 0}, "temperature=0: greedy samples of a group are all equal"),
     (
         {f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8},
         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature",

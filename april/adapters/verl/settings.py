@@ -115,6 +115,11 @@ def objections(config: Any) -> Iterator[str]:
                 "(log_softmax(logits / temperature)), so its ratios would be wrong; leave it out (validation has its "
                 "own under val_kwargs)"
             )
+    if select(config, f"{rollout}.temperature", 1.0) == 0:
+        yield (
+            f"{rollout}.temperature=0: greedy samples of a group are all equal, and verl's actor recomputes "
+            "log_softmax(logits / temperature); use a positive temperature"
+        )
     if not select(config, f"{rollout}.do_sample", True):
         yield f"{rollout}.do_sample=False: greedy samples of a group are all equal; leave it out"
     if not select(config, f"{rollout}.calculate_log_probs", False):

@@ -82,7 +82,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data__max_images_per_prompt": 1}, "images would be lost"),
     ({"april__partial_rollout": "false"}, "set partial_rollout: true"),
     ({"april__group_quorum": 0.5}, "groups are delivered whole"),
-    ({"rollout__temperature": 0.0}, "temperature=0"),
+    ({"rollout__temperature": 0.0}, "--rollout.temperature 0: greedy"),
     ({"train__async_enable": True, "rollout__vllm_generate_batch_size": 8}, "own over-sampling"),
 ]
 
