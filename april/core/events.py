@@ -80,6 +80,13 @@ class SampleReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensLate:
+    """So many tokens came of a request that nobody waits for any more, and cannot be used."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleFailed:
     """A rollout or reward function raised, or returned what cannot be."""
 
@@ -207,6 +214,7 @@ Event = (
     | AttemptStalled
     | AttemptEnded
     | AttemptFailed
+    | TokensLate
     | SampleReturned
     | SampleFailed
     | Scored

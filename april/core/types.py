@@ -77,6 +77,8 @@ class DropReason(StrEnum):
     """The dynamic-sampling filter rejected the scored group."""
     REPLAY_DIVERGED = "replay_diverged"
     """After a restart, the rollout function did not ask what it had asked before."""
+    LATE = "late"
+    """They came when their sample had gone on without the request that generated them."""
 
 
 class OnStale(StrEnum):

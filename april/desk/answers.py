@@ -58,6 +58,7 @@ class Result:
     """What a server returned for a request that was sent with ``offset`` tokens.
 
     ``label`` is the trainer's number of the weights (None: the server does not say). ``aborted``: it was cut off.
+    ``incarnation``: of the weights, where the request is of an earlier process than the present one.
     """
 
     offset: int
@@ -65,6 +66,7 @@ class Result:
     logprobs: Float32
     label: int | None
     aborted: bool
+    incarnation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

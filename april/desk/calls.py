@@ -120,16 +120,19 @@ async def run_sample(
     """
     stored: list[str] = []
     while isinstance(answer := await desk.start(uid, index), Start):
-        if stored:
-            await forget(stored)
         session = Session(desk, uid, index, answer.life)
-        stored = session.keys
         CURRENT.set(session)
         try:
+            if stored:
+                await forget(stored)
+            stored = session.keys
             await rollout(session)
         except SampleGivenUp:
             continue
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise  # it was this task that was cancelled, and nothing within the rollout
             log.exception("rollout %d of %s failed", index, uid)
             await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
         else:

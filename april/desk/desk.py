@@ -108,11 +108,8 @@ class Desk:
 
     async def start(self, uid: str, index: int) -> Answer:
         """Start, when the core wants this sample (again), or Settled."""
-        while (sample := self._sample(uid, index)) is not None:
-            answer = await self._answer(sample.id, for_start=True)
-            if not isinstance(answer, GivenUp):
-                return answer
-        return Settled()
+        sample = self._sample(uid, index)
+        return Settled() if sample is None else await self._answer(sample.id, for_start=True)
 
     async def call(
         self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
@@ -120,6 +117,8 @@ class Desk:
         """A rollout wants its conversation, int32 [T], continued by at most ``max_tokens``: Go, Done or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
+            return GivenUp()
+        if self._left_a_call(sample):
             return GivenUp()
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         self._execution.post(ev.CallMade(sample.id, sampling, np.asarray(token_ids, np.int32)))
@@ -129,13 +128,16 @@ class Desk:
         """What came of a Go: the next Go, Done or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
+            self._late(result)
             return GivenUp()
         self._execution.waiting.unsay(sample.id)
         attempt = self.core.attempts.get(sample.attempt_id) if sample.state is SampleState.IN_FLIGHT else None
-        if attempt is None:
-            self._execution.waiting.keep(sample.id, result)
-        else:
+        if attempt is not None:
             self._execution.post(take(attempt, result, self.core.clock.current))
+        elif result.label is None:
+            self._late(result)  # nobody knows by which weights
+        else:
+            self._execution.waiting.late[sample.id] = result
         return await self._answer(sample.id)
 
     async def broke(self, uid: str, index: int, life: int, error: str) -> Answer:
@@ -151,7 +153,7 @@ class Desk:
     async def returned(self, uid: str, index: int, life: int, reward: float | None, value: float | None) -> None:
         """A rollout has returned, and its trajectory is stored; ``value`` is that of the filter's metric."""
         sample = self._alive(uid, index, life)
-        if sample is None:
+        if sample is None or self._left_a_call(sample):
             return
         if reward is None and self.core.settings.has_reward:
             self._execution.post(ev.SampleFailed(sample.id, "it has no reward"))
@@ -164,6 +166,17 @@ class Desk:
         sample = self._alive(uid, index, life)
         if sample is not None:
             self._execution.post(ev.SampleFailed(sample.id, error))
+
+    def _left_a_call(self, sample: Sample) -> bool:
+        """Whether its rollout goes on though a call is unfinished (after a timeout of its own); it has failed then."""
+        if sample.state in (SampleState.STARTED, SampleState.OUTSIDE):
+            return False
+        self._execution.post(ev.SampleFailed(sample.id, "it went on while a call of generate was unfinished"))
+        return True
+
+    def _late(self, result: Result) -> None:
+        if len(result.tokens):
+            self._execution.post(ev.TokensLate(len(result.tokens)))
 
     def _sample(self, uid: str, index: int) -> Sample | None:
         group = self._execution.groups.get(uid)
@@ -183,14 +196,17 @@ class Desk:
 
     async def state(self) -> dict[str, Any]:
         """Everything that is not in the batches delivered so far, as plain data."""
+        late = self._execution.waiting.late
         return {
             "format": FORMAT,
             "position": self._position,
             "rollouts": snapshot.take(self.core, self._execution.last_batch),
+            "late": [_plain(i, r, self.core.clock.current.incarnation) for i, r in late.items()],
+            "dropped": sorted(self._execution.dropped),
         }
 
     async def restore(self, state: dict[str, Any], stored: dict[str, list[int]]) -> list[str]:
-        """Go on from a saved state; the prompts whose rollouts are to be started, oldest first.
+        """Go on from a saved state; the prompts whose rollouts are to be started, oldest first: all that are held.
 
         ``stored``: samples of each held prompt whose trajectory is in the trainer's checkpoint. Trajectories are saved
         a moment before april's state: a sample that was finished in between runs again, answered from its tape.
@@ -221,5 +237,18 @@ class Desk:
         snapshot.restore(self.core, rollouts)
         self._position = state["position"]
         self._execution.know(g.id for g in self.core.buffer)
-        ready = {g.id for g in self.core.monitor}
-        return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id) if g.id not in ready]
+        self._execution.waiting.late.update(_result(*saved) for saved in state["late"])
+        return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id)]
+
+
+def _plain(sample: SampleId, r: Result, incarnation: int) -> list[Any]:
+    """A late result for a checkpoint."""
+    of = incarnation if r.incarnation is None else r.incarnation
+    return [*sample, r.offset, r.tokens.tolist(), r.logprobs.tolist(), r.label, r.aborted, of]
+
+
+def _result(
+    group: int, index: int, offset: int, tokens: list[int], logprobs: list[float], label: int, aborted: bool, of: int
+) -> tuple[SampleId, Result]:
+    made = Result(offset, np.array(tokens, np.int32), np.array(logprobs, np.float32), label, aborted, of)
+    return SampleId(group, index), made

@@ -39,6 +39,8 @@ class Execution:
         self.last_batch: int | None = None
         self.failed: BaseException | None = None
         self._filter_name = filter_name
+        self._runs_on = False
+        """A request may be at a server that nobody waits for."""
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
         self._events: deque[ev.Event] = deque()
@@ -114,6 +116,7 @@ class Execution:
                 self.waiting.say(sample.id, done(sample))
             case do.CancelSample(sample):
                 self.waiting.give_up(sample.id)
+                self._drop_late(sample.id)
             case do.ScoreSample(sample):
                 reward, _ = self.scores[sample.id]
                 self._events.append(ev.Scored(sample.id.group, [(sample.id.index, reward or 0.0)]))
@@ -121,8 +124,12 @@ class Execution:
                 self._events.append(self._verdict(group, judgement))
             case do.DrawPrompts(count):
                 self._order("draw", count)
-            case do.Abort(_, _, everything):
-                # servers end all requests or none; a single one that nobody wants runs to its end
+            case do.Abort(_, attempt_ids, everything):
+                # servers end all requests or none; a single one that nobody wants runs on, and is waited for by nobody
+                asked = (self.core.attempts[i] for i in attempt_ids if i in self.core.attempts)
+                unwanted = [ev.AttemptEnded(a.id, "abort") for a in asked if a.dropped_for is not None]
+                self._events += unwanted
+                self._runs_on = not everything and (self._runs_on or bool(unwanted))
                 if everything:
                     self._order("abort")
             case do.StartTimer(timer, seconds, _):
@@ -145,10 +152,12 @@ class Execution:
         self._ordered.set()
 
     def _submit(self, attempt: Attempt) -> None:
-        late = self.waiting.kept(attempt.sample.id, len(attempt.token_ids))
-        if late is not None:
+        late = self.waiting.late.get(attempt.sample.id)
+        if late is not None and late.offset == len(attempt.token_ids):
+            del self.waiting.late[attempt.sample.id]
             self._events.append(take(attempt, late, self.core.clock.current))
             return
+        self._drop_late(attempt.sample.id)
         self.waiting.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
 
     def _verdict(self, group: Group, judgement: int) -> ev.Event:
@@ -160,16 +169,25 @@ class Execution:
         return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or float(np.std(known)) > 0.0)
 
     def _deliver(self, batch: Batch) -> None:
+        if self._runs_on:
+            self._order("abort")
+            self._runs_on = False
         told = delivery(batch, self._busy.step_ended(_now()))
         self.last_batch = batch.id
         for uid in told.uids:
             self._retire(self.groups[uid])
         self._order("deliver", told)
 
+    def _drop_late(self, sample: SampleId) -> None:
+        late = self.waiting.late.pop(sample, None)
+        if late is not None and len(late.tokens):
+            self._events.append(ev.TokensLate(len(late.tokens)))
+
     def _retire(self, group: Group) -> None:
         """A group was settled."""
         self.groups.pop(str(group.prompt.data["uid"]), None)
         for sample in group.samples:
+            self._drop_late(sample.id)
             self.scores.pop(sample.id, None)
             self.waiting.settle(sample.id)
 

@@ -22,7 +22,8 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
 
     Without a label, the ``current`` weights wrote it.
     """
-    version = current if result.label is None else PolicyVersion(current.incarnation, result.label)
+    incarnation = current.incarnation if result.incarnation is None else result.incarnation
+    version = current if result.label is None else PolicyVersion(incarnation, result.label)
     room = attempt.sampling.max_tokens
     try:
         if result.offset != len(attempt.token_ids):

@@ -101,8 +101,8 @@ class Run:
 
     def restore(
         self, folder: Path, stored: dict[str, list[int]], row_of: Callable[[list[str]], Sequence[Any]]
-    ) -> set[str]:
-        """Go on from a checkpoint; the prompts that april holds, without those that only wait to be drawn.
+    ) -> tuple[set[str], set[str]]:
+        """Go on from a checkpoint; the prompts that april holds, and those that it has dropped and the trainer has not.
 
         Args:
             folder: of the trainer's checkpoint, with april's state in it.
@@ -117,7 +117,8 @@ class Run:
         except (OSError, msgspec.DecodeError) as error:
             raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
         held = {g["data"]["uid"] for part in ("ready", "waiting") for g in state["rollouts"][part]}
-        unfinished = self._hands.ask("restore", state, stored)
-        self._hands.dispatch(row_of(unfinished))
-        log.info("april goes on with %d prompts, %d of them unfinished", len(held), len(unfinished))
-        return held
+        dropped = set(state["dropped"])
+        # those that are complete wait to be settled: they may be too old one day, and begin again
+        self._hands.dispatch(row_of(self._hands.ask("restore", state, stored)))
+        log.info("april goes on with %d prompts", len(held))
+        return held, dropped

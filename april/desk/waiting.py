@@ -21,7 +21,7 @@ class Waiting:
         self._answers: dict[SampleId, deque[Answer]] = {}
         self._asked: dict[SampleId, tuple[bool, asyncio.Future[Answer]]] = {}
         """(whether it waits for its start, who waits)"""
-        self._late: dict[SampleId, Result] = {}
+        self.late: dict[SampleId, Result] = {}
         """Results of requests that the core had stopped waiting for; the next attempt may begin with them."""
 
     def __len__(self) -> int:
@@ -41,7 +41,6 @@ class Waiting:
     def give_up(self, sample: SampleId) -> None:
         """The sample goes on without its rollout: what that one is told or says from now on is void."""
         self._answers.pop(sample, None)
-        self._late.pop(sample, None)
         self.new_life(sample)
         for_start, future = self._asked.get(sample, (True, None))
         if future is not None and not for_start:
@@ -52,7 +51,6 @@ class Waiting:
         """The sample is delivered or dropped."""
         self._lives.pop(sample, None)
         self._answers.pop(sample, None)
-        self._late.pop(sample, None)
         for_start, future = self._asked.pop(sample, (True, None))
         if future is not None:
             _resolve(future, Settled() if for_start else GivenUp())
@@ -77,17 +75,6 @@ class Waiting:
     def unsay(self, sample: SampleId) -> None:
         """What was said, and not heard, is out of date."""
         self._answers.pop(sample, None)
-
-    # ---------------------------------------------------------------- late results
-
-    def keep(self, sample: SampleId, result: Result) -> None:
-        """It came when nobody waited for it any more."""
-        self._late[sample] = result
-
-    def kept(self, sample: SampleId, offset: int) -> Result | None:
-        """A late result that continues ``offset`` tokens; any other one is of no use now."""
-        late = self._late.pop(sample, None)
-        return late if late is not None and late.offset == offset else None
 
 
 def _resolve(future: asyncio.Future[Answer], answer: Answer) -> bool:

@@ -96,16 +96,18 @@ class Server:
         held, end = len(token_ids) - 3, self._length_of(row, sample)
         tokens: list[int] = []
         reason = "completed"
-        while len(tokens) < max_tokens and not (tokens and tokens[-1] == EOS):
-            try:
-                await asyncio.wait_for(aborted.wait(), 1.0)
-                reason = "aborted"
-                break
-            except TimeoutError:
-                k = held + len(tokens) + 1
-                tokens.append(EOS if k >= end else 100 + k)
-        self.live.pop(aborted, None)
-        self.generated += len(tokens)
+        try:
+            while len(tokens) < max_tokens and not (tokens and tokens[-1] == EOS):
+                try:
+                    await asyncio.wait_for(aborted.wait(), 1.0)
+                    reason = "aborted"
+                    break
+                except TimeoutError:
+                    k = held + len(tokens) + 1
+                    tokens.append(EOS if k >= end else 100 + k)
+        finally:
+            self.live.pop(aborted, None)
+            self.generated += len(tokens)
         logprobs = [-float(held + i + 1) - self.label / 1000 for i in range(len(tokens))]
         return self._output(tokens, logprobs, reason)
 
@@ -186,7 +188,14 @@ class Trainer:
             task.add_done_callback(self._tasks.discard)
 
     def abort(self) -> None:
-        self._in_loop(lambda: self.server.abort(rejects=self.rejects))
+        """As verl's, it returns when the requests have ended."""
+
+        async def until_ended() -> None:
+            self.server.abort(rejects=self.rejects)
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(until_ended())
 
     # ---------------------------------------------------------------- agent loops
 
@@ -209,11 +218,10 @@ class Trainer:
                 del self.stored[key]
 
         n = self.settings.config.n_samples_per_prompt
-        stored = await asyncio.gather(*(run_sample(self.desk, uid, i, agent_loop, forget) for i in range(n)))
+        await asyncio.gather(*(run_sample(self.desk, uid, i, agent_loop, forget) for i in range(n)))
         if await self.desk.closed(uid):
             del self.queue[uid]
-            for keys in stored:
-                await forget(keys)
+            await forget([key for key in self.stored if key.split("_")[0] == uid])
 
     # ---------------------------------------------------------------- training
 
@@ -257,7 +265,10 @@ class Trainer:
         there: dict[str, list[int]] = {uid: [] for uid in self.queue}
         for key in self.stored:
             there[key.split("_")[0]].append(int(key.split("_")[1]))
-        held = self.run.restore(folder, there, lambda uids: uids)
+        held, dropped = self.run.restore(folder, there, lambda uids: uids)
+        for uid in dropped:
+            self.queue.pop(uid, None)
+            self.stored = {k: t for k, t in self.stored.items() if k.split("_")[0] != uid}
         waiting = [uid for uid in self.queue if uid not in held]
         self.run.offer((uid, uid) for uid in waiting)
         return held

@@ -105,11 +105,13 @@ def worker_class() -> Any:
             async def forget(keys: list[str]) -> None:
                 await tq.async_kv_clear(keys=keys, partition_id="train")
 
-            loops = [calls.run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n)]
-            stored = [key for keys in await asyncio.gather(*loops) for key in keys]
+            await asyncio.gather(
+                *(calls.run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n))
+            )
             if await desk.closed(uid):
-                # no sibling can store anything any more
-                await tq.async_kv_clear(keys=[uid, *stored], partition_id="train")
+                # no sibling can store anything any more; some may have, before a restart
+                labels = (await tq.async_kv_list("train") or {}).get("train", {})
+                await forget([key for key in labels if key.split("_")[0] == uid])
 
         async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
             session = None if validate else calls.CURRENT.get()

@@ -104,10 +104,12 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         if not (folder / STATE_FILE).is_file():
             self._adopt(folder, prompts, labels)
             return
-        held = self._sampler.run.restore(folder, stored, self._rows)
+        held, dropped = self._sampler.run.restore(folder, stored, self._rows)
         if held:
             _label(sorted(held), HELD, trainer.global_steps)
-        waiting = [uid for uid in prompts if uid not in held]
+        if gone := [key for key in labels if key.split("_")[0] in dropped]:
+            tq.kv_clear(keys=gone, partition_id="train")
+        waiting = [uid for uid in prompts if uid not in held | dropped]
         self._sampler.run.offer(zip(waiting, self._rows(waiting), strict=True))
         if waiting:
             _label(waiting, HELD, trainer.global_steps)

@@ -91,7 +91,9 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):
                 data = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["prompts", "response_mask"])
                 start, response = len(data["prompts"][0]), data["response_mask"][0]
-                kept = response * torch.as_tensor(mask[start : start + len(response)], dtype=response.dtype)
+                kept = torch.zeros_like(response)  # what an agent loop added after its last call carries no loss
+                part = torch.as_tensor(mask[start : start + len(response)], dtype=response.dtype)
+                kept[: len(part)] = response[: len(part)] * part
                 keys.append(key)
                 fields.append({"response_mask": kept, "loss_mask": kept})
         if keys:
