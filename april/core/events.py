@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.core.types import Prompt, SampleId
+from april.core.types import DropReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
 
@@ -80,10 +80,11 @@ class SampleReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensLate:
-    """So many tokens came of a request that nobody waits for any more, and cannot be used."""
+class TokensUnused:
+    """So many tokens came that belong to no attempt's tape: they are dropped for this reason."""
 
     count: int
+    reason: DropReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ Event = (
     | AttemptStalled
     | AttemptEnded
     | AttemptFailed
-    | TokensLate
+    | TokensUnused
     | SampleReturned
     | SampleFailed
     | Scored

@@ -81,7 +81,7 @@ class RolloutCore:
             ev.AttemptEnded: generation.attempt_ended,
             ev.AttemptFailed: self._attempt_failed,
             ev.SampleReturned: scoring.sample_returned,
-            ev.TokensLate: self._tokens_late,
+            ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: scoring.sample_failed,
             ev.Scored: scoring.scored,
             ev.GroupJudged: scoring.group_judged,
@@ -362,9 +362,9 @@ class RolloutCore:
                 self.books.out.append(do.ProbeEngine(attempt.engine))
             self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"), fenced=True)
 
-    def _tokens_late(self, event: ev.TokensLate) -> None:
+    def _tokens_unused(self, event: ev.TokensUnused) -> None:
         self.tokens.observe(event.count)
-        self.tokens.drop(event.count, DropReason.LATE)
+        self.tokens.drop(event.count, event.reason)
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
         self.engines.well(event.engine)

@@ -79,6 +79,8 @@ class DropReason(StrEnum):
     """After a restart, the rollout function did not ask what it had asked before."""
     LATE = "late"
     """They came when their sample had gone on without the request that generated them."""
+    OVER_BUDGET = "over_budget"
+    """The server generated them beyond the limit that it was given."""
 
 
 class OnStale(StrEnum):

@@ -58,7 +58,8 @@ class Result:
     """What a server returned for a request that was sent with ``offset`` tokens.
 
     ``label`` is the trainer's number of the weights (None: the server does not say). ``aborted``: it was cut off.
-    ``incarnation``: of the weights, where the request is of an earlier process than the present one.
+    ``incarnation``: of the weights, where the request is of an earlier process than the present one. ``beyond``: so
+    many tokens more were generated beyond the request's limit; they are not among ``tokens``, and counted on arrival.
     """
 
     offset: int
@@ -67,6 +68,7 @@ class Result:
     label: int | None
     aborted: bool
     incarnation: int | None = None
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)

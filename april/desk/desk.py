@@ -19,7 +19,7 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import Int32
-from april.core.types import Prompt, Sample, SampleId, SampleState
+from april.core.types import DropReason, Prompt, Sample, SampleId, SampleState
 from april.desk.answers import Answer, GivenUp, Order, Result, Settled
 from april.desk.execution import Execution
 from april.desk.results import take
@@ -126,6 +126,8 @@ class Desk:
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Answer:
         """What came of a Go: the next Go, Done or GivenUp."""
+        if result.beyond:
+            self._execution.post(ev.TokensUnused(result.beyond, DropReason.OVER_BUDGET))
         sample = self._alive(uid, index, life)
         if sample is None:
             self._late(result)
@@ -176,7 +178,7 @@ class Desk:
 
     def _late(self, result: Result) -> None:
         if len(result.tokens):
-            self._execution.post(ev.TokensLate(len(result.tokens)))
+            self._execution.post(ev.TokensUnused(len(result.tokens), DropReason.LATE))
 
     def _sample(self, uid: str, index: int) -> Sample | None:
         group = self._execution.groups.get(uid)

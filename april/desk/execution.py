@@ -14,7 +14,7 @@ from april.core import events as ev
 from april.core.batch import Batch
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, Group, Prompt, SampleId
+from april.core.types import Attempt, DropReason, Group, Prompt, SampleId
 from april.desk.answers import Go, Order, Start
 from april.desk.results import delivery, done, take
 from april.desk.waiting import Waiting
@@ -181,7 +181,7 @@ class Execution:
     def _drop_late(self, sample: SampleId) -> None:
         late = self.waiting.late.pop(sample, None)
         if late is not None and len(late.tokens):
-            self._events.append(ev.TokensLate(len(late.tokens)))
+            self._events.append(ev.TokensUnused(len(late.tokens), DropReason.LATE))
 
     def _retire(self, group: Group) -> None:
         """A group was settled."""

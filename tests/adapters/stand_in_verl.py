@@ -27,7 +27,8 @@ CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 3, "max_prompt_length": 8, "max_response_length": 40},
     "actor_rollout_ref": {
         "rollout": {
-            "n": 2, "temperature": 1.0, "top_p": 1, "top_k": -1, "prompt_length": 8, "response_length": 40,
+            "name": "vllm", "n": 2, "temperature": 1.0, "top_p": 1, "top_k": -1,
+            "prompt_length": 8, "response_length": 40,
             "calculate_log_probs": True, "logprobs_mode": "processed_logprobs", "max_num_seqs": 256,
             "tensor_model_parallel_size": 1, "enable_rollout_routing_replay": False,
             "agent": {"agent_loop_manager_class": "april.adapters.verl.AgentLoopManager"},
@@ -65,10 +66,16 @@ class Server:
 
     Token k of a response is ``100 + k``; it ends with EOS at its length, which ``length_of`` says of (prompt, sample).
     Its log-probability is -k - label / 1000.
+
+    Args:
+        length_of: tokens of (prompt, sample).
+        own_budget: of (prompt tokens, response tokens), as TensorRT-LLM's under verl has one: it overwrites the limit
+            of every request by what these leave. None: it keeps to what it is asked for.
     """
 
-    def __init__(self, length_of: Callable[[int, int], int]) -> None:
+    def __init__(self, length_of: Callable[[int, int], int], own_budget: tuple[int, int] | None = None) -> None:
         self._length_of = length_of
+        self._own_budget = own_budget
         self.label = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -94,6 +101,9 @@ class Server:
         self.most_in_flight = max(self.most_in_flight, len(self.live))
         row, sample = token_ids[1], token_ids[2]
         held, end = len(token_ids) - 3, self._length_of(row, sample)
+        if self._own_budget is not None:
+            prompt, response = self._own_budget
+            max_tokens = min(response, prompt + response - len(token_ids))
         tokens: list[int] = []
         reason = "completed"
         try:
@@ -148,7 +158,12 @@ class Trainer:
         name = f"algorithm.filter_groups.metric={self.settings.filter_metric}"
         self.desk = Desk(self.settings.core, limits, name, check=True)
         self.run = Run(self, self.settings.config.rollout_batch_size)
-        self.server = self._in_loop(lambda: Server(length_of))
+        rollout = config(**changes)["actor_rollout_ref"]["rollout"]
+        lengths = rollout["prompt_length"], rollout["response_length"]
+        own_budget = lengths if rollout["name"] == "trtllm" else None
+        self.server = self._in_loop(lambda: Server(length_of, own_budget))
+        self.delay_s = 0.0
+        """Between a server's end of a request and its client's hearing of it."""
         self.rejects = rejects
         self.reward_of = reward_of or (lambda row, sample, response: float(sample))
         self.agent_loop: Callable[[Session, list[int], Callable[..., Any]], Any] = single_turn
@@ -200,7 +215,10 @@ class Trainer:
     # ---------------------------------------------------------------- agent loops
 
     async def _send(self, token_ids: Int32, max_tokens: int) -> Result:
-        return result_of(len(token_ids), await self.server.generate(token_ids.tolist(), max_tokens))
+        output = await self.server.generate(token_ids.tolist(), max_tokens)
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        return result_of(len(token_ids), output, max_tokens if self.settings.overruns else None)
 
     async def _run_prompt(self, uid: str) -> None:
         async def agent_loop(session: Session) -> None:

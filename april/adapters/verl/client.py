@@ -37,14 +37,18 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
 
     desk: Any
     max_tokens: int
+    overruns: bool
 
     @classmethod
-    def around(cls, client: Any, desk: Any, max_tokens: int) -> Client:
-        """verl's client with the ``desk`` (an actor) behind it; ``max_tokens`` of a call that names no limit."""
+    def around(cls, client: Any, desk: Any, max_tokens: int, *, overruns: bool) -> Client:
+        """verl's client with the ``desk`` (an actor) behind it.
+
+        ``max_tokens``: of a call that names no limit. ``overruns``: servers go beyond the limits that they are given.
+        """
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
-        new.desk, new.max_tokens = desk, max_tokens
+        new.desk, new.max_tokens, new.overruns = desk, max_tokens, overruns
         return new
 
     async def generate(  # type: ignore[no-untyped-def]
@@ -65,7 +69,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
                 **dict(kwargs),
             )  # fmt: skip
             outputs.append(output)
-            return result_of(len(token_ids), output)
+            return result_of(len(token_ids), output, max_tokens if self.overruns else None)
 
         done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),

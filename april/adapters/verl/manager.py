@@ -49,7 +49,8 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             )
         self._sampler = sampler
         desk = sampler.open(self.dispatch)
-        client = Client.around(llm_client, desk, sampler.settings.max_tokens)
+        settings = sampler.settings
+        client = Client.around(llm_client, desk, settings.max_tokens, overruns=settings.overruns)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         self.agent_loop_workers_class = ray.remote(worker_class())
         self._turn = itertools.count()

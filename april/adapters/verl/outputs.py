@@ -10,15 +10,26 @@ import numpy as np
 from april.desk.answers import Done, Result
 
 
-def result_of(offset: int, output: Any) -> Result:
-    """What a server returned for ``offset`` tokens. Weights are called by the trainer's global step."""
+def result_of(offset: int, output: Any, cut_at: int | None = None) -> Result:
+    """What a server returned for ``offset`` tokens. Weights are called by the trainer's global step.
+
+    ``cut_at``: the request's limit, where the server is one that goes beyond it; what is beyond is cut off and counted.
+    """
     label = output.extra_fields.get("global_steps")
+    tokens = np.asarray(output.token_ids, np.int32)
+    logprobs = np.asarray(output.log_probs if output.log_probs is not None else [], np.float32)
+    beyond = 0 if cut_at is None else max(0, len(tokens) - cut_at)
+    if beyond and len(logprobs) == len(tokens):  # in other numbers nobody knows which belongs to which
+        tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
+    else:
+        beyond = 0
     return Result(
         offset=offset,
-        tokens=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.log_probs if output.log_probs is not None else [], np.float32),
+        tokens=tokens,
+        logprobs=logprobs,
         label=None if label is None else int(label),
         aborted=output.stop_reason in ("abort", "aborted"),
+        beyond=beyond,
     )
 
 

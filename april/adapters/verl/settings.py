@@ -31,6 +31,9 @@ DECIDED = {
 }
 SERVERS = "verl"
 """verl balances the load of its replicas itself, so they are one engine to the core."""
+OVERRUNNING = ("trtllm",)
+"""``rollout.name`` of servers that overwrite the limit of every request by what prompt_length and response_length
+leave: more than is left of a response where the prompt is short, and nothing beyond their sum."""
 RAY_CALLS = 960
 """Calls that one Ray actor of verl's takes at the same time, 1,000, less some for aborts and weights."""
 ABORT_DEADLINE_S = 2.0
@@ -49,6 +52,8 @@ class RunSettings:
     """Most tokens of a call that names no limit itself."""
     filter_metric: str | None
     check: bool
+    overruns: bool
+    """Servers generate beyond the limit of a request."""
 
 
 def settings_of(config: Any) -> RunSettings:
@@ -76,14 +81,17 @@ def settings_of(config: Any) -> RunSettings:
     )
     per_replica = own.get("max_in_flight_per_replica") or select(config, f"{rollout}.max_num_seqs", 256)
     cap = min(int(per_replica), RAY_CALLS) * replicas(config)
+    overruns = select(config, f"{rollout}.name") in OVERRUNNING
     context = int(select(config, f"{rollout}.max_model_len") or prompt + length)
+    if overruns:
+        context = min(context, prompt + length)
     metric = _filter_metric(config)
     core = april.core_settings(
         has_reward=not _scored_later(config), group_reward=False, has_filter=metric is not None,
         run_id=secrets.randbits(64),
     )  # fmt: skip
     core = dataclasses.replace(core, max_response_len=context, max_in_flight=min(core.max_in_flight, cap))
-    return RunSettings(april, core, context, length, metric, bool(own.get("check", False)))
+    return RunSettings(april, core, context, length, metric, bool(own.get("check", False)), overruns)
 
 
 def objections(config: Any) -> Iterator[str]:
@@ -130,6 +138,12 @@ def objections(config: Any) -> Iterator[str]:
     logprobs = select(config, f"{rollout}.logprobs_mode", "processed_logprobs")
     if logprobs == "raw_logprobs" and select(config, f"{rollout}.temperature", 1.0) != 1.0:
         yield f"{rollout}.logprobs_mode=raw_logprobs leaves out the temperature, which verl's actor does not"
+    if select(config, f"{rollout}.name") == "trtllm" and select(config, f"{rollout}.temperature", 1.0) != 1.0:
+        yield (
+            f"{rollout}.temperature={select(config, f'{rollout}.temperature')} with {rollout}.name=trtllm: verl's "
+            "logprobs_mode does not reach this server, its TorchSampler leaves the temperature out of the "
+            "log-probabilities, and what its other sampler does was not seen; set it to 1, or use vllm or sglang"
+        )
     correction = "algorithm.rollout_correction"
     if select(config, f"{correction}.rollout_is") is None and not select(config, f"{correction}.bypass_mode", False):
         yield (
