@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -174,38 +175,7 @@ class RolloutScheduler:
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
         """
-        if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(
-                f"weight_update: path must be the name of a directory, got {type(path).__name__}; a function that "
-                "hands the weights over is given as transfer=, a model that is read in place not at all"
-            )
-        path = None if path is None else os.fspath(path)
-        if transfer is None:
-            return self._thread.run(self._driver.update_weights(path))
-        if not callable(transfer):
-            raise ConfigError(f"weight_update: transfer must be a function, got {type(transfer).__name__}")
-        paused: Future[None] = Future()
-        handed_over: Future[None] = Future()
-
-        async def hand_over() -> None:
-            paused.set_result(None)
-            await asyncio.wrap_future(handed_over)
-
-        update = self._thread.submit(self._driver.update_weights(path, hand_over))
-        steps: list[Future[Any]] = [paused, update]
-        try:
-            wait(steps, return_when=FIRST_COMPLETED)
-            if paused.done():
-                with inside_user_code():
-                    transfer()
-        except BaseException:
-            # ends the update where it waits: the engines go on with the version they have
-            handed_over.cancel()
-            wait([update])
-            raise
-        with suppress(InvalidStateError):  # cancelled by close meanwhile
-            handed_over.set_result(None)
-        return result_of(update)
+        return self._with_weights("weight_update", self._driver.update_weights, path, transfer)
 
     async def aweight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
         """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
@@ -287,21 +257,73 @@ class RolloutScheduler:
         """
         return self._thread.call(lambda: self._driver.state_dict(trained_through))
 
-    def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
+    def load_state_dict(
+        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None
+    ) -> PolicyVersion:
         """Go on from a saved state; before the first batch. Begins a new incarnation of the policy version.
 
         The prompts must be the same as before; those drawn already are skipped. Unfinished single-turn responses go on
         exactly where they stood. Several turns: the rollout functions begin again, and what their calls had generated
         is answered from the state as long as they ask the same.
 
+        Args:
+            path, transfer: how the engines get the weights of the checkpoint, as in :meth:`weight_update`. Neither:
+                they read the model in place, which has them already. Servers hold whatever they were started with, or
+                the weights of a run that went on after the checkpoint, so neither is refused there.
+
         Returns:
-            The policy version: that of the weights in the checkpoint, in the new incarnation.
+            The policy version: that of the weights in the checkpoint, in the new incarnation. Tokens that these weights
+            generated before the restart are not stale under it.
 
         Raises:
             CheckpointError: the state is damaged, or from another configuration; nothing has changed then.
-            EngineError: an engine could not be told.
+            ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has changed.
+            EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
         """
-        return self._thread.run(self._driver.load_state_dict(state))
+        return self._with_weights("load_state_dict", partial(self._driver.load_state_dict, state), path, transfer)
+
+    async def aload_state_dict(
+        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None
+    ) -> PolicyVersion:
+        """:meth:`load_state_dict` in a thread, for a trainer with an event loop of its own."""
+        return await asyncio.to_thread(self.load_state_dict, state, path, transfer)
+
+    def _with_weights(
+        self, what: str, method: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any
+    ) -> PolicyVersion:
+        """``method(path, transfer)`` of the driver, where ``transfer`` runs here, in the caller's thread."""
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(
+                f"{what}: path must be the name of a directory, got {type(path).__name__}; a function that "
+                "hands the weights over is given as transfer=, a model that is read in place not at all"
+            )
+        path = None if path is None else os.fspath(path)
+        if transfer is None:
+            return self._thread.run(method(path, None))
+        if not callable(transfer):
+            raise ConfigError(f"{what}: transfer must be a function, got {type(transfer).__name__}")
+        paused: Future[None] = Future()
+        handed_over: Future[None] = Future()
+
+        async def hand_over() -> None:
+            paused.set_result(None)
+            await asyncio.wrap_future(handed_over)
+
+        update = self._thread.submit(method(path, hand_over))
+        steps: list[Future[Any]] = [paused, update]
+        try:
+            wait(steps, return_when=FIRST_COMPLETED)
+            if paused.done():
+                with inside_user_code():
+                    transfer()
+        except BaseException:
+            # ends the update where it waits: the engines go on with the version they have
+            handed_over.cancel()
+            wait([update])
+            raise
+        with suppress(InvalidStateError):  # cancelled by close meanwhile
+            handed_over.set_result(None)
+        return result_of(update)
 
     # ---------------------------------------------------------------- looking inside
 

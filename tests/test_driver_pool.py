@@ -252,8 +252,9 @@ def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None
     run_virtual(program())
 
 
-def test_after_load_state_dict_nobody_knows_where_the_weights_are() -> None:
-    """A restarted server is not called current on the ground of the weights it starts with."""
+@pytest.mark.parametrize("path", [None, "/checkpoint"])
+def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
+    """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
 
     async def program() -> None:
         async with pool([Server("a", lengths=20)]) as run:
@@ -262,12 +263,16 @@ def test_after_load_state_dict_nobody_knows_where_the_weights_are() -> None:
             state = run.scheduler._driver.state_dict(None)
         a, b = Server("a", lengths=20), Server("b", lengths=20)
         async with pool([a, b]) as run:
-            await run.scheduler._driver.load_state_dict(state)
+            await run.scheduler._driver.load_state_dict(state, path, None if path else write)
+            assert {a.weights, b.weights} == {path or START}
             step = asyncio.create_task(run.next_batch())
             await asyncio.sleep(3.5)
             a.restart()
             await step
             await run.next_batch()
+            if path is not None:
+                assert (a.weights, len(a.attempts) > 4) == (path, True)
+                return
             assert len(a.attempts) == 4
             await run.weight_update("/second")
             await run.next_batch()

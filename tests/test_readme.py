@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_fixtures import ServerThread
 from tiny_models import tiny_model
 
 import april
+from april.testing.fake_vllm_runs import fake_vllm_response
+from april.testing.fake_vllm_server import FakeVllmServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -82,7 +85,7 @@ def test_the_flags_in_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_restart_in_the_readme_works(tmp_path: Path) -> None:
     """Saved through torch, loaded with weights_only: the lines before and after the restart, copied from the README."""
-    before, after = block("load_state_dict").split("# after a restart")
+    before, after = block("torch.load").split("# after a restart")
     config = april.Config(rollout_batch_size=1, over_sampling_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
     space: dict[str, Any] = {"torch": torch, "model": tiny_model(), "path": tmp_path / "checkpoint.pt"}
     prompts = [[3, 4, 5 + i] for i in range(4)]
@@ -99,6 +102,56 @@ def test_the_restart_in_the_readme_works(tmp_path: Path) -> None:
             delivered += [s.prompt.position for s in rollouts.next_batch().samples]
 
     assert sorted(delivered) == [0, 1, 2, 3]
+
+
+def test_the_restart_in_the_readme_works_on_servers(tmp_path: Path) -> None:
+    """A server that went on without the checkpoint gets its weights back; they have written all that is delivered."""
+    before = block("torch.load").split("# after a restart")[0]
+    code = block("save_pretrained(directory)")
+    config = april.Config(rollout_batch_size=1, over_sampling_batch_size=3, n_samples_per_prompt=1, max_response_len=90)
+    prompts = [[3, 4, 5 + i] for i in range(9)]
+    server = FakeVllmServer()
+
+    class Model:
+        """Its weights are the name of their directory."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def save_pretrained(self, path: Path) -> str:
+            path.mkdir(exist_ok=True)
+            (path / "model.safetensors").touch()
+            return str(path)
+
+    model = Model()
+    space: dict[str, Any] = {"torch": torch, "model": model, "path": tmp_path / "checkpoint.pt"}
+    with ServerThread(server):
+        engine = {"kind": "vllm", "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2]}
+        settings = april.Config(**{**config.model_dump(exclude={"engine"}), "engine": engine})
+        with april.RolloutScheduler(settings, prompts=prompts, check=True) as rollouts:
+            rollouts.next_batch()
+            rollouts.weight_update(path=model.save_pretrained(tmp_path / "w1"))
+            space["rollouts"], space["batch"] = rollouts, rollouts.next_batch()
+            exec(compile(before, "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+            for name in ("w2", "w3"):
+                rollouts.weight_update(path=model.save_pretrained(tmp_path / name))
+                rollouts.next_batch()
+        assert server.weights == "w3"
+        with april.RolloutScheduler(settings, prompts=prompts, check=True) as rollouts:
+            space |= {"rollouts": rollouts, "directory": tmp_path / "w2"}
+            space["saved"] = torch.load(space["path"], weights_only=True)
+            with pytest.raises(april.ConfigError, match=r"load_state_dict: 127\.0.* would keep the weights"):
+                rollouts.load_state_dict(space["saved"]["rollouts"])
+            assert rollouts.version == (0, 0)
+            exec(compile(code, "README.md", "exec"), space)  # noqa: S102 - as above
+            assert (rollouts.version, server.weights) == ((1, 2), "w2")
+            batch = rollouts.next_batch()
+        for sample in batch.samples:
+            said = sample.prompt.token_ids.tolist()
+            for part in sample.segments:
+                tokens = sample.tokens[part.start : part.start + part.count].tolist()
+                assert tokens == fake_vllm_response(said, weights=f"w{part.version.n}", max_tokens=part.count)[0]
+                said += tokens
 
 
 def test_the_multi_turn_function_in_the_readme_runs() -> None:

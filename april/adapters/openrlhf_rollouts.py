@@ -237,7 +237,7 @@ class Rollouts:
             self._scored.update({SampleId(group, index): Scored(*said) for group, index, *said in saved["scored"]})
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(error) from error
-        scheduler.load_state_dict(saved["state"])
+        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has put the weights there
         for _ in range(saved["lag"]):
             scheduler.weight_update(transfer=lambda: None)
 

@@ -247,6 +247,6 @@ class Session:
                     kept.update({carry.id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"april's carry is damaged: {type(error).__name__}: {error}") from error
-        self.scheduler.load_state_dict(saved["state"])
+        self.scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # slime has put the weights there
         for _ in range(lag):
             self.scheduler.weight_update(transfer=lambda: None)

@@ -77,7 +77,7 @@ class Rollout:
         """While the trainer trains or evaluates."""
         self.ledger: dict[str, Ledger] = {}
         """april's ledgers at the end of the last training."""
-        self._written: Path | None = None
+        self._written: str | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -184,12 +184,13 @@ class Rollout:
         )
         if self._saved is not None:
             try:
-                scheduler.load_state_dict(self._saved)
+                # the saved version is that of these weights, those of a batch that was half trained then included
+                self._written = self._save_weights(trainer)
+                scheduler.load_state_dict(self._saved, path=self._written)
             except BaseException:
                 scheduler.close()
                 raise
-            # the saved version is that of these weights, those of a batch that was half trained then included
-            self._weights_of = trainer.state.global_step if self._weights_dir is None else -1
+            self._weights_of = trainer.state.global_step
         self.scheduler = scheduler
         return scheduler
 
@@ -198,16 +199,20 @@ class Rollout:
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
-        if self._weights_dir is None:
-            self.scheduler.weight_update()
-        else:
-            path = self._weights_dir / f"step_{step}"
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
-            self.scheduler.weight_update(path=str(path))
-            if self._written not in (None, path):
-                shutil.rmtree(str(self._written), ignore_errors=True)
-            self._written = path
+        path = self._save_weights(trainer)
+        self.scheduler.weight_update(path=path)
+        if self._written is not None and self._written != path:
+            shutil.rmtree(self._written, ignore_errors=True)
+        self._written = path
         self._weights_of = step
+
+    def _save_weights(self, trainer: Any) -> str | None:
+        """The directory from which servers get the trainer's present weights; None: the model is read in place."""
+        if self._weights_dir is None:
+            return None
+        path = self._weights_dir / f"step_{trainer.state.global_step}"
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
+        return str(path)
 
     def close(self) -> None:
         """End the engines; the next training begins anew, or from a checkpoint."""

@@ -220,8 +220,14 @@ class RolloutDriver:
         self.streams.catch_up()
         return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> PolicyVersion:
-        """Go on from a state, under the first version of a new incarnation."""
+    async def load_state_dict(
+        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
+    ) -> PolicyVersion:
+        """Go on from a state, under the first version of a new incarnation, whose weights the engines are given.
+
+        Raises as :meth:`update_weights` does, and CheckpointError.
+        """
+        path = directory_for(self.engines, path, written=transfer is not None, what="load_state_dict")
         try:
             core, prompts = state["core"], state["prompts"]
         except (KeyError, TypeError):
@@ -237,7 +243,7 @@ class RolloutDriver:
             self._source.load_state_dict(prompts)
             self._loading = True
             try:
-                await self.weights.change(version, then=lambda: snapshot.restore(self.core, core))
+                await self.weights.change(version, path, transfer, then=lambda: snapshot.restore(self.core, core))
             finally:
                 self._loading = False
                 if self.core.clock.current != version:  # the engines do not have it: it may be loaded again

@@ -261,19 +261,28 @@ class WeightUpdates:
             raise EngineUnreachable(f"engine {engine.name} has not answered {what} in {seconds:g} s") from None
 
 
-def directory_for(engines: Mapping[str, Engine], path: str | None, *, written: bool) -> str | None:
+UNCHANGED = {
+    "weight_update": "would keep the old weights under the new version",
+    "load_state_dict": "would keep the weights that they have now, whatever they are, under the checkpoint's version",
+}
+"""What servers do if nobody gives them weights, by the call that changes the version."""
+
+
+def directory_for(
+    engines: Mapping[str, Engine], path: str | None, *, written: bool, what: str = "weight_update"
+) -> str | None:
     """The path of an update as all engines understand it: absolute for servers, which run in another directory.
 
     Raises:
-        ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be the old weights
-            under the name of the new ones.
+        ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be other weights
+            than those that the version means. ``what``: the call that was made.
     """
     servers = [name for name, engine in engines.items() if engine.capabilities.remote]
     if servers and path is None and not written:
         raise ConfigError(
-            f"weight_update: {', '.join(servers)} would keep the old weights under the new version; give path=, a "
-            "directory that every server can read, or transfer=, a function that hands the weights over (one that does "
-            "nothing says that the servers have them already)"
+            f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "
+            "transfer=, a function that hands the weights over (one that does nothing says that the servers have them "
+            "already)"
         )
     return os.path.abspath(path) if servers and path is not None else path
 

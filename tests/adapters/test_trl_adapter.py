@@ -207,6 +207,31 @@ def test_servers_get_each_new_weights_through_a_directory(tmp_path: Path) -> Non
     assert set(delivered(made).values()) == {1}
 
 
+def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Path) -> None:
+    """They hold others when a trainer resumes; what the checkpoint's weights had generated is not stale under them."""
+    server = FakeVllmServer(max_running=4, turns=5)
+    versions: list[tuple[int, int]] = []
+
+    def resumable(*, then: Path | None = None) -> Any:
+        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path / "weights")
+        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
+        made.folder = then
+        made.optimizer_step = lambda output: versions.append(rollouts.scheduler.version)
+        return made
+
+    with ServerThread(server):
+        resumable(then=tmp_path).train(steps=3)
+        server.weights = "of another run"
+        after = resumable()
+        after.train(steps=4, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert (server.weights, server.violations) == ("step_3", [])
+
+    # the first weight update of a run is that of its first step, with the weights that it begins with
+    assert versions == [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4)]
+    assert after._metrics["train"]["april/staleness_max"][0] <= 2
+
+
 def test_too_old_tokens_are_masked() -> None:
     """april's loss mask goes to TRL as env_mask, which is left out where everything carries loss."""
     settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 6}
