@@ -79,6 +79,15 @@ def paused(url: str, kind: ServerKind, said: str) -> Finding:
     return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
+def at_rest(url: str, said: str) -> Finding:
+    """The server answers that it takes no requests for now."""
+    advice = (
+        "wait until it does, and call april doctor again; a TensorRT-LLM that is paused goes on with "
+        "resume_generation() of its AsyncLLM, and one that sleeps with /resume_memory"
+    )
+    return missing("busy", f"{url} takes no requests for now ({said})", advice)
+
+
 def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Finding]:
     """Whether ``engine.router`` is a router, and knows the servers that ``engine.urls`` names, and no others."""
     if identity.kind is not ServerKind.ROUTER:

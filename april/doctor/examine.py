@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from april.config import Config
 from april.config_engines import ServerEngineConfig, SglangEngineConfig
 from april.doctor.abilities import abilities
-from april.doctor.advice import missing, not_probed, paused, router_findings, router_settings
+from april.doctor.advice import at_rest, missing, not_probed, paused, router_findings, router_settings
 from april.doctor.compare import compared
 from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
 from april.doctor.reach import why_no_talk, why_unreachable
@@ -21,7 +21,7 @@ from april.engines.http_client import HttpClient
 from april.engines.identify import Identity, ServerKind, identify, why_silent
 from april.engines.offers import SETTINGS, Offer, probe
 from april.engines.server_pool import api_key
-from april.errors import ConfigError, EngineError
+from april.errors import ConfigError, EngineBusy, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,11 @@ class Examination:
             found.findings.append(paused(found.url, identity.kind, said))
             return
         settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
-        self.offer = await probe(client, settings)
+        try:
+            self.offer = await probe(client, settings)
+        except EngineBusy as error:
+            found.findings.append(at_rest(found.url, str(error)))
+            return
         found.version, found.model = self.offer.version or found.version, self.offer.model
         given = getattr(self._settings, "eos_token_ids", None) is not None
         found.findings += abilities(self.offer, identity.kind, self._temperature, ends_given=given)

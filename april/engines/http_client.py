@@ -6,6 +6,7 @@ aiohttp's defaults are wrong for long generations; each setting here says why it
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -324,9 +325,13 @@ class Answer:
             self._response.close()
 
 
+_AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
+"""How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
+
+
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
     """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
-    if status in (429, 503):
+    if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
     return RequestRefused(text) if status in (400, 413, 422) else EngineError(text)
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from april.engines.http_client import HttpClient, Reply
+from april.engines.openai_servers import known_server
 
 
 class ServerKind(StrEnum):
@@ -39,6 +40,7 @@ class Identity:
 
     kind: ServerKind
     version: str | None = None
+    """Of its software; with its name where the kind does not say it."""
     models: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     """Addresses of a router's workers, as it says them."""
@@ -103,6 +105,8 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:
+        name = known_server(_text(listed[0], "owned_by")).name
+        version = " ".join(part for part in (name, version) if part) or None
         return found(ServerKind.OPENAI)
     if locked:
         return found(ServerKind.NEEDS_KEY)

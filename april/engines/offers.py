@@ -53,7 +53,7 @@ async def _sglang(client: HttpClient, config: SglangEngineConfig) -> Offer:
 async def _openai(client: HttpClient, config: OpenAIEngineConfig) -> Offer:
     offer = await probe_openai(client, config)
     engine = OpenAIEngine(client, offer, max_in_flight=config.max_in_flight)
-    return Offer(engine.capabilities, offer.model)
+    return Offer(engine.capabilities, offer.model, offer.software or None)
 
 
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Offer]]] = {

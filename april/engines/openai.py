@@ -32,7 +32,7 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
 
     async def connect(client: HttpClient) -> OpenAIEngine:
         offer = await probe_openai(client, config)
-        metrics = await read_metrics(client)
+        metrics = await read_metrics(client, offer.load_route)
         return OpenAIEngine(client, offer, max_in_flight=config.max_in_flight, started_s=metrics.started_s)
 
     return await connect_all(config, connect)
@@ -145,7 +145,8 @@ class OpenAIEngine(ServerEngine):
             )
         self.require_idle()
         # one look at the metrics that fails must not make a later restart invisible
-        self._started_s = (await read_metrics(self._client)).started_s or self._started_s
+        metrics = await read_metrics(self._client, self.offer.load_route)
+        self._started_s = metrics.started_s or self._started_s
         self._labels.present = version
 
     async def health(self) -> Health:
@@ -158,7 +159,7 @@ class OpenAIEngine(ServerEngine):
             return Health(False, str(error))
         if not reply.ok:
             return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
-        metrics = await read_metrics(self._client)
+        metrics = await read_metrics(self._client, self.offer.load_route)
         restarted = None not in (self._started_s, metrics.started_s) and metrics.started_s != self._started_s
         detail = "the server's process is another one than before" if restarted else ""
         return Health(True, detail, {"open_streams": float(len(self._open))}, not restarted, metrics.load)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from april.engines.http_client import HttpClient
 from april.engines.protocol import EngineLoad
+from april.engines.server_probe import PROBE_S
 from april.errors import EngineError
 
-_STARTED = "process_start_time_seconds"
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_KV_USAGE = "vllm:kv_cache_usage_perc"
-_PREEMPTIONS = "vllm:num_preemptions_total"
+_KIND_OF = {
+    "process_start_time_seconds": "started",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions",
+    "trtllm_num_requests_running": "running",
+    "trtllm_num_requests_waiting": "waiting",
+    "trtllm_kv_cache_utilization": "kv_usage",
+}
+"""By the names of vLLM and of TensorRT-LLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +34,40 @@ class ServerMetrics:
     load: EngineLoad | None = None
 
 
-async def read_metrics(client: HttpClient) -> ServerMetrics:
-    """Of ``GET /metrics``; empty if there is no such page."""
+async def has_metrics(client: HttpClient, route: str) -> bool:
+    """Whether there is such a page."""
+    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).ok
+
+
+async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
+    """Of this page; empty if there is none."""
+    if route is None:
+        return ServerMetrics()
     try:
-        reply = await client.call("GET", "/metrics", retry=True)
+        reply = await client.call("GET", route, retry=True)
     except EngineError:
         return ServerMetrics()
     return parse_metrics(reply.body.decode("utf-8", "replace").splitlines()) if reply.ok else ServerMetrics()
 
 
 def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
-    """Values of the same name, one per engine, are added; for the share of memory the largest counts."""
-    values: dict[str, list[float]] = {name: [] for name in (_STARTED, _RUNNING, _WAITING, _KV_USAGE, _PREEMPTIONS)}
+    """Values of the same name, one per engine, are added; for the share of memory the largest counts.
+
+    What is no finite number >= 0 is passed over.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
-        name = line.split("{", 1)[0].split(" ", 1)[0]
-        if name in values:
-            try:
-                values[name].append(float(line.rsplit(" ", 1)[1]))
-            except ValueError:
-                continue
+        kind = _KIND_OF.get(line.split("{", 1)[0].split(" ", 1)[0])
+        if kind is None:
+            continue
+        try:
+            value = float(line.rsplit(" ", 1)[1])
+        except ValueError:
+            continue
+        if 0 <= value < math.inf:
+            values[kind].append(value)
     load = None
-    if values[_RUNNING] and values[_WAITING]:
-        running, waiting, preemptions = (int(sum(values[name])) for name in (_RUNNING, _WAITING, _PREEMPTIONS))
-        load = EngineLoad(running, waiting, max(values[_KV_USAGE], default=0.0), preemptions)
-    return ServerMetrics(min(values[_STARTED], default=None), load)
+    if values["running"] and values["waiting"]:
+        running, waiting, preemptions = (int(sum(values[kind])) for kind in ("running", "waiting", "preemptions"))
+        load = EngineLoad(running, waiting, max(values["kv_usage"], default=0.0), preemptions)
+    return ServerMetrics(min(values["started"], default=None), load)

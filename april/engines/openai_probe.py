@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,11 @@ from april.config_engines import OpenAIEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engines.http_client import HttpClient
+from april.engines.openai_metrics import has_metrics
+from april.engines.openai_servers import KnownServer, known_server
 from april.engines.openai_wire import ROUTE, CompletionStream, TokenShape, completion_body
 from april.engines.protocol import Chunk, EngineFinish, LogprobKind, Request
+from april.engines.server_probe import get_json
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 
 # ids that every vocabulary has; which ones does not matter
@@ -42,6 +46,10 @@ class OpenAIOffer:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    software: str = ""
+    """What it runs, with the version, where that is known."""
+    load_route: str | None = "/metrics"
+    """Its Prometheus page; None: it has none that may be asked."""
 
 
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIOffer:
@@ -51,7 +59,9 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         ConfigError: the server cannot do what april needs, or does not tell what must then be set.
         EngineError: it could not be asked.
     """
-    model, said_len = await _model(client, config.model)
+    card = await _model(client, config.model)
+    model, said_len = card.id, card.max_model_len
+    server = known_server(card.owned_by)
     if config.vocab_size is None:
         raise ConfigError(
             f"engine.vocab_size: {client.url} does not tell the size of its vocabulary; set it to vocab_size of the "
@@ -65,29 +75,53 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         )
     if said_len is not None and max_context > said_len:
         raise ConfigError(f"engine.max_len={max_context} is more than the context of {client.url}, {said_len} tokens")
-    probe = _Probe(client, model, await _token_shape(client, model))
+    probe = _Probe(client, model, await _token_shape(client, model, server.shapes))
     await _refuse_without_stop_ids(probe)
     eos = config.eos_token_ids or ()
     keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
     kind = LogprobKind(config.logprobs) if config.logprobs is not None else await _logprob_kind(probe)
-    seeds = await _honours_seeds(probe)
-    notes = _notes(client.url, config, kind, seeds, keeps_eos)
+    seeds = server.honours_seeds and await _honours_seeds(probe)
     return OpenAIOffer(
-        model, probe.shape, kind, seeds, True, keeps_eos, max_context, config.vocab_size, tuple(eos), notes
+        model=model,
+        token_shape=probe.shape,
+        logprob_kind=kind,
+        honours_seeds=seeds,
+        keeps_stop_ids=True,
+        keeps_eos=keeps_eos,
+        max_context=max_context,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(eos),
+        notes=_notes(client.url, config, kind, server, seeds, keeps_eos),
+        software=await software_of(client, server),
+        load_route=await _load_route(client, server),
     )
+
+
+async def software_of(client: HttpClient, server: KnownServer) -> str:
+    """Name and version of a server that is known by its name."""
+    if not server.name:
+        return ""
+    said = await get_json(client, "/version")
+    version = said.get("version") if isinstance(said, dict) else None
+    return f"{server.name} {version}" if isinstance(version, str) else server.name
+
+
+async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
+    return server.load_route if server.load_route_always or await has_metrics(client, server.load_route) else None
 
 
 class _ModelCard(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    owned_by: str | None = None
 
 
 class _ModelList(msgspec.Struct):
     data: list[_ModelCard] = []
 
 
-async def _model(client: HttpClient, name: str | None) -> tuple[str, int | None]:
-    """The model's name at the server, and its context if the server says it."""
+async def _model(client: HttpClient, name: str | None) -> _ModelCard:
+    """What the server says of the model."""
     reply = await client.call("GET", "/v1/models", retry=True)
     client.require_ok(reply, "/v1/models")
     try:
@@ -99,8 +133,7 @@ async def _model(client: HttpClient, name: str | None) -> tuple[str, int | None]
         raise ConfigError(f"engine.model: {client.url} has {len(names)} models ({', '.join(names[:5])}); name one")
     if name is not None and name not in names:
         raise ConfigError(f"engine.model: {client.url} has no model {name!r}; it has {', '.join(names[:5]) or 'none'}")
-    card = cards[0] if name is None else cards[names.index(name)]
-    return card.id, card.max_model_len
+    return cards[0] if name is None else cards[names.index(name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +165,10 @@ class _Probe:
         return _Answer(chunk.tokens.tolist(), chunk.logprobs.tolist(), stream.finish)
 
 
-async def _token_shape(client: HttpClient, model: str) -> TokenShape:
-    """The first way in which the server hands over ids with log-probabilities."""
+async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
+    """The first of these ways in which the server hands over ids with log-probabilities."""
     said = []
-    for shape in TokenShape:
+    for shape in shapes:
         try:
             answer = await _Probe(client, model, shape).ask(SamplingParams(1, temperature=0.0))
         except (RequestRefused, WireError) as error:
@@ -216,7 +249,7 @@ async def _honours_seeds(probe: _Probe) -> bool:
 
 
 def _notes(
-    url: str, config: OpenAIEngineConfig, kind: LogprobKind, seeds: bool, keeps_eos: bool | None
+    url: str, config: OpenAIEngineConfig, kind: LogprobKind, server: KnownServer, seeds: bool, keeps_eos: bool | None
 ) -> tuple[str, ...]:
     notes = [
         f"{url} has no route for aborts: a request is ended by closing its stream, and tokens that the server had made "
@@ -236,7 +269,8 @@ def _notes(
             f"{url} did not show of which distribution its log-probabilities are: they are right only at temperature "
             "1, without top_p and the like; set engine.logprobs if you know."
         )
-    if not seeds:
+    notes += [note.format(url=url) for note in server.notes]
+    if not seeds and server.honours_seeds:
         notes.append(f"{url} does not repeat a response for the same seed: runs cannot be repeated exactly.")
     if not config.eos_token_ids:
         notes.append(

@@ -23,4 +23,6 @@ def failure_said(payload: bytes, who: str) -> EngineError:
     if error is None and (not isinstance(said, dict) or said.get("message") is None):
         return WireError(f"{who}: the server's answer has neither tokens nor an error ({len(payload)} bytes)")
     code = (error if isinstance(error, dict) else said).get("code")
+    if code == "context_length_exceeded":
+        code = 400
     return failure_of(code if isinstance(code, int) else 500, f"{who}: the server says: {error_text(payload)}")

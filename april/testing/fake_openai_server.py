@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -209,6 +209,15 @@ class FakeOpenAIServer:
 
     # ---------------------------------------------------------------- routes
 
+    def routes(self) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]]:
+        """Method, path and handler of each."""
+        return [
+            ("POST", ROUTE, self.completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics_page),
+        ]
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         body = await request.json()
@@ -230,7 +239,7 @@ class FakeOpenAIServer:
         self.open += 1
         try:
             await response.prepare(request)
-            record.end = await self._stream(_Connection(request, response, self._hits, number), record, number)
+            record.end = await self._stream(Connection(request, response, self._hits, number), record, number)
         except ConnectionError:
             record.end = "closed"
         except asyncio.CancelledError:
@@ -241,7 +250,7 @@ class FakeOpenAIServer:
             self._tell()
         return response
 
-    async def _stream(self, out: _Connection, record: CompletionRecord, number: int) -> str:
+    async def _stream(self, out: Connection, record: CompletionRecord, number: int) -> str:
         """Send one response; returns how it ended."""
         finish, count = self._generate(record)
         made, record.made = record.made, []
@@ -251,8 +260,7 @@ class FakeOpenAIServer:
                 out.reset()
                 return "reset"
             if self._hits(OpenAIFaultKind.ERROR_EVENT, number, record.sent):
-                await out.event({"error": {"message": "the engine is dead", "type": "InternalServerError"}})
-                await out.raw(b"data: [DONE]\n\n")
+                await self.break_off(out, "the engine is dead")
                 return "error_event"
             if self._hits(OpenAIFaultKind.TRUNCATED_JSON, number, record.sent):
                 await out.raw(b'data: {"choices":[{"index":0,"token_ids":[4\n\n')
@@ -264,7 +272,7 @@ class FakeOpenAIServer:
             record.made = made[: record.sent + 1 + (0 if last else self.tokens_ahead)]
             without = last and self._hits(OpenAIFaultKind.NO_FINISH, number)
             reason = None if not last or without else "length" if clipped else finish
-            await out.event(self._token_event(record, made[record.sent], reason, number))
+            await out.event(self.token_event(record, made[record.sent], reason, number))
             record.sent += 1
             self._tell()
             if clipped:
@@ -275,10 +283,15 @@ class FakeOpenAIServer:
         record.made = made
         said = len(record.made) + bool(self._hits(OpenAIFaultKind.WRONG_USAGE, number))
         if record.body.get("stream_options", {}).get("include_usage"):
-            await out.event({"choices": [], "usage": {"completion_tokens": said}})
+            await out.event(self.usage_event(record, said))
         if not self._hits(OpenAIFaultKind.NO_DONE, number):
             await out.raw(b"data: [DONE]\n\n")
         return finish
+
+    async def break_off(self, out: Connection, message: str) -> None:
+        """An error inside of a stream."""
+        await out.event({"error": {"message": message, "type": "InternalServerError"}})
+        await out.raw(b"data: [DONE]\n\n")
 
     async def _pass_gate(self, record: CompletionRecord) -> None:
         def closed() -> bool:
@@ -294,7 +307,8 @@ class FakeOpenAIServer:
         finally:
             self._held -= 1
 
-    def _token_event(self, record: CompletionRecord, token: int, reason: str | None, number: int) -> dict[str, Any]:
+    def token_event(self, record: CompletionRecord, token: int, reason: str | None, number: int) -> dict[str, Any]:
+        """What is sent of one token; ``reason``: why it is the last one."""
         body = record.body
         choice: dict[str, Any] = {"index": 0, "text": "?", "finish_reason": reason, "stop_reason": None}
         logprobs: list[float | None] = [self.logprob(token, record.weights, body)]
@@ -317,6 +331,10 @@ class FakeOpenAIServer:
         if asked:
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [name], "text_offset": [0]}
         return {"id": "cmpl-1", "object": "text_completion", "model": MODEL, "choices": [choice]}
+
+    def usage_event(self, record: CompletionRecord, said: int) -> dict[str, Any]:
+        """What ends a stream: how many tokens were made."""
+        return {"choices": [], "usage": {"completion_tokens": said}}
 
     def _hits(self, kind: OpenAIFaultKind, number: int, sent: int | None = None) -> bool:
         for fault in self.faults:
@@ -348,7 +366,7 @@ class FakeOpenAIServer:
         )
 
 
-class _Connection:
+class Connection:
     """What a handler writes to."""
 
     def __init__(self, request: web.Request, response: web.StreamResponse, hits: Any, number: int) -> None:
@@ -376,10 +394,8 @@ def _error(status: int, message: str) -> web.Response:
 async def serving_openai(server: FakeOpenAIServer) -> AsyncIterator[str]:
     """Serve on a free port of 127.0.0.1; gives the URL. Requests that are open at the end are cut."""
     app = web.Application()
-    app.router.add_post(ROUTE, server.completions)
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_get("/health", server.health)
-    app.router.add_get("/metrics", server.metrics_page)
+    for method, path, handler in server.routes():
+        app.router.add_route(method, path, handler)
     # a handler hears of a client that has gone even while it waits
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
     await runner.setup()

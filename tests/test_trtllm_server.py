@@ -1,0 +1,233 @@
+"""TensorRT-LLM behind the engine ``openai``, by a stand-in with its payloads: what asking does not show is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from openai_servers import PROMPT, ask, config_for, connected, greedy, logprobs_of
+
+from april.config import Config
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.findings import Level, Report
+from april.engines.http_client import failure_of
+from april.engines.openai_metrics import parse_metrics
+from april.engines.openai_wire import CompletionStream, TokenShape
+from april.engines.protocol import EngineFinish, EngineLoad, LogprobKind
+from april.errors import EngineBusy, EngineError, RequestRefused
+from april.testing.fake_openai_server import OpenAIFault, OpenAIFaultKind, serving_openai
+from april.testing.fake_trtllm_server import PAUSED, VERSION, FakeTrtllmServer
+
+EXCHANGE = (
+    b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'
+    b'"token_ids":[217],"logprobs":{"text_offset":[0],"token_logprobs":[-2.6949213948],"tokens":["<217>"],'
+    b'"top_logprobs":[{"<217>":-2.6949213948}]},"finish_reason":null,"stop_reason":null,'
+    b'"avg_decoded_tokens_per_iter":null}],"usage":null}',
+    b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'
+    b'"token_ids":[482],"logprobs":{"text_offset":[0],"token_logprobs":[-0.5],"tokens":["<482>"],'
+    b'"top_logprobs":[{"<482>":-0.5}]},"finish_reason":"length","stop_reason":null,'
+    b'"avg_decoded_tokens_per_iter":null}],"usage":null}',
+    b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[],"usage":'
+    b'{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}}',
+    b"[DONE]",
+)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_its_exchange_is_read() -> None:
+    """Word by word as its route writes it."""
+    stream = CompletionStream(TokenShape.DETOKENIZE, np.array([1, 4, 7], np.int32))
+    for payload in EXCHANGE:
+        stream.read(payload)
+    chunk = stream.take(FIRST_VERSION)
+    assert chunk is not None
+    assert chunk.tokens.tolist() == [217, 482]
+    assert chunk.logprobs.tolist() == np.array([-2.6949213948, -0.5], np.float32).tolist()
+    assert (stream.finish, stream.done) == (EngineFinish.LENGTH, True)
+
+
+def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
+    """One way of token ids, no key that it does not know, no seed that it would not keep, and never /metrics."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer()
+        async with connected(server) as engine:
+            assert engine.offer.software == f"TensorRT-LLM {VERSION}"
+            assert engine.offer.token_shape is TokenShape.DETOKENIZE
+            assert engine.capabilities.logprob_kind is LogprobKind.RAW
+            expected = greedy(server, PROMPT, 50)
+            answer = await ask(engine)
+            assert (answer.tokens, answer.logprobs) == (expected, logprobs_of(server, expected))
+            await engine.pause()
+            await engine.update_weights(PolicyVersion(0, 1))
+            await engine.resume()
+            health = await engine.health()
+            assert health.ok
+            assert health.load is None
+        assert server.refused == []
+        assert server.asked["/metrics"] == 0
+        assert server.asked["/prometheus/metrics"] == 1
+
+    run(test())
+
+
+def test_its_prometheus_page_is_used_where_it_is() -> None:
+    """Once it was there at the start."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer(prometheus=True)
+        async with connected(server) as engine:
+            assert (await engine.health()).load == EngineLoad(0, 1, 0.5)
+        assert server.asked["/metrics"] == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "many"])
+def test_numbers_of_a_metrics_page_are_looked_at(value: str) -> None:
+    """A page that has nonsense says nothing; it does not break a health probe."""
+    page = [f"trtllm_num_requests_running {value}", "trtllm_num_requests_waiting 0", "process_start_time_seconds NaN"]
+    metrics = parse_metrics(page)
+    assert (metrics.started_s, metrics.load) == (None, None)
+
+
+def test_its_seeds_count_as_not_honoured() -> None:
+    """Alone it keeps them, so that asking would say yes; together it does not. A note says what that means."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer(mean_len=10_000)
+        async with connected(server) as engine:
+            sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
+            alone = [(await ask(engine, f"a{i}", **sampling)).tokens for i in range(2)]
+            assert alone[0] == alone[1]
+            server.hold(1)
+            beside = asyncio.create_task(ask(engine, "b0", [9, 9], 20))
+            await server.until_held(1)
+            together = asyncio.create_task(ask(engine, "b1", **sampling))
+            await server.until_held(2)
+            server.release()
+            assert (await together).tokens != alone[0]
+            await beside
+            assert not engine.capabilities.honours_seeds
+            (note,) = [n for n in engine.capabilities.notes if "seed" in n]
+            assert "only while it runs alone: runs cannot be repeated exactly" in note
+            assert "without speculative decoding" in note
+
+    run(test())
+
+
+def test_a_paused_engine_is_busy_and_its_requests_are_not_refused() -> None:
+    """It answers 400, as to a wrong request; nothing was begun, and the request is answered when it goes on."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer()
+        async with connected(server) as engine:
+            server.paused = True
+            answer = await ask(engine)
+            assert isinstance(answer.error, EngineBusy)
+            assert PAUSED in str(answer.error)
+            server.paused = False
+            assert (await ask(engine, "a2")).tokens == greedy(server, PROMPT, 50)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "error"),
+    [
+        (400, PAUSED, EngineBusy),
+        (400, "the engine is asleep; wake it up", EngineBusy),
+        (500, "LLM is sleeping", EngineBusy),
+        (400, "min_tokens must not be negative", RequestRefused),
+        (400, "this paused me", RequestRefused),
+        (401, "your account is paused", EngineError),
+        (422, PAUSED, RequestRefused),
+    ],
+)
+def test_what_counts_as_at_rest(status: int, said: str, error: type[EngineError]) -> None:
+    """The server's words, under a status that it uses for them."""
+    assert type(failure_of(status, said)) is error
+
+
+def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
+    """With null for a code, and [DONE] twice behind it."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer(mean_len=10_000)
+        async with connected(server) as engine:
+            server.faults.append(OpenAIFault(OpenAIFaultKind.ERROR_EVENT, 0, after=6))
+            answer = await ask(engine)
+            assert type(answer.error) is EngineError
+            assert "the engine is dead" in str(answer.error)
+            assert answer.tokens == greedy(server, PROMPT, 50)[:6]
+
+    run(test())
+
+
+def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
+    """By the code that newer servers have for it; the same request would be refused again."""
+    stream = CompletionStream(TokenShape.DETOKENIZE, np.array(PROMPT, np.int32))
+    said = {"message": "This model's maximum context length is 100 tokens", "code": "context_length_exceeded"}
+    with pytest.raises(RequestRefused, match="maximum context length is 100"):
+        stream.read(json.dumps({"error": said}).encode())
+
+
+def test_a_server_that_still_loads_is_busy() -> None:
+    """503, and how long to wait."""
+
+    async def test() -> None:
+        server = FakeTrtllmServer()
+        async with connected(server) as engine:
+            server.starting = True
+            answer = await ask(engine)
+            assert isinstance(answer.error, EngineBusy)
+            assert answer.error.retry_after_s == 1.0
+
+    run(test())
+
+
+def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
+    """What the doctor says of it."""
+
+    async def program() -> Report:
+        patience = Patience(10.0, 3.0, 3.0)
+        async with serving_openai(server) as url:
+            if not configured:
+                return await examine_urls([url], None, patience)
+            config = Config(rollout_batch_size=2, max_response_len=99, engine=config_for(url))
+            return await examine_config(config, patience)
+
+    return asyncio.run(program())
+
+
+def test_the_doctor_recognises_it() -> None:
+    """By its address, and in full with a configuration."""
+    server = FakeTrtllmServer()
+    (found,) = report_of(server, configured=False).servers
+    assert (found.kind, found.version) == ("openai", f"TensorRT-LLM {VERSION}")
+    assert "engine.vocab_size" in found.findings[0].sentence
+    (found,) = report_of(server, configured=True).servers
+    assert found.version == f"TensorRT-LLM {VERSION}"
+    assert [f.subject for f in found.findings if f.level is Level.REMARK] == ["seeds"]
+    assert any("without speculative decoding" in note for note in found.changes)
+    assert any("up to 1 s after april has closed its stream" in note for note in found.changes)
+    assert server.asked["/metrics"] == 0
+
+
+def test_the_doctor_says_that_it_is_paused() -> None:
+    """Not that it cannot be used."""
+    server = FakeTrtllmServer()
+    server.paused = True
+    (found,) = report_of(server, configured=True).servers
+    (finding,) = found.findings
+    assert finding.subject == "busy"
+    assert PAUSED in finding.sentence
+    assert "resume_generation()" in finding.advice
