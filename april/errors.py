@@ -36,6 +36,15 @@ class RequestRefused(EngineError):
     """The engine says that this request is wrong (HTTP 4xx); the same one would be refused again."""
 
 
+class WeightsInUse(EngineError):
+    """The weights that an engine generates with were written meanwhile, or were about to be."""
+
+    def __init__(self, message: str, torn: int = 0) -> None:
+        super().__init__(message)
+        self.torn = torn
+        """Tokens of the request that were sampled while the weights changed, and were dropped."""
+
+
 class RolloutError(AprilError, RuntimeError):
     """A rollout or reward function failed; the sample is named in the message."""
 

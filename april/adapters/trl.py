@@ -144,8 +144,6 @@ class Rollout:
                 f"the prompts ended with a batch of {len(batch)} rows where TRL needs {wanted}, as groups were dropped "
                 f"({dict(scheduler.ledger()['prompts'].dropped)}); set on_data_end: wrap to begin them again"
             )
-        # the engine's thread may still be about to take the model out of its generation mode
-        trainer.model.train()
         for name, value in batch.metrics.items():
             if name != "reward_mean":  # the rewards are TRL's
                 trainer._metrics["train"][f"april/{name}"].append(value)

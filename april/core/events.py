@@ -61,7 +61,8 @@ class AttemptFailed:
     """An attempt broke off. Tokens on its tape are kept, unless ``corrupt``; ``rejected`` tokens never got there.
 
     ``refused``: the engine says that the request is wrong, so no other attempt would do better. ``busy_s``: the engine
-    takes no requests for now and asks to wait that long (0: it does not say how long).
+    takes no requests for now and asks to wait that long (0: it does not say how long). ``torn``: the weights were
+    written while the engine generated with them; so many tokens are of no known weights and are not on the tape.
     """
 
     attempt_id: str
@@ -70,6 +71,7 @@ class AttemptFailed:
     rejected: int = 0
     refused: bool = False
     busy_s: float | None = None
+    torn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,10 +216,13 @@ class Generation:
             self._keep(attempt)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
-        healthy = event.refused or event.busy_s is not None
+        healthy = event.refused or event.busy_s is not None or event.torn is not None
         books.counters["busy_refusals"] += event.busy_s is not None
         if not healthy and books.engines.failed(attempt.engine, at_once=not event.corrupt):
             books.out.append(do.ProbeEngine(attempt.engine))
+        if event.torn is not None:
+            books.tokens.observe(event.torn)
+            books.tokens.drop(event.torn, DropReason.UNKNOWN_WEIGHTS)
         if attempt.dropped_for is not None:
             return
         if attempt.doubtful:  # what a server refuses that was started anew, the right one may take
@@ -230,6 +233,9 @@ class Generation:
             self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
+            return
+        if event.torn is not None:
+            self._queue(attempt.sample, f"engine {attempt.engine}: weights were written, {event.torn} tokens dropped")
             return
         if event.busy_s is not None:
             attempt.sample.avoid = attempt.engine

@@ -393,9 +393,14 @@ class RolloutCore:
             self.counters["lowered_caps"] += 1
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
-        """As in generation; an engine that is busy is left alone for a while."""
+        """As in generation; an engine that is busy is left alone for a while, one with torn weights fails the step."""
         attempt = self.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
+        if attempt is not None and event.torn is not None:
+            state = self.engines.states[attempt.engine]
+            state.version, state.losses = None, state.losses + 1
+            if self.step is not None:  # which ends by it; its other attempts say the same
+                self.books.failure = event.error
         if attempt is not None and event.busy_s is not None:
             in_flight = self.engines.states[attempt.engine].in_flight
             self._engine_busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))

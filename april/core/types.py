@@ -68,7 +68,7 @@ class DropReason(StrEnum):
     CORRUPT = "corrupt"
     """The engine sent numbers that cannot be true."""
     UNKNOWN_WEIGHTS = "unknown_weights"
-    """Its engine was found without the weights that it was given, while the request ran."""
+    """Its engine was found without the weights that it was given, or they were written, while the request ran."""
     AFTER_STOP = "after_stop"
     """The engine generated them before it heard that a stop string was complete."""
     TOO_LONG = "too_long"

@@ -23,9 +23,10 @@ from april.driver.failure_log import FailureLog
 from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
+from april.driver.weight_updates import WeightUpdates
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Piling, Request
-from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WireError
+from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
 
 log = logging.getLogger("april")
 
@@ -70,6 +71,7 @@ class AttemptStreams:
         busy: BusyTime,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        weights: WeightUpdates,
         detokenizer: Detokenizer | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class AttemptStreams:
         self._busy = busy
         self._post = post
         self._spawn = spawn
+        self._weights = weights
         self._detokenizer = detokenizer
         self._silence = TimeLimits(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
@@ -124,6 +127,9 @@ class AttemptStreams:
         except RequestRefused as refused:
             log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
             event = ev.AttemptFailed(attempt.id, str(refused), refused=True)
+        except WeightsInUse as error:
+            self._weights.refuse(str(error))
+            event = ev.AttemptFailed(attempt.id, str(error), torn=error.torn)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")

@@ -17,7 +17,7 @@ from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+from april.errors import EngineBusy, EngineError, RequestRefused, WeightsInUse, WireError
 
 
 class EvaluationPool:
@@ -55,6 +55,9 @@ class EvaluationPool:
                 finish = await request.run(driver.engines[name])
             except EngineBusy as error:
                 failure = busy = error
+            except WeightsInUse as error:
+                driver.weights.refuse(str(error))
+                raise
             except (WireError, RequestRefused):
                 if state.life == before:
                     raise

@@ -37,7 +37,7 @@ from april.driver.user_calls import UserCalls
 from april.driver.user_code import Outcome, describe, inside_user_code
 from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
-from april.engines.protocol import Engine
+from april.engines.protocol import Engine, SharesModel
 from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
@@ -75,6 +75,7 @@ class RolloutDriver:
         draws_beside: bool = False,
     ) -> None:
         self.engines = {e.name: e for e in engines}
+        self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
         self.sampling = sampling
         self.functions = functions
@@ -107,10 +108,10 @@ class RolloutDriver:
         )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
-        self.streams = AttemptStreams(
-            self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
-        )
         self.weights = WeightUpdates(self.engines, self.core, self.post, lambda: self._broken is not None)
+        self.streams = AttemptStreams(
+            self.engines, self.core, self._busy, self.post, self.spawn, self.weights, detokenizer, stall_timeout_s
+        )
         self.watch = EngineWatch(self.engines, self.core, self.post, self.spawn, self.weights)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
@@ -154,7 +155,10 @@ class RolloutDriver:
             self.post(ev.StepRequested())
         future = self._waiting.batch
         try:
-            return await asyncio.shield(future)
+            batch = await asyncio.shield(future)
+            for engine in self._sharing:
+                await engine.quiet()  # an attempt that was fenced may still run on the trainer's model
+            return batch
         except asyncio.CancelledError:
             raise  # the result, there or not yet, is for the next call
         except BaseException:

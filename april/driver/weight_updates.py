@@ -43,7 +43,7 @@ class WeightUpdates:
         self._post = post
         self._closed = closed
         self.half_updated: str | None = None
-        """Why nothing may be generated: the engines hold different weights."""
+        """Why nothing may be generated: the engines hold different weights, or such as nobody has told of."""
         self.moves = 0
         """Grows when an update begins and when it ends; odd while one runs."""
         self._changing = asyncio.Lock()
@@ -169,8 +169,12 @@ class WeightUpdates:
                 "call weight_update again before the next batch"
             )
 
+    def refuse(self, why: str) -> None:
+        """Nothing is generated before an update has reached all engines: weights were written without one."""
+        self.half_updated = why
+
     def raise_if_half_updated(self) -> None:
-        """EngineError while the engines hold different weights."""
+        """EngineError while the engines hold different weights, or such as nobody has told of."""
         if self.half_updated is not None:
             raise EngineError(self.half_updated)
 

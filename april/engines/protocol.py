@@ -87,7 +87,7 @@ class Capabilities:
     returns_partials: bool = True
     """An aborted request hands over the tokens it has."""
     shares_weights: bool = False
-    """Generates from the trainer's own parameters: must be idle while the optimizer writes."""
+    """Generates from the trainer's own parameters: must be idle while the optimizer writes. A :class:`SharesModel`."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
     abort_means: AbortMeans = AbortMeans.BY_ID
@@ -188,6 +188,15 @@ class Health:
     """It still has the weights that it was last given here; False after a restart of its server."""
     load: EngineLoad | None = None
     """What the engine says of its load; None if it does not."""
+
+
+@runtime_checkable
+class SharesModel(Protocol):
+    """What engines with ``shares_weights`` have besides the methods of :class:`Engine`."""
+
+    async def quiet(self) -> None:
+        """Returns when nothing runs on the model, and it is as the trainer left it."""
+        ...
 
 
 @runtime_checkable

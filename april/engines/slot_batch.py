@@ -72,6 +72,8 @@ class SlotOutput:
     tokens: Int32
     logprobs: Float32
     finish: EngineFinish | None
+    torn: int = 0
+    """Further tokens, which were dropped: the weights changed while they were sampled."""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,8 @@ class SlotDecoder:
         self._admitting: list[SlotRequest] = []
         # Outputs of the present call: kept here, so that an error later in it does not lose what was read.
         self._ended: list[SlotOutput] = []
+        self._sound: dict[str, int] = {}
+        """Tokens of each active request that were there before the last tick and not handed out."""
         self._rows = np.zeros((8, slots), dtype=np.int64)
         self._temperature = np.zeros(slots)
         self._top_p = np.ones(slots)
@@ -179,6 +183,7 @@ class SlotDecoder:
     def tick(self, max_steps: int) -> list[SlotOutput]:
         """Admit what may be admitted, then decode until a request ends or ``max_steps`` steps are done."""
         self._ended = []
+        self._sound = {r.attempt_id: int(self._rows[_TOKENS, r.slot]) - r.taken for r in self._active}
         if self._admission_open():
             self._admit()
         steps = 0
@@ -219,6 +224,25 @@ class SlotDecoder:
         self._batch = self._last = None
         self._cache.release()
         return outputs
+
+    def disown(self) -> list[SlotOutput]:
+        """The weights changed during the last tick: drop every request, and what that tick has sampled.
+
+        The outputs have no finish; those of requests that waited are empty.
+        """
+        self._stats.failures += len(self._ended)
+        outputs = self.fail()
+        waited = [self._empty_output(r, None) for r in self._waiting.values()]
+        self._stats.failures += len(waited)
+        self._waiting.clear()
+        self._queue.clear()
+        cut = []
+        for output in outputs:
+            sound = self._sound.get(output.request.attempt_id, 0)
+            torn = max(0, output.tokens.size - sound)
+            self._stats.discarded_tokens += torn
+            cut.append(SlotOutput(output.request, output.tokens[:sound], output.logprobs[:sound], None, torn))
+        return cut + waited
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was told, so that another stream may write the weights."""

@@ -5,7 +5,9 @@ Invariants:
 * decode ticks run in one worker thread; everything else, requests and aborts included, happens on the event loop
   between two ticks. With the same requests in the same order a run is exactly reproducible;
 * each token is yielded once or counted in ``stats.discarded_tokens``;
-* the model is in generation mode (dropout off) only while ticks run, and never while paused or idle.
+* the model is in generation mode (dropout off) only during a tick: what a tick has generated is handed out after the
+  modules have their flags back, and an engine that is quiet touches them no more;
+* what a tick samples is handed out only if the weights are the same before and after it.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -28,7 +30,7 @@ import numpy as np
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, LogprobKind, Request
 from april.engines.stats import EngineStats
-from april.errors import ConfigError, EngineError
+from april.errors import ConfigError, EngineError, WeightsInUse
 
 if TYPE_CHECKING:
     from april.engines.slot_batch import SlotOutput, SlotRequest
@@ -62,7 +64,10 @@ class TransformersEngine:
     """Continuous batching over any Hugging Face causal model with plain key-value attention.
 
     ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
-    before the optimizer writes, then call :meth:`update_weights` with the new version.
+    before the optimizer writes, then call :meth:`update_weights` with the new version. A step while it generates is
+    refused (:class:`~april.errors.WeightsInUse`). Writes without an optimizer are found after the fact, by the version
+    counters and addresses of the tensors: every request ends with that error, without the tokens of that tick, and
+    nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` alone move neither.
 
     Args:
         model: the model, on its final device; not copied.
@@ -97,6 +102,7 @@ class TransformersEngine:
 
         from april.engines.model_check import check_model
         from april.engines.model_support import context_of, eos_ids_of, refuse_unsupported, text_config
+        from april.engines.optimizer_guard import guard_optimizers
         from april.engines.slot_batch import SlotDecoder
 
         for label, value in (("slots", slots), ("max_len", max_len), ("stream_interval", stream_interval)):
@@ -139,9 +145,14 @@ class TransformersEngine:
         self._pump: asyncio.Task[None] | None = None
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
-        self._stamp: int | None = None
+        self._parameters = list(model.parameters())
+        self._stamp = self._weights_stamp()
+        """Of the weights under which the keys and values of active requests were made."""
+        self._torn = ""
+        """Why nothing is generated before the next update: the weights were written during a tick."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
-        """The version that last generated, and the stamp of its weights; None: a change was reported."""
+        """The version that last generated, and the writes to its weights; None: a change was reported."""
+        self._unguard = guard_optimizers(self, model)
 
     @classmethod
     def from_pretrained(
@@ -163,6 +174,11 @@ class TransformersEngine:
     def capabilities(self) -> Capabilities:
         """Constant; see :class:`~april.engines.protocol.Capabilities`."""
         return self._capabilities
+
+    @property
+    def generating(self) -> bool:
+        """Whether a write to the weights, now, would spoil something."""
+        return self._ticking or (self._decoder.active > 0 and not self._paused)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "paused" if self._paused else "running" if self._pump else "idle"
@@ -240,6 +256,8 @@ class TransformersEngine:
             wrong = "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
+        if self._torn:
+            raise WeightsInUse(self._torn)
         return SlotRequest(
             attempt_id=request.attempt_id,
             tokens=tokens.astype(np.int32),
@@ -302,6 +320,8 @@ class TransformersEngine:
                 tokens, logprobs, finish = tokens[:good], logprobs[:good], None
                 if not over:
                     self._inbox.append([attempt_id])
+            elif isinstance(cause, WeightsInUse):
+                stream.error = WeightsInUse(str(cause), output.torn)
             elif cause is not None and finish is None:
                 stream.error = EngineError(
                     f"{self._name}, attempt {attempt_id}: a model call failed ({type(cause).__name__}: {cause}); "
@@ -320,19 +340,17 @@ class TransformersEngine:
 
     async def _run_ticks(self) -> None:
         """Ticks until nothing is left to do, or the engine is paused."""
-        from april.engines.model_support import generation_mode
-
         try:
+            self._parameters = list(self._model.parameters())
             self._notice_silent_update()
-            with generation_mode(self._model):
-                while True:
-                    for _ in range(YIELDS_BETWEEN_TICKS):
-                        await asyncio.sleep(0)
-                    if self._paused or self._loading or self._decoder.idle:
-                        break
-                    outputs, error = await self._tick()
-                    self._hand_out(outputs, error)
-                    self._read_inbox()
+            while True:
+                for _ in range(YIELDS_BETWEEN_TICKS):
+                    await asyncio.sleep(0)
+                if self._paused or self._loading or self._decoder.idle:
+                    break
+                outputs, error = await self._tick()
+                self._hand_out(outputs, error)
+                self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
             # A mistake in this file, or the loop is going down: no consumer may wait for ever because of it.
             self._closed = True
@@ -352,23 +370,42 @@ class TransformersEngine:
         self._ticking = True
         running = self._thread.submit(self._work)
         try:
-            outputs = await asyncio.wrap_future(running)
+            outputs, error = await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            # The loop is shutting down. The model must not leave generation mode under a running tick.
+            # The loop is shutting down, and whatever comes next must find the model as it was.
             concurrent.futures.wait([running])
             raise
-        except Exception as error:
-            self._failure = f"the last tick failed: {type(error).__name__}: {error}"
-            return self._decoder.fail(), error
-        else:
-            self._failure = ""
-            return outputs, None
         finally:
             self._ticking = False
+        if isinstance(error, WeightsInUse):
+            self._failure = self._torn = str(error)
+        else:
+            self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
+        return outputs, error
 
-    def _work(self) -> list[SlotOutput]:
-        outputs = self._decoder.tick(self._decoder.steps_until_partials(self._steps_per_tick))
-        return outputs + self._decoder.partials()
+    def _work(self) -> tuple[list[SlotOutput], Exception | None]:
+        """In the worker thread: one tick, looked at from both sides."""
+        from april.engines.model_support import generation_mode
+        from april.engines.optimizer_guard import WHAT_TO_DO
+
+        decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
+        if not decoder.active:
+            self._stamp = self._weights_stamp()
+        try:
+            with generation_mode(self._model):
+                outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
+            if self._stamp == self._weights_stamp():
+                return outputs + decoder.partials(), None
+        except Exception as error:
+            failure = error
+            if self._stamp == self._weights_stamp():
+                return decoder.fail(), failure
+        outputs = decoder.disown()
+        torn = sum(output.torn for output in outputs)
+        return outputs, WeightsInUse(
+            f"{self._name}: the weights were written while {len(outputs)} requests were generated from them: {torn} "
+            f"tokens are of no known weights and were dropped, all before them is kept; {WHAT_TO_DO}"
+        )
 
     # ------------------------------------------------------------------ weights and life
 
@@ -378,11 +415,10 @@ class TransformersEngine:
         Active requests keep their slots. If the weights change before :meth:`resume`, abort them first.
         """
         self._paused = True
-        await self._quiet()
+        await self.quiet()
         if self._closed:
             return
         await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.synchronize)
-        self._stamp = self._weights_stamp()
         if self._decoder.device.type != "cpu":
             # The trainer wants the memory; without active requests there is nothing in it.
             self._decoder.release_memory()
@@ -393,7 +429,7 @@ class TransformersEngine:
         Raises:
             EngineError: the weights were written while active requests keep keys and values of the old ones.
         """
-        if self._decoder.active and self._paused and self._stamp not in (None, self._weights_stamp()):
+        if self._decoder.active and self._paused and self._stamp != self._weights_stamp():
             raise EngineError(
                 f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
                 "the old ones: abort them, call update_weights, then resume"
@@ -420,19 +456,24 @@ class TransformersEngine:
             )
         if path is not None:
             self._loading = True
-            await self._quiet()
+            await self.quiet()
             loading = asyncio.get_running_loop().run_in_executor(self._thread, load_weights, self._model, path)
             # A cancelled call must not open the engine over half-written weights.
             loading.add_done_callback(lambda done: self._loaded(done, version))
             await asyncio.shield(loading)
         else:
-            self._decoder.version = version
+            self._renewed(version)
 
     def _loaded(self, done: asyncio.Future[None], version: PolicyVersion) -> None:
         self._loading = False
         if not done.cancelled() and done.exception() is None:
-            self._decoder.version = version
+            self._renewed(version)
         self._start_pump()
+
+    def _renewed(self, version: PolicyVersion) -> None:
+        self._decoder.version = version
+        if self._torn:
+            self._torn = self._failure = ""
 
     async def health(self) -> Health:
         """Healthy unless closed or the last tick failed; counters are those of :class:`EngineStats` and more."""
@@ -446,19 +487,20 @@ class TransformersEngine:
     async def close(self) -> None:
         """Abort everything, stop the thread, give the memory back."""
         self._closed = True
+        self._unguard()
         await self.abort()
-        await self._quiet()
+        await self.quiet()
         self._thread.shutdown(wait=False)
         self._decoder.release_memory()
 
-    async def _quiet(self) -> None:
-        """Until no ticks run; the engine must be paused, loading or out of work."""
+    async def quiet(self) -> None:
+        """Until no ticks run: the engine is paused, loading or out of work, and the model is the trainer's."""
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])
 
     def _notice_silent_update(self) -> None:
         """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""
-        version, stamp = self._decoder.version, self._weights_stamp()
+        version, stamp = self._decoder.version, self._weights_stamp()[0]
         if self._generated_under is None or self._generated_under[0] != version:
             self._generated_under = (version, stamp)
         elif self._generated_under[1] not in (None, stamp):
@@ -470,9 +512,10 @@ class TransformersEngine:
                 version,
             )
 
-    def _weights_stamp(self) -> int:
-        """Changes whenever a parameter is written in place."""
-        return sum(p._version for p in self._model.parameters() if not p.is_inference())
+    def _weights_stamp(self) -> tuple[int, int]:
+        """(writes to parameters in place, digest of where they are): changes when the weights do."""
+        writes = sum(p._version for p in self._parameters if not p.is_inference())
+        return writes, hash(tuple(p.data_ptr() for p in self._parameters))
 
 
 def _require(*packages: str) -> None:

@@ -1,0 +1,40 @@
+"""Optimizer steps on a model that is generating at this moment are refused before they write anything."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from april.errors import WeightsInUse
+
+WHAT_TO_DO = (
+    "the embedded engine reads the trainer's model in place, so step the optimizer between two batches, call "
+    "weight_update(), and then ask for the next batch; to train while april generates, use an engine behind a server "
+    "(vllm, sglang)"
+)
+
+
+def guard_optimizers(engine: Any, model: Any) -> weakref.finalize[Any, Any]:
+    """Make ``step()`` of optimizers that hold parameters of ``model`` raise WeightsInUse while ``engine.generating``.
+
+    A counter of writes moves only after a write, and a fused step is one long write, or one that no counter sees: so
+    steps are looked at before they begin. Calling the result, or the end of ``engine``, takes the guard away.
+    """
+    engine_ref, model_ref = weakref.ref(engine), weakref.ref(model)
+
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        generating, trained = engine_ref(), model_ref()
+        if generating is None or trained is None or not generating.generating:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in held for parameter in trained.parameters()):
+            raise WeightsInUse(
+                f"an optimizer step while {generating.name} generates from the same weights was refused, and nothing "
+                f"was written: {WHAT_TO_DO}"
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    return weakref.finalize(engine, handle.remove)

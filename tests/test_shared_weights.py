@@ -1,0 +1,293 @@
+"""The embedded engine beside a trainer: whoever writes the weights while it generates hears of it, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+
+import april
+from april.core.sampling import SamplingParams
+from april.core.versions import PolicyVersion
+from april.driver.evaluation import Evaluator
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
+from april.engines.transformers import TransformersEngine
+from april.errors import EngineError, RolloutError, WeightsInUse
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+def _engine(model: Any, **options: Any) -> TransformersEngine:
+    return TransformersEngine(model, **({"slots": 4, "max_len": 256, "eos_token_ids": ()} | options))
+
+
+def _request(name: str = "a", new: int = 100) -> Request:
+    return Request(name, PROMPT, SamplingParams(max_tokens=new, seed=7))
+
+
+def _write(model: Any) -> None:
+    """What an optimizer does, as far as the tensors know."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.05)
+
+
+def _swap(model: Any) -> None:
+    """New tensors behind the same parameters."""
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+
+
+def _at_call(model: Any, number: int, what: Callable[[], None]) -> None:
+    """Do something in the engine's thread when the model is called for the n-th time."""
+    calls = iter(range(1, 10_000))
+    model.register_forward_pre_hook(lambda *_: what() if next(calls) == number else None)
+
+
+def _recomputed(model: Any, tokens: np.ndarray) -> np.ndarray:
+    sequence = torch.from_numpy(np.concatenate([PROMPT, tokens]).astype(np.int64))
+    with torch.no_grad():
+        logits = model.eval()(input_ids=sequence[None], use_cache=False).logits[0, len(PROMPT) - 1 : -1]
+    model.train()
+    return logits.log_softmax(-1).gather(1, sequence[len(PROMPT) :, None])[:, 0].numpy()
+
+
+async def _broken_stream(engine: TransformersEngine, request: Request) -> tuple[list[Chunk], WeightsInUse]:
+    chunks: list[Chunk] = []
+
+    async def read() -> None:
+        async for chunk in engine.generate(request):
+            chunks.append(chunk)
+
+    with pytest.raises(WeightsInUse, match="embedded engine reads the trainer's model in place") as caught:
+        await read()
+    return chunks, caught.value
+
+
+@pytest.mark.parametrize("change", [_write, _swap])
+@pytest.mark.asyncio
+async def test_tokens_of_a_tick_during_which_the_weights_change_are_not_handed_out(change: Any) -> None:
+    """Those before it are, exact under the old weights; nothing is generated before the next update; books balance."""
+    model = tiny_model()
+    engine = _engine(model, stream_interval=8)
+    _at_call(model, 21, lambda: change(model))  # the third tick of eight
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    (chunks, error), (none, same) = await asyncio.gather(
+        _broken_stream(engine, _request()), _broken_stream(engine, _request("b"))
+    )
+    tokens = np.concatenate([chunk.tokens for chunk in chunks])
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+
+    assert len(tokens) == sum(len(chunk.tokens) for chunk in none) == 17
+    assert error.torn == same.torn == 8
+    assert "written while 2 requests were generated from them: 16 tokens" in str(error)
+    old = tiny_model()
+    old.load_state_dict(before)
+    np.testing.assert_allclose(_recomputed(old, tokens), logprobs, rtol=0, atol=1e-5)
+    assert engine.stats.generated_tokens == 2 * (17 + 8)
+    assert engine.stats.discarded_tokens == 16
+    assert not (await engine.health()).ok
+    refused, _ = await _broken_stream(engine, _request("c"))
+    assert not refused
+
+    await engine.update_weights(PolicyVersion(0, 1))
+    assert (await engine.health()).ok
+    (chunk,) = [c async for c in engine.generate(_request("d", 7))]
+    assert (chunk.version, chunk.finish) == (PolicyVersion(0, 1), EngineFinish.LENGTH)
+    np.testing.assert_allclose(_recomputed(model, chunk.tokens), chunk.logprobs, rtol=0, atol=1e-5)
+    await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_a_response_that_ends_in_a_torn_tick_has_not_ended() -> None:
+    """Nor has one that began in it, or waited: all of them fail, with the tokens of before it."""
+    model = tiny_model()
+    engine = _engine(model, slots=1, stream_interval=8)
+    _at_call(model, 12, lambda: _write(model))
+    (chunks, error), (none, late) = await asyncio.gather(
+        _broken_stream(engine, _request("a", 14)), _broken_stream(engine, _request("waits", 14))
+    )
+
+    assert [len(chunk.tokens) for chunk in chunks] == [9]
+    assert (error.torn, late.torn, none) == (5, 0, [])
+    assert engine._decoder.idle
+    await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_weights_written_before_a_model_call_that_fails() -> None:
+    """The error of the call is not taken for the whole truth: the steps before it are of no known weights."""
+    model = tiny_model()
+    engine = _engine(model)
+    _at_call(model, 3, lambda: _write(model))
+    _at_call(model, 5, lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    chunks, error = await _broken_stream(engine, _request())
+
+    assert (chunks, error.torn) == ([], 4)
+    await engine.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.asyncio
+async def test_an_optimizer_step_while_it_generates_is_refused(fused: bool) -> None:
+    """In the trainer's own line, before a weight is written; generation goes on. Other models may be trained."""
+    model, other = tiny_model(), tiny_model(seed=1)
+    engine = _engine(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (model, other)]
+    for trained in (model, other):
+        trained(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
+    errors: list[Exception] = []
+
+    def step() -> None:
+        optimizers[1].step()
+        try:
+            optimizers[0].step()
+        except WeightsInUse as error:
+            errors.append(error)
+
+    before = [weight.clone() for weight in model.parameters()]
+    _at_call(model, 5, step)
+    (chunk,) = [c async for c in engine.generate(_request())]
+
+    assert "an optimizer step while transformers generates from the same weights was refused" in str(errors[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    np.testing.assert_allclose(_recomputed(model, chunk.tokens), chunk.logprobs, rtol=0, atol=1e-5)
+    optimizers[0].step()  # nothing is active
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_a_closed_or_forgotten_engine_refuses_nothing() -> None:
+    """Its guard over optimizers goes with it."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    engine, forgotten = _engine(tiny_model()), _engine(tiny_model())
+    assert len(hooks) == before + 2
+    await engine.close()
+    forgotten._thread.shutdown()
+    del forgotten
+    assert len(hooks) == before
+
+
+@pytest.mark.asyncio
+async def test_the_model_is_the_trainers_when_a_response_is_handed_out() -> None:
+    """Each module has its own flag back before anybody hears of the tokens, and the engine touches it no more."""
+    model = tiny_model(attention_dropout=0.5)
+    model.model.layers[0].mlp.training = False
+    engine = _engine(model, stream_interval=4)
+    seen, inside = [], []
+    model.register_forward_pre_hook(lambda *_: inside.append(any(m.training for m in model.modules())))
+    async for _ in engine.generate(_request("a", 20)):
+        seen.append([m.training for m in model.modules() if m is not model.model.layers[0].mlp])
+    model.eval()
+    await engine.quiet()
+
+    assert len(seen) >= 5
+    assert all(all(flags) for flags in seen)
+    assert not any(inside)
+    assert not any(m.training for m in model.modules())
+    await engine.close()
+
+
+def _config(**settings: Any) -> april.Config:
+    values = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "over_sampling_batch_size": 4, "max_response_len": 60}
+    return april.Config(**(values | settings))
+
+
+@pytest.mark.asyncio
+async def test_training_beside_anext_batch_fails_the_step_by_name_and_loses_nothing() -> None:
+    """Every call says so until weight_update(); then the step goes on, and every token is exact under its stamp."""
+    model = tiny_model()
+    weights = {0: {name: weight.clone() for name, weight in model.state_dict().items()}}
+    prompts = [{"token_ids": PROMPT} for _ in range(8)]
+    engine = {"kind": "transformers", "stream_interval": 4}
+    functions = {"prompts": prompts, "reward": lambda *_: 0.0}
+    with april.RolloutScheduler(_config(engine=engine), model=model, **functions) as rollouts:
+        _at_call(model, 8, lambda: _write(model))  # in the second tick
+        for call in (rollouts.anext_batch, rollouts.anext_batch):
+            with pytest.raises((RolloutError, EngineError), match="step the optimizer between two batches"):
+                await call()
+        with pytest.raises(EngineError, match="step the optimizer between two batches"):
+            await rollouts.aevaluate([{"token_ids": PROMPT}])
+        ledger = rollouts.ledger()["tokens"]
+        assert {reason for reason, count in ledger.dropped.items() if count} == {"unknown_weights"}
+        assert ledger.held > 0
+        rollouts.validate()
+        weights[1] = {name: weight.clone() for name, weight in model.state_dict().items()}
+        await rollouts.aweight_update()
+        batch = await rollouts.anext_batch()
+        assert model.training
+
+    counts = {0: 0, 1: 0}
+    reference = tiny_model()
+    for version, values in weights.items():
+        reference.load_state_dict(values)
+        for sample in batch.samples:
+            its = sample.versions[:, 1] == version
+            counts[version] += int(its.sum())
+            expected = _recomputed(reference, sample.tokens)[its]
+            np.testing.assert_allclose(expected, sample.logprobs[its], rtol=0, atol=1e-5)
+    assert min(counts.values()) > 0
+
+
+def test_weights_written_during_an_evaluation_are_told_and_training_waits() -> None:
+    """The evaluation fails with the engine's sentence, and so does the next batch, until the weights are told."""
+
+    class Torn(RecordingEngine):
+        torn = True
+
+        def generate(self, request: Request) -> Any:
+            if self.torn:
+                raise WeightsInUse("written meanwhile")
+            return super().generate(request)
+
+        async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+            self.torn = False
+            await super().update_weights(version, path)
+
+    async def program() -> None:
+        lengths = table({(0, 0): 3})
+        rollouts = Rollouts(lengths, n=1, engines=[Torn(lengths)])
+        prompt = april.Prompt(token_ids=np.array([5, 6], np.int32))
+        for call in (
+            lambda: Evaluator(rollouts.driver).evaluate([prompt], 1, SamplingParams(5), 0),
+            rollouts.driver.next_batch,
+        ):
+            with pytest.raises(EngineError, match="written meanwhile"):
+                await call()
+        await rollouts.driver.update_weights()
+        rollouts.check(await rollouts.driver.next_batch())
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_a_batch_waits_until_the_engine_is_quiet() -> None:
+    """An attempt that was given up for lost may still run on the trainer's model: the batch comes when it does not."""
+
+    class Busy(RecordingEngine):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, shares_weights=True)
+
+        async def quiet(self) -> None:
+            await asyncio.sleep(50)
+
+    async def program() -> None:
+        lengths = table({(0, 0): 3})
+        rollouts = Rollouts(lengths, n=1, engines=[Busy(lengths)])
+        await rollouts.driver.next_batch()
+        assert now() >= 53
+        await rollouts.close()
+
+    virtual(program)
+
