@@ -58,6 +58,9 @@ class FakeAsyncLLM:
         self._picks: Callable[[list[int]], bool] = lambda prompt: True
         self.weights, self.cached_weights, self.label = "tiny0", "tiny0", "default"
         self.paused, self.dead, self.cache_resets = False, False, True
+        self.rpc_results: list[Any] = [None]
+        """What the workers return of a reload; they load nothing if it is anything."""
+        self.keeps_label = False
         self.lies: dict[str, Any] = {}
         """Attributes of completions that are overwritten."""
         self.requests: dict[str, _Request] = {}
@@ -190,7 +193,7 @@ class FakeAsyncLLM:
         if kwargs["weights_path"] == "missing":
             raise FileNotFoundError("missing")
         self.weights = kwargs["weights_path"]
-        return [None]
+        return self.rpc_results
 
     async def reset_prefix_cache(self) -> bool:
         self._run_output_handler()
@@ -200,7 +203,12 @@ class FakeAsyncLLM:
 
     async def update_weight_version(self, label: str) -> None:
         self._run_output_handler()
-        self.label = label
+        if not self.keeps_label:
+            self.label = label
+
+    async def get_weight_version(self) -> str:
+        self._run_output_handler()
+        return self.label
 
     async def check_health(self) -> None:
         if self.dead:

@@ -289,6 +289,26 @@ def test_an_update_that_fails_says_so() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("results", [[], None, [None, "worker died"], [{"error": "no memory"}]])
+def test_a_reload_counts_when_every_worker_has_returned_nothing(results: Any) -> None:
+    """Whatever else they return is no success, and a label that does not move names no weights."""
+
+    async def test() -> None:
+        async with world(own_loop=False) as w:
+            await w.engine.pause()
+            w.llm.rpc_results = results
+            with pytest.raises(EngineError, match="workers returned"):
+                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            w.llm.rpc_results, w.llm.keeps_label = [None], True
+            with pytest.raises(EngineError, match="says its weights are default"):
+                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.resume()
+            assert (await w.ask()).error is not None
+            assert not (await w.engine.health()).ok
+
+    run(test)
+
+
 def test_weights_that_somebody_else_updates_are_noticed() -> None:
     """vLLM's own labels must agree with april's versions."""
 

@@ -25,6 +25,7 @@ from april.driver.user_code import check_function
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
 from april.engines.server_engine import ServerEngine
+from april.engines.server_words import control, nothing
 from april.engines.wire_arrays import empty_chunk
 from april.errors import EngineError, RequestRefused
 
@@ -139,7 +140,7 @@ class FunctionEngine(ServerEngine):
         if asked == set(self._calls):
             self._clients = self._clients or [HttpClient(url, name=self.name) for url in self._urls]
             await asyncio.gather(
-                *(c.json("POST", "/abort_request", {"abort_all": True}, retry=True) for c in self._clients)
+                *(control(c, "/abort_request", nothing, body={"abort_all": True}) for c in self._clients)
             )
         else:
             self._end(asked)

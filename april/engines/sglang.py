@@ -55,6 +55,8 @@ class SglangEngine(ServerEngine):
         self.workers = tuple(workers)
         self.offer = offer
         self._max_token_loss = max_token_loss
+        self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
+        """Label of each worker's process that was paused for an update; None: it did not say."""
 
     # ---------------------------------------------------------------- requests
 
@@ -92,19 +94,29 @@ class SglangEngine(ServerEngine):
 
     # ---------------------------------------------------------------- weights
 
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; processes are remembered, for the trainer may write weights into them."""
+        await super().pause()
+        marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
+        # if one does not answer, the update will say so
+        self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
+
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """On every worker; it counts when all of them have it.
 
         Raises:
             EngineError: a worker could not load it; the message says which, and what the server says.
         """
-        label = self._labels.of(version)
         before, self._torn = self._torn, (
-            f"engine {self.name} is between two versions, since an update to {label} has not reached all of its "
+            f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"
         )  # which holds where this call is cancelled, too
         results = await asyncio.gather(
-            *(worker.update(label, path) for worker in self.workers), return_exceptions=True
+            *(
+                worker.update(self._labels, version, path, mark, paused=not self._admission.is_open)
+                for worker, mark in zip(self.workers, self._paused_as, strict=True)
+            ),
+            return_exceptions=True,
         )
         errors = [r for r in results if isinstance(r, BaseException)]
         if errors:

@@ -12,10 +12,13 @@ from typing import Any
 
 import msgspec
 
-from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient, Reply, error_text
+from april.core.versions import PolicyVersion
+from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient, error_text
 from april.engines.protocol import EngineLoad
 from april.engines.server_pause import standing_still
+from april.engines.server_words import control, nothing, require_words, says, text_under, words_of
 from april.engines.sglang_offer import SglangOffer
+from april.engines.weight_labels import WeightLabels, another_process, marked
 from april.errors import EngineError, EngineUnreachable, WireError
 
 log = logging.getLogger("april")
@@ -24,6 +27,12 @@ LOAD_WEIGHTS_S = 3600.0
 """Longest wait for a server to read its weights."""
 FLUSH_S = 30.0
 """Longest wait of the server for the moment in which its cache can be emptied."""
+
+
+_FLUSHED = b"Cache flushed."
+"""How a server begins to say that its cache is empty."""
+_KEPT_CACHE = "Weights were updated, but the cache was not flushed"
+"""How a server begins to say, of an update without success, that nothing but the cache is old."""
 
 
 class HalfUpdated(EngineError):
@@ -64,10 +73,8 @@ class SglangWorker:
             while left:
                 body = {"rid": left.popleft()}
                 try:
-                    self.client.require_ok(
-                        await self.client.call("POST", "/abort_request", body, timeout_s=None, retry=True),
-                        "/abort_request",
-                    )
+                    reply = await self.client.call("POST", "/abort_request", body, timeout_s=None, retry=True)
+                    require_words(self.client, reply, "/abort_request", nothing)
                 except EngineError as error:
                     errors.append(error)
 
@@ -87,7 +94,7 @@ class SglangWorker:
         if self.offer.weight_version is None:
             return None
         info = await self.client.json("GET", "/model_info", retry=True)
-        return str(info.get("weight_version")) if isinstance(info, dict) else None
+        return text_under(self.client, info, "weight_version", "/model_info")
 
     async def set_label(self, label: str) -> None:
         """Name the present weights; requests that run go on under the new name.
@@ -98,32 +105,54 @@ class SglangWorker:
         if self.offer.weight_version is None:
             return
         # without the flag the server would abort every request it has
-        await self.client.json(
-            "POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False}, retry=True
-        )
-        await self._require_label(label)
+        body = {"new_version": label, "abort_all_requests": False}
+        await control(self.client, "/update_weight_version", says("success", True), body=body)
+        now = await self.label()
+        if now != label:
+            raise HalfUpdated(f"{self.client.url} says its weights are {now} after april called them {label}")
 
-    async def update(self, label: str, path: str | None) -> None:
+    async def mark(self, labels: WeightLabels) -> str | None:
+        """See :func:`~april.engines.weight_labels.marked`."""
+        return await marked(self, labels, self.offer.weight_version)
+
+    async def update(
+        self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
+        paused: bool = False,
+    ) -> None:  # fmt: skip
         """New weights from a directory of the server (None: they are there already), an empty cache, a label.
+
+        Args:
+            paused_as: what :meth:`mark` has said of the server that was ``paused`` for the update.
 
         Raises:
             HalfUpdated: the weights are new, or may be, and the rest did not follow.
             EngineError: the server has its old weights.
         """
-        loaded = path is None
+        label, loaded = labels.of(version), path is None
         try:
             async with self._undisturbed():
+                process = await self._process()
                 if path is None:
+                    shown = await self.label()
+                    if paused and shown is not None and self._is_another(shown, paused_as, labels):
+                        raise HalfUpdated(self._started_anew(label))
                     await self._flush(label)
+                else:
+                    shown = paused_as if paused else None
+                    if shown in (None, label):
+                        shown = await marked(self, labels, self.offer.weight_version, version)
+                    flushed = await self._load(label, path, shown)
+                    loaded = True
+                    if not flushed:
+                        log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
+                        await self._flush(label)
+                now = await self.label()
+                if now not in (label, shown):
+                    raise HalfUpdated(self._started_anew(label))
+                if now != label:
                     await self.set_label(label)
-                    return
-                flushed = await self._load(label, path)
-                loaded = True
-                if not flushed:
-                    log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
-                    await self._flush(label)
-                if await self.label() not in (None, label):
-                    await self.set_label(label)
+                if await self._process() not in (None, process) and process is not None:
+                    raise HalfUpdated(self._started_anew(label))
         except HalfUpdated:
             raise
         except EngineError as error:
@@ -132,6 +161,21 @@ class SglangWorker:
             kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
             said = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
             raise kind(said) from error
+
+    async def _process(self) -> Any:
+        """What no two processes have in common: how long each part of its start took; None: it does not say."""
+        reply = await self.client.call("GET", "/server_info", retry=True)
+        said = words_of(reply) if reply.ok else None
+        return said.get("startup_time") if isinstance(said, dict) else None
+
+    def _is_another(self, shown: str, paused_as: str | None, labels: WeightLabels) -> bool:
+        return another_process(shown, paused_as, labels, self.offer.weight_version)
+
+    def _started_anew(self, label: str) -> str:
+        return (
+            f"{self.client.url} was started anew in the middle of the update to {label}, and may have the weights of "
+            "its start; update its weights again"
+        )
 
     async def load(self) -> EngineLoad | None:
         """Summed over data-parallel copies; None: the server does not say."""
@@ -149,37 +193,47 @@ class SglangWorker:
             max((load.token_usage for load in loads), default=0.0),
         )
 
-    async def _load(self, label: str, path: str) -> bool:
-        """New weights; False: the cache was kept. An update that failed may have changed the weights all the same."""
+    async def _load(self, label: str, path: str, before: str | None) -> bool:
+        """New weights; False: the cache was kept.
+
+        Args:
+            before: the label of the weights that the server has.
+
+        Raises:
+            HalfUpdated: it does not say whether it has loaded them.
+            EngineError: it says that it has not.
+        """
         body: dict[str, Any] = {
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
         }  # fmt: skip
         reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
-        if _succeeded(reply):
+        said = words_of(reply)
+        if reply.ok and says("success", True)(said):
             return True
-        said = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
+        text = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
         if reply.status == 404:
-            raise EngineError(f"{said}; this server has no /update_weights_from_disk")
-        if "flush" in error_text(reply.body).lower():
+            raise EngineError(f"{text}; this server has no /update_weights_from_disk")
+        refused = reply.status == 400 and says("success", False)(said)
+        if refused and (str(said.get("message")).startswith(_KEPT_CACHE) or await self._moved(label)):
             return False
-        if self.offer.weight_version is not None and await self.label() == label:
-            raise HalfUpdated(said)
-        raise EngineError(f"{said}; it keeps the weights it had")
+        if refused or reply.status == 422:
+            if before is not None and before != label and await self.label() != before:
+                raise HalfUpdated(f"{text}; it shows other weights than before")
+            raise EngineError(f"{text}; it keeps the weights it had")
+        raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
+
+    async def _moved(self, label: str) -> bool:
+        return self.offer.weight_version is not None and await self.label() == label
 
     async def _flush(self, label: str) -> None:
         """Empty the cache: keys and values of old weights must not serve new ones."""
         reply = await self.client.call(
             "POST", "/flush_cache", params={"timeout": f"{FLUSH_S:g}"}, timeout_s=FLUSH_S + 30, retry=True
         )
-        if not reply.ok:
+        if not (reply.ok and reply.body.startswith(_FLUSHED)):
             raise HalfUpdated(
                 f"{self.client.url} did not empty its cache for the weights {label}: {error_text(reply.body)}"
             )
-
-    async def _require_label(self, label: str) -> None:
-        now = await self.label()
-        if now != label:
-            raise HalfUpdated(f"{self.client.url} says its weights are {now} after april called them {label}")
 
     def _undisturbed(self) -> AbstractAsyncContextManager[None]:
         return self._retracted() if "retract" in self.offer.pause_modes else nullcontext()
@@ -196,17 +250,7 @@ class SglangWorker:
             return
         # the body may be empty but must be there
         async with standing_still(
-            lambda: self.client.json("POST", "/pause_generation", {"mode": "retract"}, retry=True),
-            lambda: self.client.json("POST", "/continue_generation", {}, retry=True),
+            lambda: control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"}),
+            lambda: control(self.client, "/continue_generation", says("status", "ok"), body={}),
         ):
             yield
-
-
-def _succeeded(reply: Reply) -> bool:
-    if not reply.ok:
-        return False
-    try:
-        said = msgspec.json.decode(reply.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return isinstance(said, dict) and said.get("success") is True

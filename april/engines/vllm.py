@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,8 +24,10 @@ from april.engines.server_engine import ServerEngine
 from april.engines.server_pause import standing_still
 from april.engines.server_pool import connect_all
 from april.engines.server_stream import ServerStream
+from april.engines.server_words import control, nothing, says, text_under, words_of
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
+from april.engines.weight_labels import another_process, marked
 from april.errors import EngineError
 
 LOAD_WEIGHTS_S = 3600.0
@@ -54,6 +56,8 @@ class VllmEngine(ServerEngine):
         self.offer = offer
         self._stream = stream
         self._started_s = offer.started_s
+        self._paused_as: str | None = None
+        """Label of the process that was paused for an update; None: it was not asked, or did not say."""
         # aborts that somebody asked for; the server's pause ends others along with them
         self._unwanted: set[str] = set()
         self._pausing = asyncio.Lock()
@@ -79,30 +83,49 @@ class VllmEngine(ServerEngine):
             async with self._standing_still("abort"):
                 return
         route = self.offer.abort_route
-        await self._call(route, {"request_ids": [engine_id(self.offer.route, i) for i in ids]})
+        body = {"request_ids": [engine_id(self.offer.route, i) for i in ids]}
+        await control(self._client, route, says("status", "aborted"), nothing, body=body)
 
     # ---------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        self._paused_as = None
+        with suppress(EngineError):  # if it does not answer, the update will say so
+            self._paused_as = await marked(self, self._labels, self.offer.label)
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Load, empty the cache, name the weights, and look whether the name is there.
 
         Raises:
-            EngineError: requests are running, the server cannot load from a directory, or it has failed; if it is
-                between two versions then, it gets no requests before an update succeeds.
+            EngineError: requests are running, the server cannot load from a directory, has failed, does not say that
+                it has done what it was asked, or was started anew meanwhile; if it is between two versions then, it
+                gets no requests before an update succeeds.
         """
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
+        started_s = (await read_metrics(self._client)).started_s
         if self.offer.developer_routes:
             async with self._frozen():
-                if path is not None:
-                    await self._load(path, version)
+                mark = await self._load(path, version) if path is not None else await self._handed_over(version)
                 await self._empty_cache()
-                await self.set_label(version)
-        self._labels.present, self._torn = version, ""
+                await self._label_as(version, mark)
+        now_s = (await read_metrics(self._client)).started_s
+        if None not in (started_s, now_s) and started_s != now_s:
+            raise EngineError(self._torn_by_a_restart(version))
         # a server that was started anew and has these weights now is the present one
-        self._started_s = (await read_metrics(self._client)).started_s or self._started_s
+        self._started_s = now_s or started_s or self._started_s
+        self._labels.present, self._torn = version, ""
+
+    def _torn_by_a_restart(self, version: PolicyVersion) -> str:
+        self._torn = (
+            f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
+            "of its start; update its weights again"
+        )
+        return self._torn
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
@@ -120,41 +143,67 @@ class VllmEngine(ServerEngine):
                 f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
             )
 
-    async def _load(self, path: str, version: PolicyVersion) -> None:
+    async def _load(self, path: str, version: PolicyVersion) -> str | None:
+        """New weights; returns the label of the process that has loaded them."""
+        mark = await marked(self, self._labels, self.offer.label, version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
-        if not reply.ok:
+        if not (reply.ok and _reloaded(words_of(reply))):
             self._torn = (
-                f"{self._client.url} could not load {path} as {version}: {error_text(reply.body)}; it may be without "
-                "weights now, and dies of that: update its weights again, or start it anew"
+                f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
+                f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
+                "or start it anew"
             )
             raise EngineError(self._torn)
+        return mark
+
+    async def _handed_over(self, version: PolicyVersion) -> str | None:
+        """The trainer has put the weights into the process that was paused; returns its label."""
+        self._torn = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        shown = await self.label()
+        was_paused = not self._admission.is_open
+        if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.offer.label):
+            raise EngineError(self._torn_by_a_restart(version))
+        return shown
 
     async def _empty_cache(self) -> None:
         """Keys and values of old weights must not serve new ones."""
+        route, done, said = "/reset_prefix_cache", says("success", True), b""
         for _ in range(RESET_TRIES):
-            said = await self._client.json(
-                "POST", "/reset_prefix_cache", params={"reset_running_requests": "true"}, retry=True
-            )
-            if isinstance(said, dict) and said.get("success", True):
+            reply = await self._client.call("POST", route, params={"reset_running_requests": "true"}, retry=True)
+            self._client.require_ok(reply, route)
+            if done(words_of(reply)):
                 return
+            said = reply.body
             await asyncio.sleep(RESET_WAIT_S)
-        raise EngineError(f"{self._client.url} did not empty its cache; does somebody else keep it busy?")
+        raise EngineError(
+            f"{self._client.url} did not empty its cache; does somebody else keep it busy? It said: {error_text(said)}"
+        )
 
-    async def set_label(self, version: PolicyVersion) -> None:
+    async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
+        """Name the weights of the process with this label, and of no other."""
+        if mark is None:
+            return
+        if await self.label() != mark:
+            raise EngineError(self._torn_by_a_restart(version))
+        await self.set_label(self._labels.of(version))
+
+    async def set_label(self, label: str) -> None:
         """Name the present weights; raises EngineError when the server does not show the name afterwards."""
         if self.offer.label is None:
             return
-        label = self._labels.of(version)
-        await self._client.json("POST", "/update_weight_version", {"new_version": label}, retry=True)
-        now = await self._label()
+        await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
+        now = await self.label()
         if now != label:
             raise EngineError(f"{self._client.url} says its weights are {now} after april called them {label}")
 
-    async def _label(self) -> str | None:
+    async def label(self) -> str | None:
+        """Of the present weights; None: the server has no labels."""
+        if self.offer.label is None:
+            return None
         info = await self._client.json("GET", "/weight_info", retry=True)
-        return str(info.get("weight_version")) if isinstance(info, dict) else None
+        return text_under(self._client, info, "weight_version", "/weight_info")
 
     @asynccontextmanager
     async def _frozen(self) -> AsyncIterator[None]:
@@ -174,7 +223,8 @@ class VllmEngine(ServerEngine):
         """One pause at a time: the end of another would end this one."""
         params = {"mode": mode, "clear_cache": "false"}
         async with self._pausing, standing_still(
-            lambda: self._call("/pause", params=params), lambda: self._call("/resume")
+            lambda: control(self._client, "/pause", says("status", "paused"), params=params),
+            lambda: control(self._client, "/resume", says("status", "resumed")),
         ):
             yield
 
@@ -186,7 +236,7 @@ class VllmEngine(ServerEngine):
             reply = await self._client.call("GET", "/health", retry=True)
             if not reply.ok:
                 return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
-            label = await self._label() if self.offer.label is not None else None
+            label = await self.label()
             paused = await self._is_paused()
         except EngineError as error:
             return Health(False, str(error))
@@ -208,18 +258,17 @@ class VllmEngine(ServerEngine):
         if not self.offer.developer_routes or self._pausing.locked():
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
-        return reply.ok and b"true" in reply.body and not self._pausing.locked()
+        return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pausing.locked()
 
     async def close(self) -> None:
         """Calls in flight break."""
         await self._client.close()
 
-    async def _call(
-        self, route: str, body: object = None, params: dict[str, str] | None = None
-    ) -> None:
-        """A control call that may be made twice."""
-        reply = await self._client.call("POST", route, body, params=params, retry=True)
-        self._client.require_ok(reply, route)
+
+def _reloaded(said: object) -> bool:
+    """How a server says that its workers have reloaded their weights: each of them returned nothing."""
+    results = said.get("results") if isinstance(said, dict) else None
+    return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
 class _VllmStream(ServerStream):
@@ -276,7 +325,7 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
         engine = VllmEngine(
             client, offer, offer.capabilities(config), stream=config.max_token_loss is not None
         )
-        await engine.set_label(FIRST_VERSION)
+        await engine.set_label(engine._labels.of(FIRST_VERSION))
         return engine
 
     return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]

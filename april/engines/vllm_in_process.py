@@ -180,14 +180,24 @@ class VllmInProcessEngine(ServerEngine):
             raise EngineError(f"engine {self._name}: {_TIED}")
         self._torn = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
-            await self._there(lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
-        if not await self._there(self._llm.reset_prefix_cache):
+            said = await self._there(
+                lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            )
+            if not said or any(result is not None for result in said):  # each of its workers returns nothing
+                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {said!r:.300}")
+        if await self._there(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
                 "weights; are there requests of others at it?"
             )
         if hasattr(self._llm, "update_weight_version"):
-            await self._there(lambda: self._llm.update_weight_version(self._labels.of(version)))
+            label = self._labels.of(version)
+            await self._there(lambda: self._llm.update_weight_version(label))
+            if hasattr(self._llm, "get_weight_version"):
+                shown = await self._there(self._llm.get_weight_version)
+                if shown != label:
+                    said = f"says its weights are {shown} after april called them {label}"
+                    raise EngineError(f"engine {self._name} {said}")
             self._labelled = True
         self._labels.present, self._torn = version, ""
 

@@ -19,6 +19,22 @@ class Span(Protocol):
     end: int
 
 
+START_LABEL = "default"
+"""What servers call the weights with which they were started."""
+
+
+class LabelledServer(Protocol):
+    """A server that may show a label of its weights; a new process has forgotten what the old one was given."""
+
+    async def label(self) -> str | None:
+        """The present one; None: the server has no labels. Raises EngineError if it does not say it."""
+        ...
+
+    async def set_label(self, label: str) -> None:
+        """Give another; raises EngineError unless the server shows it afterwards."""
+        ...
+
+
 class WeightLabels:
     """One engine's names for the weights of its server: ``v<version>-<six digits of its own>``.
 
@@ -37,6 +53,10 @@ class WeightLabels:
             self._latest = (version, f"v{version}{self._end}")
         return self._latest[1]
 
+    def mark(self) -> str:
+        """A fresh name that is no version's, for weights that are not known or are about to change."""
+        return f"between-{secrets.token_hex(4)}{self._end}"
+
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
         """The version that this engine gave the label, if it is ``since`` or came after it and was confirmed.
 
@@ -49,6 +69,32 @@ class WeightLabels:
             return None
         version = PolicyVersion(int(incarnation), int(n))
         return version if self.of(version) == label and since <= version <= max(since, self.present) else None
+
+
+async def marked(
+    server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion | None = None
+) -> str | None:
+    """A label by which the present process is known again, and which is not that of ``version``.
+
+    One that was given to it does, whoever gave it; one that it had at its start (``first``) is replaced, for the next
+    process has it too. None: it has no labels.
+    """
+    shown = await server.label()
+    if shown is None or shown not in (START_LABEL, first, version and labels.of(version)):
+        return shown
+    mark = labels.mark()
+    await server.set_label(mark)
+    return mark
+
+
+def another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
+    """Whether a label says that the process which was :func:`marked` has gone, or may have gone (``mark`` None).
+
+    A trainer that hands weights over may name them, but hardly as they were named at the start.
+    """
+    if label in (mark, labels.of(labels.present)):
+        return False
+    return mark is None or label in (START_LABEL, first)
 
 
 def cover(spans: Sequence[Span], total: int) -> bool:

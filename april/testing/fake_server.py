@@ -9,6 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from april.testing.fake_control_faults import ControlFault, PlannedControlFault, wrong_answer
+
 
 class Run(Protocol):
     """One request at a fake server."""
@@ -43,7 +45,10 @@ class FakeServer(Generic[R, F]):
     def __init__(self, *, weights: str, max_running: int, stepped: bool, turns: int) -> None:
         self.weights, self.label = weights, "default"
         self.max_running, self.stepped, self.turns = max_running, stepped, turns
+        self.first_weights = weights
+        """Those of every new process."""
         self.faults: list[F] = []
+        self.control_faults: list[PlannedControlFault] = []
         self.runs: list[R] = []
         """Every request that was let in, in the order of arrival."""
         self.violations: list[str] = []
@@ -132,8 +137,20 @@ class FakeServer(Generic[R, F]):
     async def restart(self, weights: str = "w0") -> None:
         """A new process with weights as given, the default label, and no requests."""
         await self.close()
-        self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
+        self._forget(weights)
         await self.start()
+
+    def _forget(self, weights: str) -> None:
+        """What a new process does not have."""
+        self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
+
+    def _restart_at_once(self) -> None:
+        """Another process behind the same port: requests break, and nobody sees the port closed."""
+        for run in list(self._live):
+            run.dead = True
+            self._leave(run)
+        self._forget(self.first_weights)
+        self.starts += 1
 
     # ---------------------------------------------------------------- requests
 
@@ -197,11 +214,32 @@ class FakeServer(Generic[R, F]):
         if request.transport is not None:
             self._transports.add(request.transport)
         early = await self._early(request)
-        response = early if early is not None else await handler(request)
+        response = early if early is not None else await self._controlled(request, handler)
         if self.unanswered.get(request.path):
             self.unanswered[request.path] -= 1
             return cut(request)
         return response
+
+    async def _controlled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer, or what goes wrong with it by the script."""
+        for fault in self.control_faults:
+            if fault.route != request.path or not fault.times:
+                continue
+            if fault.later:
+                fault.later -= 1
+                continue
+            fault.times -= 1
+            if fault.kind is ControlFault.RESTARTS_BEFORE:
+                self._restart_at_once()
+                return await handler(request)
+            if fault.kind is ControlFault.RESTARTS_AFTER:
+                response = await handler(request)
+                self._restart_at_once()
+                return response
+            if fault.obeyed:
+                await handler(request)
+            return await wrong_answer(fault.kind, request)
+        return await handler(request)
 
 
 def cut(request: web.Request) -> web.Response:

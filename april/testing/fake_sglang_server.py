@@ -55,6 +55,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         """Bodies of the weight updates that worked."""
         self.relabels = True
         """A weight update sets the label that it names; older servers do not."""
+        self.kept_caches = 0
+        """So many updates load the weights, keep the cache and the label, and say so."""
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -320,6 +322,13 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             said = f"Failed to get weights iterator: {body['model_path']} is not there"
             return web.json_response({"success": False, "message": said}, status=400)
         self.weights, self.stale_cache = name, True
+        if self.kept_caches:
+            self.kept_caches -= 1
+            said = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
+            )
+            return web.json_response({"success": False, "message": said, "num_paused_requests": 0}, status=400)
         if self.relabels:
             self.label = str(body.get("weight_version") or self.label)
         self.updates.append(body)
@@ -352,6 +361,7 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             "version": "0.5.23", "context_length": self.context, "max_req_input_len": self.context - 6, "dp_size": 1,
             "max_running_requests": self.max_running, "max_total_num_tokens": 65536,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
+            "startup_time": {"total": self.starts},
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
