@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -18,20 +18,25 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import SampleId
 from april.core.versions import PolicyVersion
+from april.driver.abandoned import Abandoned
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
-from april.driver.loop_thread import LoopThread, result_of
+from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.user_code import check_function, inside_user_code, refuse_inside_user_code
+from april.driver.update_call import UpdateCall
+from april.driver.user_code import check_function, refuse_inside_user_code
 from april.engine_fit import misfits
 from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
+
+_ASKING = threading.RLock()
+"""Held for two assignments: of what is to be one step for other threads. A signal handler may be inside it again."""
 
 
 class RolloutScheduler:
@@ -93,7 +98,10 @@ class RolloutScheduler:
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
-        self._asking = threading.Lock()
+        self._asking: object | None = None
+        """The call that waits for a batch."""
+        self._update: UpdateCall | None = None
+        """The last weight update, until a call has heard its end."""
         self._thread = self._loop_type()
         try:
             if engines is None:
@@ -114,7 +122,10 @@ class RolloutScheduler:
             self._thread.stop()
             raise
         self._evaluator = Evaluator(self._driver)
-        self._asking = threading.Lock()
+        self._dropped = weakref.finalize(
+            self, self._thread.begin_to_stop, Abandoned(self._engines, self._driver.worker_threads).end
+        )
+        self._dropped.atexit = False
 
     # ---------------------------------------------------------------- one step
 
@@ -129,32 +140,40 @@ class RolloutScheduler:
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
-        with self._one_at_a_time():
-            return self._taken(self._thread.run(self._driver.wait_batch()))
+        me = object()
+        try:
+            self._ask(me)
+            batch = self._thread.run(self._driver.wait_batch)
+            # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
+            self._driver.handed_out = batch.id
+            return batch
+        finally:
+            if self._asking is me:
+                self._asking = None
 
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
         await asyncio.sleep(0)  # a call that was cancelled just now leaves first
-        with self._one_at_a_time():
-            return self._taken(await self._thread.run_async(self._driver.wait_batch()))
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Until a batch has crossed over it is the next one, for everybody who asks."""
-        if not self._asking.acquire(blocking=False):
-            refuse_inside_user_code()  # which says more
-            raise RolloutError(
-                "next_batch was called while another call waits for the same batch; ask for one batch after the other"
-            )
+        me = object()
         try:
-            yield
+            self._ask(me)
+            batch = await self._thread.run_async(self._driver.wait_batch)
+            self._driver.handed_out = batch.id
+            return batch
         finally:
-            self._asking.release()
+            if self._asking is me:
+                self._asking = None
 
-    def _taken(self, batch: Batch) -> Batch:
-        """Tell the driver that the batch has crossed over to the trainer's thread; until then it is the next one."""
-        self._thread.call_later(lambda: self._driver.take_batch(batch))
-        return batch
+    def _ask(self, me: object) -> None:
+        """One call at a time: until a batch is handed out it is the next one, for everybody who asks."""
+        with _ASKING:
+            if self._asking is None:
+                self._asking = me
+                return
+        refuse_inside_user_code()  # which says more
+        raise RolloutError(
+            "next_batch was called while another call waits for the same batch; ask for one batch after the other"
+        )
 
     def weight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
         """Tell april that the trainer has updated: commits the leased batches and raises the policy version.
@@ -174,6 +193,10 @@ class RolloutScheduler:
             ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
+
+        An interrupted call (Ctrl-C, a signal handler that raises) has either not begun or goes on to its end; inside
+        ``transfer`` it is as any other exception there. Call it again with the same arguments before the next batch,
+        and it waits for that end instead of updating again; :attr:`version` tells what is in force.
         """
         return self._with_weights("weight_update", self._driver.update_weights, path, transfer)
 
@@ -209,7 +232,7 @@ class RolloutScheduler:
     def _evaluation(
         self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,
         max_tokens: int | None, seed: int,
-    ) -> Coroutine[Any, Any, EvaluationResult]:  # fmt: skip
+    ) -> Callable[[], Coroutine[Any, Any, EvaluationResult]]:  # fmt: skip
         """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
         limit = 1 if max_tokens is None else max_tokens
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
@@ -230,7 +253,7 @@ class RolloutScheduler:
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
-        return self._evaluator.evaluate(checked, n_samples, sampling, seed)
+        return partial(self._evaluator.evaluate, checked, n_samples, sampling, seed)
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -280,7 +303,8 @@ class RolloutScheduler:
             ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has changed.
             EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
         """
-        return self._with_weights("load_state_dict", partial(self._driver.load_state_dict, state), path, transfer)
+        load = partial(self._driver.load_state_dict, state)
+        return self._with_weights("load_state_dict", load, path, transfer, id(state))
 
     async def aload_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None
@@ -289,41 +313,31 @@ class RolloutScheduler:
         return await asyncio.to_thread(self.load_state_dict, state, path, transfer)
 
     def _with_weights(
-        self, what: str, method: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any
-    ) -> PolicyVersion:
-        """``method(path, transfer)`` of the driver, where ``transfer`` runs here, in the caller's thread."""
+        self, what: str, method: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
+        *also: object,
+    ) -> PolicyVersion:  # fmt: skip
+        """``method(path, transfer)`` of the driver, where ``transfer`` runs here, in the caller's thread.
+
+        An interrupted call that is made again, with the same arguments and the same ``also``, is waited for.
+        """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
                 f"{what}: path must be the name of a directory, got {type(path).__name__}; a function that "
                 "hands the weights over is given as transfer=, a model that is read in place not at all"
             )
         path = None if path is None else os.fspath(path)
-        if transfer is None:
-            return self._thread.run(method(path, None))
-        if not callable(transfer):
+        if transfer is not None and not callable(transfer):
             raise ConfigError(f"{what}: transfer must be a function, got {type(transfer).__name__}")
-        paused: Future[None] = Future()
-        handed_over: Future[None] = Future()
-
-        async def hand_over() -> None:
-            paused.set_result(None)
-            await asyncio.wrap_future(handed_over)
-
-        update = self._thread.submit(method(path, hand_over))
-        steps: list[Future[Any]] = [paused, update]
-        try:
-            wait(steps, return_when=FIRST_COMPLETED)
-            if paused.done():
-                with inside_user_code():
-                    transfer()
-        except BaseException:
-            # ends the update where it waits: the engines go on with the version they have
-            handed_over.cancel()
-            wait([update])
-            raise
-        with suppress(InvalidStateError):  # cancelled by close meanwhile
-            handed_over.set_result(None)
-        return result_of(update)
+        self._thread.refuse_waiting()
+        asked = (what, path, transfer is not None, self._driver.handed_out, *also)
+        call = self._update
+        if call is None or not call.goes_on_for(asked):
+            call = UpdateCall(self._thread, partial(method, path), transfer, asked)
+            self._update = call
+        version = call.carry_out()
+        if self._update is call:
+            self._update = None
+        return version
 
     # ---------------------------------------------------------------- looking inside
 
@@ -362,21 +376,30 @@ class RolloutScheduler:
             return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver.core))}>"
         except SchedulerClosed:
             return "<RolloutScheduler closed>"
+        except RolloutError:
+            return "<RolloutScheduler of another process>"
 
     def close(self) -> None:
-        """End all requests, functions and engines; idempotent.
+        """End all requests, functions and engines; idempotent. In a process that was forked off it does nothing.
 
         Functions have a few seconds to end (CLOSE_PATIENCE_S); those that do not, in threads too, are left behind.
         """
+        if not self._thread.here:
+            return
+        self._dropped.detach()
         try:
-            closing = self._thread.submit(self._driver.close())
+            closing = self._thread.submit(self._driver.close)
         except SchedulerClosed:
             self._thread.stop()
             return
+        answers = True
         try:
-            closing.result()
+            answers = self._thread.waits_for(closing)
         finally:
-            self._thread.stop()
+            self._thread.stop(answers=answers)
+        error = closing.error()
+        if error is not None and not isinstance(error, CancelledError):
+            raise error
 
     def __enter__(self) -> Self:
         return self
@@ -385,6 +408,14 @@ class RolloutScheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
 
 
 def check_functions(

@@ -2,27 +2,38 @@
 
 Rewards and parked rollout functions live on it while the trainer trains, whether the trainer is synchronous
 or asynchronous itself.
+
+Invariant: a signal handler may run, call back and raise between any two steps of a thread that asks. So nothing here
+holds a lock, and the loop is told things in one way only: a function is queued.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
+from april.daemon_pool import DaemonPool
+from april.driver.loop_reply import Reply
 from april.driver.user_code import refuse_inside_user_code
 from april.errors import RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
 T = TypeVar("T")
+Work = Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]
 
 STOP_PATIENCE_S = 10.0
 """How long stop waits for cancelled tasks to end, and for threads."""
-
+ANSWER_PATIENCE_S = 10.0
+"""How long the end waits for a loop that something blocks."""
 
 _CLOSED = "the scheduler is closed; create a new one"
 
@@ -34,11 +45,14 @@ class LoopThread:
     """Other threads may call something on its loop while that waits."""
 
     def __init__(self, name: str = "april-loop") -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._pool = ThreadPoolExecutor(thread_name_prefix=f"{name}-to-thread")
+        self._pool = DaemonPool(f"{name}-to-thread")
         self._loop.set_default_executor(self._pool)
-        self._lock = threading.Lock()
+        self._pending: set[Reply[Any]] = set()
+        """What somebody waits for; the end of the loop answers them all."""
         self._stopping = self._ended = False
+        self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -50,114 +64,200 @@ class LoopThread:
             except BaseException:
                 # a task raised SystemExit, which ends run_forever; it must not end the run of everybody else
                 log.exception("a background task tried to end the process; april goes on")
+        self._refuse_pending()
+        self._loop.close()
+        self._pool.shutdown(wait=False)
 
     @property
     def alive(self) -> bool:
         """Whether coroutines can still be submitted."""
         return not self._stopping
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine`` on the loop.
+    @property
+    def here(self) -> bool:
+        """False in a child that was forked off: threads stay behind in the parent."""
+        return os.getpid() == self._process
+
+    # ---------------------------------------------------------------- from any thread
+
+    def refuse_waiting(self) -> None:
+        """Raise RolloutError where waiting for the loop would never end: in what april waits for, or on the loop."""
+        refuse_inside_user_code()
+        if threading.current_thread() is self._thread:
+            raise RolloutError("a call from april's own loop would wait for itself; call it where the trainer runs")
+
+    def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+        """Start ``work`` on the loop, a coroutine or what makes one there; ``heard`` is called there with its reply.
+
+        An interrupt that comes too early leaves a coroutine behind that nobody awaits; what makes one, it does not.
 
         Raises:
             SchedulerClosed: the loop has been stopped.
             RolloutError: called inside a function that april waits for, or on the loop itself: waiting for the result
-                would never end.
+                would never end. Or in a forked process, where there is no loop.
         """
+        reply = Reply(self._pending.discard, *heard)
         try:
-            refuse_inside_user_code()
-            if threading.current_thread() is self._thread:
-                raise RolloutError("a call from april's own loop would wait for itself; call it where the trainer runs")
-            return self._submit(coroutine)
+            self.refuse_waiting()
+            self._queue(lambda: reply.follow(self._loop.create_task(_coroutine(work))), reply)
         except (RolloutError, SchedulerClosed):
-            coroutine.close()  # never begun; after an interrupt it may already run
+            if not callable(work):
+                work.close()  # never begun; after an interrupt it may already run
             raise
+        return reply
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if self._stopping:
-                raise SchedulerClosed(_CLOSED)
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def follow(self, coroutine: Coroutine[Any, Any, T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+        """:meth:`submit`, on the loop."""
+        reply = Reply(self._pending.discard, *heard)
+        self._pending.add(reply)
+        reply.follow(self._loop.create_task(coroutine))
+        return reply
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """:meth:`submit`, and wait for the result. An interrupt of the wait cancels the coroutine."""
-        return result_of(self.submit(coroutine))
-
-    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """:meth:`run` for a caller with an event loop of its own; its cancellation cancels the coroutine."""
-        future = self.submit(coroutine)
+    def _queue(self, function: Callable[[], None], reply: Reply[Any]) -> None:
+        """Run on the loop what will give ``reply``."""
+        self._refuse_elsewhere()
+        self._pending.add(reply)
         try:
-            return await asyncio.wrap_future(future)
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            self._pending.discard(reply)
+            raise SchedulerClosed(_CLOSED) from None  # in this very moment
+        if self._ended:
+            reply.give(None, CancelledError())  # too late for the loop to see it
+
+    def _refuse_elsewhere(self) -> None:
+        if not self.here:
+            raise RolloutError(
+                f"this scheduler belongs to process {self._process}, and this is process {os.getpid()}, forked off "
+                "later: threads do not live on in a fork. Create the scheduler after forking, in the process that "
+                "trains, or start other processes by the method spawn"
+            )
+        if self._stopping:
+            raise SchedulerClosed(_CLOSED)
+
+    def run(self, work: Work[T]) -> T:
+        """:meth:`submit`, and wait for the result. An interrupt of the wait cancels the coroutine."""
+        return result_of(self.submit(work))
+
+    async def run_async(self, work: Work[T]) -> T:
+        """:meth:`run` for a caller with an event loop of its own; its cancellation cancels the coroutine."""
+        loop = asyncio.get_running_loop()
+        there = loop.create_future()
+
+        def heard(_: Reply[T]) -> None:
+            with suppress(RuntimeError):  # the caller's loop has ended
+                loop.call_soon_threadsafe(wake)
+
+        def wake() -> None:
+            if not there.done():
+                there.set_result(None)
+
+        reply = self.submit(work, heard)
+        try:
+            await there
         except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if self._stopping and (me is None or not me.cancelling()):
-                raise SchedulerClosed(_CLOSED) from None
+            reply.cancel()
             raise
+        return result_of(reply)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a plain function on the loop and wait for its result; allowed from everywhere."""
+        """Run a plain function on the loop and wait for its result; allowed from everywhere, signal handlers too."""
         if threading.current_thread() is self._thread:
             return function()
 
-        async def run() -> T:
-            return function()
-
-        coroutine = run()
-        try:
-            future = self._submit(coroutine)
-        except SchedulerClosed:
-            coroutine.close()
-            raise
-        return result_of(future)
+        reply: Reply[T] = Reply(self._pending.discard)
+        self._queue(lambda: reply.run(function), reply)
+        return result_of(reply)
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Run a plain function on the loop, after everything submitted before and before everything after."""
-        with self._lock:
-            if not self._stopping:
-                self._loop.call_soon_threadsafe(function)
+        """Run a plain function on the loop, if it lives, and do not wait for it."""
+        with suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(function)
 
-    def stop(self) -> None:
-        """Cancel everything, end the loop and its thread; idempotent.
+    # ---------------------------------------------------------------- the end
 
-        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind.
+    def waits_for(self, reply: Reply[Any]) -> bool:
+        """Whether something submitted has ended, well or badly; False: the loop has not answered for a while."""
+        while True:
+            alive = Reply[None]()
+            self.call_later(partial(alive.give, None))
+            if reply.wait(ANSWER_PATIENCE_S):
+                return True
+            if not alive.done():
+                return False
+
+    def stop(self, *, answers: bool = True) -> None:
+        """Cancel everything, end the loop and its thread; idempotent. In a forked child it does nothing.
+
+        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind. So
+        is the loop itself if something blocks it, after ANSWER_PATIENCE_S or if it is known not to answer.
         """
-        with self._lock:
-            first, self._stopping = not self._stopping, True
-            if first:
-                ending = asyncio.run_coroutine_threadsafe(_cancel_everything(), self._loop)
-        if first:
-            try:
-                ending.result()
-            finally:
-                self._ended = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-                self._end_pool()
-        else:
-            self._thread.join()
-
-
-    def _end_pool(self) -> None:
-        waiting = threading.Thread(target=self._pool.shutdown, daemon=True)
-        waiting.start()
-        waiting.join(STOP_PATIENCE_S)
-        if waiting.is_alive():
+        if not self.here:
+            return
+        self.begin_to_stop()
+        self._thread.join(ANSWER_PATIENCE_S if answers else 0.0)
+        if self._ending is not None:
+            self._thread.join(STOP_PATIENCE_S)
+        if self._thread.is_alive():
+            log.error(
+                "april's loop does not answer and is left behind: it is inside %s. An async function must not block: "
+                "await there, or make it a plain function, which runs in a thread of its own",
+                self._where(),
+            )
+            self._refuse_pending()
+        elif not self._pool.join(STOP_PATIENCE_S):
             log.error("a function in a thread of asyncio.to_thread does not end and is left behind")
 
+    def begin_to_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """:meth:`stop` without the wait, from anywhere, in the middle of anything; ``last`` is awaited at the end."""
+        if self.here:
+            self._stopping = True
+            self.call_later(lambda: self._end(last))
 
-def result_of(future: Future[T]) -> T:
-    """Wait for a submitted coroutine; raises SchedulerClosed if the loop was stopped. An interrupt cancels it."""
+    def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(_cancel_everything(last))
+            self._ending.add_done_callback(self._stop_loop)
+
+    def _stop_loop(self, _: asyncio.Task[None]) -> None:
+        self._ended = True
+        self._loop.stop()
+
+    def _refuse_pending(self) -> None:
+        for reply in self._pending.copy():
+            reply.give(None, CancelledError())
+
+    def _where(self) -> str:
+        """The function that the loop's thread is in: the user's, not a library's that it calls."""
+        inmost = frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            frame = frame.f_back
+        frame = frame or inmost
+        if frame is None:
+            return "an unknown function"
+        return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}, line {frame.f_lineno})"
+
+
+_LIBRARIES = (os.path.dirname(os.__file__), "<")
+"""Where the standard library and installed packages are."""
+
+
+def result_of(reply: Reply[T]) -> T:
+    """Wait for what was submitted; raises SchedulerClosed if the loop was stopped. An interrupt cancels it."""
     try:
-        return future.result()
+        return reply.result()
     except CancelledError:
         raise SchedulerClosed(_CLOSED) from None
     except BaseException:
-        future.cancel()
+        reply.cancel()
         raise
 
 
-async def _cancel_everything() -> None:
+def _coroutine(work: Work[T]) -> Coroutine[Any, Any, T]:
+    return work() if callable(work) else work
+
+
+async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None:
     me = asyncio.current_task()
     tasks = [t for t in asyncio.all_tasks() if t is not me]
     for task in tasks:
@@ -166,4 +266,6 @@ async def _cancel_everything() -> None:
         _, stubborn = await asyncio.wait(tasks, timeout=STOP_PATIENCE_S)
         for task in stubborn:
             log.error("%s ignores its cancellation and is left behind", task.get_coro())
+    if last is not None:
+        await last()
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -90,14 +90,17 @@ class RolloutDriver:
         self._draining = False
         self._broken: AprilError | None = None
         self._loading = False
+        self.handed_out: int | None = None
+        """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
+        can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
         self._taken: list[int] = []
         self._waiting = _Waiting()
         self.engines_changed = asyncio.Event()
         """Set when an engine may have room again, for evaluations that wait for one."""
         self._context = copy_context()
-        self._threads = WorkerThreads()
-        self.calls = UserCalls(TimeLimits(function_timeout_s), self._threads, self.spawn)
-        self.rollout = as_coroutine(functions.rollout, self._threads)
+        self.worker_threads = WorkerThreads()
+        self.calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self.spawn)
+        self.rollout = as_coroutine(functions.rollout, self.worker_threads)
         self._exclusive = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
         self._samples = SampleFunctions(
@@ -138,12 +141,13 @@ class RolloutDriver:
     async def next_batch(self) -> Batch:
         """The next batch. A call that was cancelled loses nothing: the next one gets its batch."""
         batch = await self.wait_batch()
-        self.take_batch(batch)
+        self.handed_out = batch.id
         return batch
 
     async def wait_batch(self) -> Batch:
-        """The next batch; it stays the next one until :meth:`take_batch`, as it may get lost on its way."""
+        """The next batch; it stays the next one until it is ``handed_out``, as it may get lost on its way."""
         self._raise_if_broken()
+        self._note_handed_out()
         if self._waiting.batch is None:
             self.weights.raise_if_half_updated()
             if self._loading:
@@ -166,12 +170,14 @@ class RolloutDriver:
                 self._waiting.batch = None
             raise
 
-    def take_batch(self, batch: Batch) -> None:
-        """The trainer has this batch: the next weight update commits it."""
+    def _note_handed_out(self) -> None:
+        """A batch that the trainer has is not the next one any more: the next weight update commits it."""
         future = self._waiting.batch
-        if future is not None and future.done() and future.exception() is None and future.result() is batch:
-            self._waiting.batch = None
-            self._taken.append(batch.id)
+        if future is not None and future.done() and future.exception() is None:
+            batch = future.result().id
+            if batch == self.handed_out:
+                self._waiting.batch = None
+                self._taken.append(batch)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -205,6 +211,7 @@ class RolloutDriver:
 
     def _commit(self) -> None:
         """All taken batches are trained on."""
+        self._note_handed_out()
         taken, self._taken = self._taken, []
         for batch_id in taken:
             self.post(ev.BatchCommitted(batch_id))
@@ -273,7 +280,7 @@ class RolloutDriver:
                 names = sorted(e.get_name() if isinstance(e, asyncio.Task) else "a plain function" for e in stubborn)
                 more = f", and {len(names) - 1} more" if names[1:] else ""
                 log.error("%s ignores its cancellation and is left behind%s", names[0], more)
-        self._threads.close()
+        self.worker_threads.close()
         self._samples.clear()
         self.streams.clear()
         for name, error in (await self.weights.on_all_engines("close", lambda engine: engine.close())).items():
@@ -350,7 +357,7 @@ class RolloutDriver:
                 self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
 
         try:
-            self._threads.run(self._context.copy(), fetch, (), ended)
+            self.worker_threads.run(self._context.copy(), fetch, (), ended)
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return

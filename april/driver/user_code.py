@@ -11,10 +11,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from contextvars import ContextVar, copy_context
+from typing import Any, TypeVar
 
 from april.errors import AprilError, ConfigError, RolloutError
+
+T = TypeVar("T")
 
 _inside: ContextVar[bool] = ContextVar("april_inside_user_code", default=False)
 
@@ -27,6 +29,16 @@ def inside_user_code() -> Iterator[None]:
         yield
     finally:
         _inside.reset(token)
+
+
+def call_user_code(function: Callable[[], T]) -> T:
+    """:func:`inside_user_code` in the trainer's thread: a signal there cannot leave the mark behind."""
+
+    def marked() -> T:
+        _inside.set(True)
+        return function()
+
+    return copy_context().run(marked)
 
 
 def refuse_inside_user_code() -> None:

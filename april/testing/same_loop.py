@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,7 +18,8 @@ from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
-from april.driver.loop_thread import LoopThread
+from april.driver.loop_reply import Reply
+from april.driver.loop_thread import LoopThread, Work
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import inside_user_code, is_async, name_of, refuse_inside_user_code
 from april.engines.protocol import Engine
@@ -50,27 +50,33 @@ class _SameLoop(LoopThread):
     def alive(self) -> bool:
         return self._open
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        coroutine.close()
+    @property
+    def here(self) -> bool:
+        return True
+
+    def refuse_waiting(self) -> None:
         raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        self.submit(coroutine)
+    def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+        if not callable(work):
+            work.close()
+        self.refuse_waiting()
         raise AssertionError("unreachable")
 
-    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run_async(self, work: Work[T]) -> T:
         try:
             refuse_inside_user_code()
             if not self._open:
                 raise SchedulerClosed(_CLOSED)
         except BaseException:
-            coroutine.close()
+            if not callable(work):
+                work.close()
             raise
         me = asyncio.current_task()
         assert me is not None
         ended = self._running[me] = asyncio.get_running_loop().create_future()
         try:
-            return await coroutine
+            return await (work() if callable(work) else work)
         except asyncio.CancelledError:
             # cancelled by end, and by nobody else?
             if me in self._cancelled and me.uncancel() == 0:
@@ -96,7 +102,10 @@ class _SameLoop(LoopThread):
         if self._open:
             function()
 
-    def stop(self) -> None:
+    def stop(self, *, answers: bool = True) -> None:
+        self._open = False
+
+    def begin_to_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         self._open = False
 
 

@@ -1,0 +1,38 @@
+"""What is left to do when a scheduler is dropped without having been closed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from april.driver.worker_threads import WorkerThreads
+from april.engines.protocol import Engine
+
+log = logging.getLogger("april")
+
+PATIENCE_S = 10.0
+"""How long engines have to close."""
+
+
+class Abandoned:
+    """Engines and threads of a scheduler that nobody has any more.
+
+    The user's functions are not among them: they may hold the scheduler, which would then never be dropped.
+    """
+
+    def __init__(self, engines: Sequence[Engine], threads: WorkerThreads) -> None:
+        self._engines = engines
+        self._threads = threads
+
+    async def end(self) -> None:
+        """Close them; nothing else is left on the loop."""
+        log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
+        self._threads.close()
+        closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
+        await asyncio.wait(closing, timeout=PATIENCE_S)
+        for engine, done in zip(self._engines, closing, strict=True):
+            if not done.done():
+                done.cancel()
+            elif not done.cancelled() and (error := done.exception()) is not None:
+                log.error("engine %s could not be closed", engine.name, exc_info=error)

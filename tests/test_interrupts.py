@@ -1,0 +1,175 @@
+"""Signals in the trainer's thread: whatever a handler does, and wherever, no batch is lost and no update doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from interrupting import interrupt, with_a_signal
+from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, scheduler
+
+import april
+from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.errors import EngineError, RolloutError
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process is deaf to it
+    yield
+    signal.signal(signal.SIGINT, before)
+    assert_nothing_is_left()
+
+
+def test_an_interrupt_anywhere_in_next_batch_loses_nothing() -> None:
+    """At each of its places in turn: an interrupted call's batch is the answer of the next one, and comes once."""
+    interrupted = 0
+    with scheduler(check=False) as rollouts:
+        for place in range(10_000):
+            try:
+                batch, reached = with_a_signal(place, interrupt, rollouts.next_batch)
+            except KeyboardInterrupt:
+                interrupted += 1
+                batch, reached = rollouts.next_batch(), True
+            assert batch.id == place
+            check(batch)
+            if not reached:
+                break
+            rollouts.weight_update()
+        assert interrupted > 20
+        assert rollouts.ledger()["prompts"].delivered == 3 * (place + 1)
+
+
+@pytest.mark.parametrize("way", ["in place", "path", "transfer"])
+def test_an_interrupt_anywhere_in_a_weight_update_and_it_lands_once(way: str) -> None:
+    """Called again before the next batch, the update either begins or is waited for: the version grows by one."""
+    transfers: list[Any] = []
+    arguments: dict[str, dict[str, Any]] = {
+        "in place": {},
+        "path": {"path": "weights"},
+        "transfer": {"transfer": lambda: transfers.append(rollouts.version)},
+    }
+    interrupted = 0
+    with scheduler(check=False) as rollouts:
+        for place in range(10_000):
+            batch = rollouts.next_batch()
+            try:
+                version, reached = with_a_signal(place, interrupt, lambda: rollouts.weight_update(**arguments[way]))
+            except KeyboardInterrupt:
+                interrupted += 1
+                version, reached = rollouts.weight_update(**arguments[way]), True
+            assert version == rollouts.version == (0, place + 1)
+            assert not any(e._paused for e in rollouts.engines)  # type: ignore[attr-defined]
+            assert batch.id not in rollouts._thread.call(lambda: dict(rollouts._driver.core.leased))
+            if not reached:
+                break
+        assert interrupted > 20
+    # an update that was interrupted inside its transfer is made again, any other is not
+    assert len(transfers) - len(set(transfers)) <= (3 if way == "transfer" else 0)
+
+
+@pytest.mark.parametrize("what", ["next_batch", "weight_update", "state_dict", "close"])
+def test_a_handler_may_save_anywhere(what: str) -> None:
+    """A handler that calls state_dict() gets a state at each place of each call; nothing waits for itself."""
+    states: list[dict[str, Any]] = []
+    rollouts = scheduler(check=False)
+
+    def save() -> None:
+        try:
+            states.append(rollouts.state_dict())
+        except april.SchedulerClosed:
+            assert what == "close"
+
+    for place in range(10_000):
+        if what != "next_batch":
+            rollouts.next_batch()
+        _, reached = with_a_signal(place, save, getattr(rollouts, what))
+        if not reached:
+            break
+        if what == "next_batch":
+            rollouts.weight_update()
+        if what == "close":
+            rollouts = scheduler(check=False)
+    rollouts.close()
+    assert len(states) > 10
+    with scheduler(check=False) as restored:
+        restored.load_state_dict(states[-1])
+        check(restored.next_batch())
+
+
+def test_an_update_that_nobody_waits_for_goes_on() -> None:
+    """Interrupted while an engine loads: it takes effect; after the next batch the same arguments are a new update."""
+    loading, release = threading.Event(), threading.Event()
+
+    class Slow(SimulatedEngine):
+        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+            loading.set()
+            await asyncio.to_thread(release.wait)
+            await super().update_weights(version, path)
+
+    slow = Slow("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+    with scheduler(engines=[slow]) as rollouts:
+        rollouts.next_batch()
+        main = threading.main_thread().ident or 0
+        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
+        waker.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.weight_update("weights")
+        waker.join()
+        assert rollouts.version == (0, 0)
+        release.set()
+        assert rollouts.next_batch().version == (0, 1)
+        assert rollouts.weight_update("weights") == (0, 2)
+
+
+def test_an_update_that_failed_unheard_is_made_again() -> None:
+    """Interrupted, and then the engine refuses: the next call does not answer with an old error."""
+    loading, release, failed = threading.Event(), threading.Event(), []
+
+    class Fails(SimulatedEngine):
+        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+            if not failed:
+                failed.append(1)
+                loading.set()
+                await asyncio.to_thread(release.wait)
+                raise EngineError("no room")
+            await super().update_weights(version, path)
+
+    fails = Fails("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+    with scheduler(engines=[fails]) as rollouts:
+        rollouts.next_batch()
+        main = threading.main_thread().ident or 0
+        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
+        waker.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.weight_update("weights")
+        waker.join()
+        release.set()
+        update = rollouts._update
+        assert update is not None
+        assert update._reply is not None
+        update._reply.wait()
+        assert rollouts.weight_update("weights") == (0, 1)
+
+
+def test_an_update_asked_for_inside_itself_is_refused() -> None:
+    """A handler that updates in the middle of an update would wait for what it interrupts."""
+    with scheduler() as rollouts:
+        rollouts.next_batch()
+        refused = 0
+
+        def again() -> None:
+            nonlocal refused
+            try:
+                rollouts.weight_update(transfer=lambda: None)
+            except RolloutError:
+                refused += 1
+
+        for place in range(200):
+            rollouts.next_batch()
+            with_a_signal(place, again, lambda: rollouts.weight_update(transfer=lambda: None))
+        assert refused > 10
