@@ -16,6 +16,7 @@ from april.core.state import RolloutCore
 from april.core.versions import PolicyVersion
 from april.driver.user_code import describe
 from april.engines.protocol import Engine
+from april.engines.weight_directories import why_unloadable
 from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable
 
 log = logging.getLogger("april")
@@ -279,8 +280,10 @@ def directory_for(
 
     Raises:
         ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be other weights
-            than those that the version means. ``what``: the call that was made.
+            than those that the version means; or the path is one of an adapter. ``what``: the call that was made.
     """
+    if path is not None and (why := why_unloadable(path)) is not None:
+        raise ConfigError(f"{what}: {why}")
     servers = [name for name, engine in engines.items() if engine.capabilities.remote]
     if servers and path is None and not written:
         raise ConfigError(

@@ -21,6 +21,7 @@ from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
 from april.engines.sglang_wire import ReplyReader, request_body, rid_of
 from april.engines.sglang_worker import HalfUpdated, SglangWorker
+from april.engines.weight_directories import why_unloadable
 from april.errors import EngineError, EngineUnreachable
 
 ABORTS_AT_ONCE = 32
@@ -107,6 +108,8 @@ class SglangEngine(ServerEngine):
         Raises:
             EngineError: a worker could not load it; the message says which, and what the server says.
         """
+        if path is not None and (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
         before, self._torn = self._torn, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"

@@ -27,6 +27,7 @@ from april.engines.server_stream import ServerStream
 from april.engines.server_words import control, nothing, says, text_under, words_of
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
+from april.engines.weight_directories import why_unloadable
 from april.engines.weight_labels import another_process, marked
 from april.errors import EngineError
 
@@ -134,6 +135,8 @@ class VllmEngine(ServerEngine):
                 f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
                 "transfer them with weight_update(transfer=...)"
             )
+        if (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
         directory = Path(path)
         if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
             return

@@ -16,6 +16,7 @@ from april.core.versions import PolicyVersion
 from april.engines.loop_relay import LoopRelay, result_from
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
 from april.engines.server_engine import ServerEngine
+from april.engines.weight_directories import why_unloadable
 from april.engines.weight_labels import foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
@@ -178,6 +179,8 @@ class VllmInProcessEngine(ServerEngine):
         self.require_idle()
         if path is not None and not self._capabilities.updates_from_disk:
             raise EngineError(f"engine {self._name}: {_TIED}")
+        if path is not None and (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
         self._torn = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             said = await self._there(

@@ -1,0 +1,89 @@
+"""A directory with an adapter is no model: it is refused by name before any server hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang_fixtures
+import vllm_fixtures
+from fake_async_llm import FakeAsyncLLM, install_vllm
+from sglang_fixtures import ServerThread, read, request, run
+
+import april
+from april.core.versions import PolicyVersion
+from april.engines.vllm_in_process import VllmInProcessEngine
+from april.errors import EngineError
+from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.fake_vllm_server import FakeVllmServer
+
+SECOND = PolicyVersion(0, 1)
+
+
+def adapter(directory: Path) -> str:
+    """What ``PeftModel.save_pretrained`` leaves, beside the base model that somebody has put there too."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors"):
+        (directory / name).write_bytes(b"{}")
+    return str(directory)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_weight_update_with_an_adapter_is_refused(kind: str, tmp_path: Path) -> None:
+    """Nothing is paused, sent or changed, and the next update with a whole model works; a state is loaded so too."""
+    server: Any = FakeVllmServer() if kind == "vllm" else FakeSglangServer()
+    prompts = [[3 + i, 7, 9] for i in range(40)]
+    with ServerThread(server):
+        engine = {"kind": kind, "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2], "max_len": 200}
+        config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=20, engine=engine)
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            with pytest.raises(april.ConfigError, match=r"weight_update: .*adapter_config\.json.*merged copy"):
+                scheduler.weight_update(path=adapter(tmp_path))
+            assert server.weights == "w0"
+            assert scheduler.next_batch().version == PolicyVersion(0, 0)
+            (tmp_path / "adapter_config.json").unlink()
+            assert scheduler.weight_update(path=str(tmp_path)) == SECOND
+            state = scheduler.state_dict()
+        adapter(tmp_path)
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            with pytest.raises(april.ConfigError, match=r"load_state_dict: .*adapter_config\.json"):
+                scheduler.load_state_dict(state, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("module", [vllm_fixtures, sglang_fixtures])
+def test_an_engine_that_came_back_is_not_given_an_adapter(module: Any, tmp_path: Path) -> None:
+    """The directory of the last update may have become one since: the server keeps what it has."""
+
+    async def program() -> None:
+        async with module.served() as (server, engine):
+            await engine.pause()
+            with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
+                await engine.update_weights(SECOND, adapter(tmp_path))
+            await engine.resume()
+            assert server.weights == "w0"
+            assert set((await read(engine, request())).versions) == {PolicyVersion(0, 0)}
+
+    run(program)
+
+
+def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, before an object in this process."""
+    install_vllm(monkeypatch)
+
+    async def program() -> None:
+        llm = FakeAsyncLLM()
+        engine = VllmInProcessEngine(llm)
+        await engine.pause()
+        with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
+            await engine.update_weights(SECOND, adapter(tmp_path))
+        await engine.resume()
+        assert llm.weights == "tiny0"
+        assert (await engine.health()).ok
+        await engine.close()
+        assert llm.output_handler is not None
+        llm.output_handler.cancel()
+        await asyncio.gather(llm.output_handler, return_exceptions=True)
+
+    run(program)
