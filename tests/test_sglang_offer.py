@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from sglang_fixtures import read, request, run, served
+from sglang_fixtures import read, request, run, served, until
 
 from april.config_engines import SglangEngineConfig
+from april.engines import sglang_offer
 from april.engines.http_client import HttpClient
 from april.engines.protocol import LogprobKind
 from april.engines.sglang import connect_sglang
 from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
+from april.testing.fake_control_faults import ControlFault, PlannedControlFault
 from april.testing.fake_sglang_server import FakeSglangServer
 
 
@@ -144,5 +146,38 @@ def test_connecting_names_the_weights() -> None:
             assert server.label.startswith("v0.0-")
             assert server.aborts == []
             assert (await read(engine, request())).error is None
+
+    run(program)
+
+
+@pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
+def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
+    monkeypatch.setattr(sglang_offer, "PAUSE_S", 0.05)
+
+    async def program() -> None:
+        server = FakeSglangServer()
+        await server.start()
+        client = HttpClient(server.url, name="a")
+        config = SglangEngineConfig(urls=(server.url,))
+        server.any_mode = True
+        if how in ("is cut off", "is silent"):
+            server.control_faults.append(PlannedControlFault(ControlFault.SILENT, "/pause_generation", later=1))
+        if how == "says nothing":
+            fault = PlannedControlFault(ControlFault.FAILS, "/pause_generation", later=1, obeyed=True)
+            server.control_faults.append(fault)
+        probing = asyncio.create_task(probe_sglang(client, config))
+        if how == "is cut off":
+            await until(lambda: server.pause_mode is not None)
+            probing.cancel()
+        (result,) = await asyncio.gather(probing, return_exceptions=True)
+        assert server.pause_mode is None
+        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
+        server.pause_mode = "retract"
+        server.any_mode = False
+        assert (await probe_sglang(client, config)).pause_modes == ("abort", "retract", "in_place")
+        assert server.pause_mode == "retract"
+        await client.close()
+        await server.close()
 
     run(program)

@@ -12,6 +12,7 @@ import msgspec
 from april.config_engines import SglangEngineConfig
 from april.engines.http_client import HttpClient, Reply, error_text
 from april.engines.protocol import Capabilities, LogprobKind
+from april.engines.server_pause import standing_still
 from april.engines.server_probe import (
     NARROW,
     NO_EOS,
@@ -28,6 +29,9 @@ from april.engines.server_probe import (
 )
 from april.engines.sglang_wire import Reply as GenerateReply
 from april.errors import ConfigError, EngineError, WireError
+
+PAUSE_S = 3.0
+"""Longest wait for the answer to a pause that a server must refuse, and as long again for its end if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +106,16 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
             "not a router and not another engine"
         )
-    vocab, disk, labels, modes = await asyncio.gather(
+    paused = ready.status == 503
+    vocab, disk, labels = await asyncio.gather(
         _vocab_size(client, config),
         has_route(client, "/update_weights_from_disk"),
         has_route(client, "/update_weight_version"),
-        _pause_modes(client, loads is not None),
     )
+    # by itself: nothing else that fails may leave it behind in the middle
+    modes = await _pause_modes(client, loads is not None, paused=paused)
     files = await asyncio.to_thread(model_files, model["model_path"])
     context = _context(client, config, server, models)
-    paused = ready.status == 503
     probe = await _one_token(client, config, vocab) if not paused else _unasked(config)
     version = str(server.get("version", "unknown"))
     label = model.get("weight_version")
@@ -146,16 +151,28 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     )
 
 
-async def _pause_modes(client: HttpClient, recent: bool) -> tuple[str, ...]:
-    """The modes that the server names when it is asked for one that does not exist."""
+async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tuple[str, ...]:
+    """The modes that the server names when it is asked for one that does not exist.
+
+    Unless it refuses that, it may have paused after all, whatever became of the call: it is continued then. One that
+    somebody else has ``paused`` is not.
+    """
     if not recent or not await has_route(client, "/pause_generation"):
         return ()  # a server so old that it might not look at the mode is not asked
-    reply = await client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PROBE_S)
-    if reply.ok:  # it has paused after all
-        await client.call("POST", "/continue_generation", {}, timeout_s=PROBE_S)
-        return ()
-    said = reply.body.decode("utf-8", "replace")
-    return tuple(mode for mode in ("abort", "retract", "in_place") if f"'{mode}'" in said)
+    said: list[str] = []
+
+    async def ask() -> None:
+        reply = await client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PAUSE_S)
+        if reply.status in (400, 422):
+            said.append(reply.body.decode("utf-8", "replace"))
+
+    async def undo() -> None:
+        if not said and not paused:
+            await client.call("POST", "/continue_generation", {}, timeout_s=PAUSE_S, retry=True)
+
+    async with standing_still(ask, undo):
+        pass
+    return tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
 
 
 async def _vocab_size(client: HttpClient, config: SglangEngineConfig) -> int:

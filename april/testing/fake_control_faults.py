@@ -26,6 +26,8 @@ class ControlFault(StrEnum):
     """Status 422, and a text that repeats the request, as FastAPI does it."""
     FAILS = "fails"
     """Status 500, and a text that repeats the request."""
+    SILENT = "silent"
+    """The call is obeyed, and no answer comes."""
     RESTARTS_BEFORE = "restarts_before"
     """The process dies just before the call, and a new one with the weights of the start takes it."""
     RESTARTS_AFTER = "restarts_after"

@@ -236,6 +236,9 @@ class FakeServer(Generic[R, F]):
                 response = await handler(request)
                 self._restart_at_once()
                 return response
+            if fault.kind is ControlFault.SILENT:
+                await handler(request)
+                await asyncio.get_running_loop().create_future()
             if fault.obeyed:
                 await handler(request)
             return await wrong_answer(fault.kind, request)

@@ -55,6 +55,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         """Bodies of the weight updates that worked."""
         self.relabels = True
         """A weight update sets the label that it names; older servers do not."""
+        self.any_mode = False
+        """It pauses whatever the mode is."""
         self.kept_caches = 0
         """So many updates load the weights, keep the cache and the label, and say so."""
 
@@ -286,7 +288,7 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = (await request.json()).get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place"):
+        if mode not in ("abort", "retract", "in_place") and not self.any_mode:
             said = f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}"
             return web.json_response({"object": "error", "message": said}, status=400)
         if mode == "abort":
