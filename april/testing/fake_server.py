@@ -238,7 +238,9 @@ class FakeServer(Generic[R, F]):
                 return response
             if fault.kind is ControlFault.SILENT:
                 await handler(request)
-                await asyncio.get_running_loop().create_future()
+                while self.alive:
+                    await self._wait()
+                return cut(request)
             if fault.obeyed:
                 await handler(request)
             return await wrong_answer(fault.kind, request)
