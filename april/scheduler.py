@@ -122,9 +122,8 @@ class RolloutScheduler:
             self._thread.stop()
             raise
         self._evaluator = Evaluator(self._driver)
-        self._dropped = weakref.finalize(
-            self, self._thread.begin_to_stop, Abandoned(self._engines, self._driver.worker_threads).end
-        )
+        self._abandoned = Abandoned(self._engines, self._driver.worker_threads)
+        self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)
         self._dropped.atexit = False
 
     # ---------------------------------------------------------------- one step
@@ -396,6 +395,8 @@ class RolloutScheduler:
         try:
             answers = self._thread.waits_for(closing)
         finally:
+            if not answers:
+                self._thread.begin_to_stop(self._abandoned.end)
             self._thread.stop(answers=answers)
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):

@@ -1,4 +1,4 @@
-"""What is left to do when a scheduler is dropped without having been closed."""
+"""What is left to do when a scheduler could not be closed: it was dropped before, or its loop did not answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Abandoned:
         self._engines = engines
         self._threads = threads
 
+    async def dropped(self) -> None:
+        """:meth:`end`, and a log that says why."""
+        log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
+        await self.end()
+
     async def end(self) -> None:
         """Close them; nothing else is left on the loop."""
-        log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
         self._threads.close()
         closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
         await asyncio.wait(closing, timeout=PATIENCE_S)

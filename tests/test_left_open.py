@@ -1,0 +1,186 @@
+"""What is left when nobody closes: a dropped scheduler, a forked child, a process that ends, a loop that is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+from real_schedulers import assert_nothing_is_left, config, endless, scheduler
+
+import april
+from april.driver.rewards import Response
+from april.errors import SchedulerClosed
+
+PROGRAM = """
+import asyncio, os, sys, threading, april
+from april.engines.decode_cost import DecodeCost
+from april.engines.simulated import SimulatedEngine
+engine = SimulatedEngine("e", DecodeCost(1e-4, 0, 0), lambda r: 10 + 1000 * r.sample_key[0], max_running=8)
+config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
+options = {}
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """The end of a program in a process of its own, which has a minute."""
+    return subprocess.run([sys.executable, "-c", PROGRAM + code], capture_output=True, text=True, timeout=60)
+
+
+def threads_of_april() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("april")]
+
+
+def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureFixture) -> None:
+    """Without close(), as when a cell of a notebook runs again: loop, threads and engines end; a log says so."""
+    closed: list[str] = []
+
+    class Trainer:
+        """Its reward holds it, and it holds the scheduler, as trainers do."""
+
+        def __init__(self) -> None:
+            self.rollouts = scheduler(reward=self.reward, prompts=endless())
+            for engine in self.rollouts.engines:
+                end = engine.close
+                engine.close = lambda end=end, name=engine.name: (closed.append(name), end())[1]  # type: ignore[method-assign]
+
+        def reward(self, prompt: april.Prompt, response: Response) -> float:
+            return float(len(response.tokens))
+
+    trainer = Trainer()
+    trainer.rollouts.next_batch()
+    gone = weakref.ref(trainer.rollouts)
+    left = threads_of_april()
+    assert len(left) > 1
+    del trainer
+    gc.collect()
+    assert gone() is None
+    for thread in left:
+        thread.join(30)
+    assert not threads_of_april()
+    assert sorted(closed) == ["e0", "e1"]
+    assert "dropped without close()" in caplog.text
+
+
+def test_a_closed_scheduler_is_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """There is nothing left to end."""
+    with scheduler() as rollouts:
+        rollouts.next_batch()
+    del rollouts
+    gc.collect()
+    assert not caplog.text
+    assert_nothing_is_left()
+
+
+def test_a_forked_child_is_told_at_once() -> None:
+    """Threads do not live on in a fork: every call says so; close does nothing, and the parent goes on."""
+    code = """
+rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3], [4]], engines=[engine])
+rollouts.next_batch()
+child = os.fork()
+if child == 0:
+    calls = (
+        rollouts.next_batch, rollouts.weight_update, rollouts.state_dict, rollouts.ledger, rollouts.validate,
+        lambda: rollouts.evaluate([[1]]), lambda: asyncio.run(rollouts.anext_batch()), lambda: rollouts.extend([]),
+        lambda: rollouts.weight_update(transfer=print), lambda: asyncio.run(rollouts.aweight_update()),
+        lambda: rollouts.load_state_dict({"core": {}, "prompts": {}}),
+    )
+    for call in calls:
+        try:
+            call()
+            print("no error", call)
+        except april.AprilError as error:
+            if "after forking" not in str(error):
+                print(error)
+    print(rollouts)
+    rollouts.close()
+    del rollouts
+    sys.exit()
+print(os.waitpid(child, 0)[1])
+print(rollouts.next_batch().id)
+rollouts.close()
+"""
+    program = run(code)
+    assert (program.stdout, program.returncode) == ("<RolloutScheduler of another process>\n0\n1\n", 0), program.stderr
+
+
+@pytest.mark.parametrize("what", ["await asyncio.to_thread(hang)", "await llm.generate()"])
+def test_a_program_ends_though_functions_run(what: str) -> None:
+    """Without close(), a rollout in a thread of asyncio.to_thread does not hold the process, even if it never ends."""
+    code = f"""
+begun = threading.Event()
+def hang():
+    begun.set()
+    threading.Event().wait()
+async def rollout(prompt, llm):
+    await llm.generate()
+    begun.set()
+    {what}
+    return 1
+config = april.Config(rollout_batch_size=3, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
+rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], engines=[engine], rollout=rollout)
+threading.Thread(target=rollouts.next_batch, daemon=True).start()
+begun.wait()
+sys.exit(3)
+"""
+    program = run(code)
+    assert program.returncode == 3, program.stderr
+
+
+def blocked_scheduler(begun: threading.Event, release: threading.Event) -> april.RolloutScheduler:
+    async def blocking_reward(prompt: april.Prompt, response: Response) -> float:
+        begun.set()
+        release.wait()
+        return 0.0
+
+    return scheduler(reward=blocking_reward, config=config(over_sampling_batch_size=3))
+
+
+def test_close_beside_a_reward_that_blocks_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An async function that blocks holds up everything: close names it and leaves it behind; who waits is told."""
+    monkeypatch.setattr("april.driver.loop_thread.ANSWER_PATIENCE_S", 0.05)
+    begun, release = threading.Event(), threading.Event()
+    rollouts = blocked_scheduler(begun, release)
+    told: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            rollouts.next_batch()
+        except SchedulerClosed as error:
+            told.append(error)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    begun.wait()
+    left = threads_of_april()
+    rollouts.close()
+    trainer.join()
+    assert len(told) == 1
+    assert "blocking_reward" in caplog.text
+    assert "must not block" in caplog.text
+    for call in (rollouts.next_batch, rollouts.ledger, rollouts.close):
+        try:
+            call()
+        except SchedulerClosed:
+            assert call != rollouts.close
+    release.set()  # and now the loop ends after all
+    for thread in left:
+        thread.join(30)
+    assert not threads_of_april()
+
+
+@pytest.mark.asyncio
+async def test_async_with_closes() -> None:
+    """The scheduler is an asynchronous context manager for a trainer with an event loop of its own."""
+    async with scheduler() as rollouts:
+        await rollouts.anext_batch()
+    with pytest.raises(SchedulerClosed):
+        await rollouts.anext_batch()
+    await asyncio.sleep(0)
+    assert_nothing_is_left()
