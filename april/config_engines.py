@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from april.config_values import Model, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, one_or_more
+from april.engines.server_key import checked_key
 from april.engines.server_url import checked_url
 
 
@@ -82,6 +83,13 @@ class ServerEngineConfig(Model):
     """Longest wait for a connection."""
     probe_timeout_s: PositiveFloat = 60.0
     """Longest wait at the start for a server to say what it can do."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None:
+            checked_key(key.get_secret_value())
+        return key
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

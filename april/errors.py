@@ -22,6 +22,13 @@ class WireError(EngineError):
 class EngineUnreachable(EngineError):
     """No connection, or one that broke before anything came back; what the engine made of the request is unknown."""
 
+    def __init__(self, message: str, *, why: str = "", distrusted: str = "") -> None:
+        super().__init__(message)
+        self.why = why
+        """What went wrong, in a few words; empty: nothing came in time."""
+        self.distrusted = distrusted
+        """What is wrong with the server's certificate; empty: that was not it."""
+
 
 class EngineBusy(EngineError):
     """The engine refuses requests for now (HTTP 429 or 503); nothing was begun."""

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from ssl import SSLCertVerificationError
 from typing import Any
 
 import pytest
@@ -112,10 +111,7 @@ def test_a_machine_that_is_not_there(error: OSError, sentence: str, monkeypatch:
 
 def test_a_certificate_that_is_not_trusted() -> None:
     """What is wrong with it, and where the authority's goes."""
-    cause = OSError("certificate")
-    cause.certificate_error = SSLCertVerificationError("self-signed certificate")  # type: ignore[attr-defined]
-    error = EngineUnreachable("GET https://h/version failed")
-    error.__cause__ = cause
+    error = EngineUnreachable("GET https://h/version failed", why="TLS", distrusted="self-signed certificate")
 
     finding = asyncio.run(reach.why_no_talk("https://h", error, 1.0))
 

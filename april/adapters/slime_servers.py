@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from april.core.versions import PolicyVersion
 from april.engines.http_client import HttpClient
+from april.engines.server_json import NotJson, read_json
 from april.engines.sglang_router import router_workers
 from april.errors import EngineError
 
@@ -86,11 +85,11 @@ async def _label(url: str) -> str | None:
         for route in ("/model_info", "/get_model_info"):
             reply = await client.call("GET", route, timeout_s=10.0, retry=True)
             if reply.ok:
-                said = msgspec.json.decode(reply.body)
+                said = read_json(reply.body)
                 label = said.get("weight_version") if isinstance(said, dict) else None
                 return None if label is None else str(label)
         return None
-    except (EngineError, msgspec.DecodeError):
+    except (EngineError, NotJson):
         return None
     finally:
         await client.close()

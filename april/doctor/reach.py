@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from april.doctor.advice import missing
 from april.doctor.findings import Finding
+from april.engines.server_text import said
 from april.errors import EngineError, EngineUnreachable
 
 _REACH = "reach"
@@ -27,7 +28,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
     except TimeoutError:
         return missing(_REACH, f"the name {host} was not resolved in {timeout_s:g} s", _CHECK_NAME)
     except OSError as error:
-        return missing(_REACH, f"the name {host} does not resolve ({error.strerror or error})", _CHECK_NAME)
+        return missing(_REACH, f"the name {host} does not resolve ({said(error.strerror or error)})", _CHECK_NAME)
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
@@ -44,7 +45,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
             "in a private network)",
         )  # fmt: skip
     except OSError as error:
-        why = error.strerror or error
+        why = said(error.strerror or error)
         return missing(_REACH, f"no connection to port {port} of {host} ({why})", "look at the address")
     await _close(writer)
     return None
@@ -82,22 +83,21 @@ async def why_no_talk(url: str, error: EngineError, timeout_s: float) -> Finding
     parts = urlsplit(url)
     if not isinstance(error, EngineUnreachable):  # a redirect, or an answer without end
         return missing(_TALK, str(error), "is this the server itself, or a proxy or web site before it?")
-    if error.__cause__ is None:
+    if not error.why:
         return missing(
             _TALK, f"{url} accepts connections and gives no answer in {timeout_s:g} s",
             "the server is hung or drowned in requests: look at its log, restart it",
         )  # fmt: skip
-    certificate = getattr(error.__cause__, "certificate_error", None)
-    if certificate is not None:
+    if error.distrusted:
         return missing(
-            _TALK, f"the certificate of {url} is not trusted ({getattr(certificate, 'verify_message', certificate)})",
+            _TALK, f"the certificate of {url} is not trusted ({error.distrusted})",
             "give the environment variable SSL_CERT_FILE the certificate of its authority",
         )  # fmt: skip
     other = await _other_scheme(url, timeout_s)
     if other is not None:
         sentence = f"the server speaks {other.upper()}, and the address says {parts.scheme}"
         return missing(_TALK, sentence, f"write {other}://{parts.netloc}")
-    return missing(_TALK, f"{url} does not speak HTTP ({error.__cause__})", "is this the right port?")
+    return missing(_TALK, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
 
 
 async def _other_scheme(url: str, timeout_s: float) -> str | None:

@@ -14,6 +14,7 @@ from april.config import Config
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Report
 from april.doctor.show import show
+from april.engines.server_key import checked_key
 from april.engines.server_url import checked_url
 from april.errors import ConfigError
 
@@ -35,6 +36,7 @@ def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, p
         key = os.environ.get(api_key_env)
         if not key:
             raise ConfigError(f"--api-key-env: the environment variable {api_key_env} is not set")
+        checked_key(key)
     return asyncio.run(examine_urls(list(dict.fromkeys(map(checked_url, urls))), key, patience))
 
 

@@ -6,25 +6,30 @@ aiohttp's defaults are wrong for long generations; each setting here says why it
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from math import isfinite
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from april.engines.server_json import NotJson, read_json
+from april.engines.server_key import checked_key
 from april.engines.server_sent_events import EventSplitter
+from april.engines.server_text import said, without_keys
 from april.engines.server_url import checked_url
-from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
+from april.engines.wire_errors import error_text, failure_of
+from april.errors import EngineError, EngineUnreachable, WireError
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a control call, unless the caller knows better."""
-MAX_REPLY_BYTES = 1 << 30
-"""Largest answer that is read; 131,072 tokens with log-probabilities take some 30 MB."""
+MAX_REPLY_BYTES = 4 << 20
+"""Largest answer that is read, unless the caller knows better."""
 MAX_ERROR_BYTES = 1 << 16
-MAX_ERROR_CHARS = 300
 MAX_RETRY_AFTER_S = 60.0
 _JSON = {"Content-Type": "application/json"}
 _BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
@@ -36,7 +41,8 @@ class Reply:
 
     status: int
     body: bytes
-    retry_after: str | None = None
+    retry_after_s: float | None = None
+    """Seconds that it asks to wait, at most a minute; None: it does not say."""
 
     @property
     def ok(self) -> bool:
@@ -50,7 +56,7 @@ class HttpClient:
     Args:
         url: http or https, without path, query, user or password.
         name: of the engine, for messages.
-        api_key: sent as a bearer token; appears in no message, even where the server repeats it in an error.
+        api_key: sent as a bearer token; appears in no message, even where the server repeats it.
         keepalive_s: how long an idle connection is kept: below the server's own limit, or a request meets a
             connection that is just being closed.
     """
@@ -62,9 +68,8 @@ class HttpClient:
         self.url = checked_url(url)
         self.name = name
         self._headers = {"Accept-Encoding": "identity"}
-        self._key = (api_key or "").encode()
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {checked_key(api_key)}"
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -80,12 +85,13 @@ class HttpClient:
 
     async def call(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
-        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
     ) -> Reply:  # fmt: skip
         """One exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
 
         Args:
             timeout_s: for all of it; None: for ever.
+            limit: bytes of an answer with status 200; None: MAX_REPLY_BYTES.
             retry: the call may be made twice without harm: when its connection breaks, it is made once more.
 
         Raises:
@@ -96,9 +102,9 @@ class HttpClient:
         while True:
             try:
                 if timeout_s is None:
-                    return await self._exchange(method, route, raw, params)
+                    return await self._exchange(method, route, raw, params, limit)
                 async with asyncio.timeout(timeout_s):
-                    return await self._exchange(method, route, raw, params)
+                    return await self._exchange(method, route, raw, params, limit)
             except _BROKEN as error:
                 if type(error) is TimeoutError and timeout_s is not None:
                     raise EngineUnreachable(
@@ -106,11 +112,12 @@ class HttpClient:
                         "hung?"
                     ) from None
                 if not retry:
-                    raise self._unreachable(method, route, error) from error
+                    # aiohttp's error repeats what the server has sent
+                    raise self._unreachable(method, route, error) from None
                 retry = False
 
     async def _exchange(
-        self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None
+        self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None, limit: int | None
     ) -> Reply:
         task = asyncio.current_task()
         assert task is not None
@@ -124,12 +131,13 @@ class HttpClient:
                 status = response.status
                 if status != 200:
                     self._refuse_redirect(response, route)
-                content = await self._read(response, MAX_REPLY_BYTES if status == 200 else MAX_ERROR_BYTES, route)
+                most = MAX_REPLY_BYTES if limit is None else limit
+                content = await self._read(response, most if status == 200 else MAX_ERROR_BYTES, route)
             except BaseException:
                 response.close()
                 raise
             response.release()
-            return Reply(status, content, None if status == 200 else response.headers.get("Retry-After"))
+            return Reply(status, content, None if status == 200 else _retry_after_s(response))
         except asyncio.CancelledError:
             self._raise_if_cut(task)
             raise
@@ -151,8 +159,8 @@ class HttpClient:
         if not reply.body:
             return None
         try:
-            return msgspec.json.decode(reply.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return read_json(reply.body)
+        except NotJson as error:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     @asynccontextmanager
@@ -193,14 +201,14 @@ class HttpClient:
                 try:
                     self._refuse_redirect(response, route)
                     content = await self._read(response, MAX_ERROR_BYTES, route)
-                    self.require_ok(Reply(response.status, content, response.headers.get("Retry-After")), route)
+                    self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
                 finally:
                     response.close()
         except asyncio.CancelledError:
             self._raise_if_cut(task)
             raise
         except _BROKEN as error:
-            raise self._unreachable("POST", route, error) from error
+            raise self._unreachable("POST", route, error) from None
         finally:
             self._callers.discard(task)
         return Answer(self, route, response)
@@ -209,8 +217,8 @@ class HttpClient:
         """Raise the error that a status other than 200 means."""
         if reply.ok:
             return
-        said = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
-        raise failure_of(reply.status, said, _seconds(reply.retry_after))
+        what = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
+        raise failure_of(reply.status, what, reply.retry_after_s)
 
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
@@ -249,10 +257,13 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
-        """The body, if it is within ``limit`` bytes; an error text is cut there instead, and is without the key."""
-        if response.content_length is not None and response.content_length <= limit:
+        """The body, if it is within ``limit`` bytes; an error text is cut there instead, and is without keys."""
+        length = response.content_length
+        if response.status == 200 and length is not None and length > limit:
+            raise self._too_large(route, limit)
+        if length is not None and length <= limit:
             content = await response.read()
-            return content if response.status == 200 else self._without_key(content)
+            return content if response.status == 200 else _without_keys(content)
         pieces, size = [], 0
         async for piece in response.content.iter_any():
             size += len(piece)
@@ -260,27 +271,30 @@ class HttpClient:
             if size > limit:
                 response.close()
                 if response.status == 200:
-                    raise EngineError(f"{self.url}{route} answers with more than {limit} bytes; april stops reading")
+                    raise self._too_large(route, limit)
                 break
         content = b"".join(pieces)
-        return content if response.status == 200 else self._without_key(content)
+        return content if response.status == 200 else _without_keys(content, cut=size > limit)
 
-    def _without_key(self, content: bytes) -> bytes:
-        return content.replace(self._key, b"<the key>") if self._key else content
+    def _too_large(self, route: str, limit: int) -> EngineError:
+        return EngineError(f"{self.url}{route} answers with more than {limit} bytes; april stops reading")
 
     def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
         if 300 <= response.status < 400:
-            target = response.headers.get("Location", "nowhere").partition("?")[0]
+            target = response.headers.get("Location", "nowhere").partition("?")[0].partition("#")[0]
             raise EngineError(
-                f"{self.url}{route} answered with a redirect ({response.status}) to {target[:MAX_ERROR_CHARS]}, which "
+                f"{self.url}{route} answered with a redirect ({response.status}) to {said(target)}, which "
                 "april does not follow; give the server's own address"
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
-        why, hint = str(error) or type(error).__name__, "is the server alive?"
+        why, hint = _what_broke(error), "is the server alive?"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
-        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; {hint}")
+        certificate = getattr(error, "certificate_error", None)
+        distrusted = "" if certificate is None else said(getattr(certificate, "verify_message", certificate))
+        what = f"{method} {self.url}{route} failed: {why}; {hint}"
+        return EngineUnreachable(what, why=why, distrusted=distrusted)
 
 
 class Answer:
@@ -312,7 +326,7 @@ class Answer:
             self._client._raise_if_cut(self.task)
             raise
         except _BROKEN as error:
-            raise self._client._unreachable("POST", self._route, error) from error
+            raise self._client._unreachable("POST", self._route, error) from None
         finally:
             self.reading = False
 
@@ -325,34 +339,40 @@ class Answer:
             self._response.close()
 
 
-_AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
-"""How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
+_OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
+    (aiohttp.ServerDisconnectedError, "the server closed the connection without an answer"),
+    (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
+    (aiohttp.ClientResponseError, "the answer is no HTTP"),
+)
+"""For errors of aiohttp that repeat what the server has sent, token ids among it."""
 
 
-def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
-    """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
-    if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
-        return EngineBusy(text, retry_after_s)
-    return RequestRefused(text) if status in (400, 413, 422) else EngineError(text)
+def _what_broke(error: BaseException) -> str:
+    own = next((words for kind, words in _OWN_WORDS if isinstance(error, kind)), "")
+    return own or said(error) or type(error).__name__
 
 
-def error_text(body: bytes) -> str:
-    """What an error answer says, out of the shapes that servers use; at most a few hundred characters."""
+def _without_keys(content: bytes, *, cut: bool = False) -> bytes:
+    return without_keys(content.decode("utf-8", "surrogateescape"), cut=cut).encode("utf-8", "surrogateescape")
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    """The header as seconds, at most a minute; None: it has none, or one that means nothing."""
+    asked = response.headers.get("Retry-After", "")
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        value = body.decode("utf-8", "replace")
-    for _ in range(3):
-        if not isinstance(value, dict):
-            break
-        value = next((value[key] for key in ("error", "message", "detail") if value.get(key)), str(value))
-    text = " ".join(str(value).split()) or "nothing"
-    return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + " ..."
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """The header as seconds, at most a minute; its date form is not used by engines."""
-    try:
-        return min(max(float(retry_after or ""), 0.0), MAX_RETRY_AFTER_S)
+        seconds = float(asked)
     except ValueError:
+        until, now = _date(asked), _date(response.headers.get("Date", ""))
+        if until is None or now is None:
+            return None
+        seconds = (until - now).total_seconds()
+    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
+
+
+def _date(text: str) -> datetime | None:
+    """None: it is none, or does not say in which zone."""
+    try:
+        date = parsedate_to_datetime(text)
+    except (ValueError, OverflowError):
         return None
+    return date if date.tzinfo is not None else None

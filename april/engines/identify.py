@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import msgspec
-
 from april.engines.http_client import HttpClient, Reply
 from april.engines.openai_servers import known_server
+from april.engines.server_json import NotJson, read_json
+from april.engines.server_text import said
+
+VERSION_CHARS = 64
+"""Of a server's version in a report."""
 
 
 class ServerKind(StrEnum):
@@ -36,7 +39,7 @@ class ServerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a server says of itself."""
+    """What a server says of itself, as it can be shown."""
 
     kind: ServerKind
     version: str | None = None
@@ -78,26 +81,26 @@ async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> 
     for route, means in _PAUSED.get(kind, ()):
         reply = await client.call("GET", route, timeout_s=timeout_s)
         if means(reply):
-            return f"{route} says {reply.body.decode('utf-8', 'replace')[:200] or reply.status}"
+            return f"{route} says {said(reply.body, 200) or reply.status}"
     return ""
 
 
 def _judge(replies: dict[str, Reply]) -> Identity:
-    said = {route: _json(reply) for route, reply in replies.items() if reply.ok}
-    listed = [m for m in _list(said.get("/v1/models"), "data") if isinstance(m, dict)]
-    models = tuple(str(m["id"]) for m in listed if "id" in m)
-    version = _text(said.get("/version"), "version")
+    answers = {route: _json(reply) for route, reply in replies.items() if reply.ok}
+    listed = [m for m in _list(answers.get("/v1/models"), "data") if isinstance(m, dict)]
+    models = tuple(said(m["id"]) for m in listed if "id" in m)
+    version = _text(answers.get("/version"), "version")
     models_locked = "/v1/models" in replies and replies["/v1/models"].status in (401, 403)
-    locked = models_locked or (not said and any(reply.status in (401, 403) for reply in replies.values()))
+    locked = models_locked or (not answers and any(reply.status in (401, 403) for reply in replies.values()))
 
     def found(kind: ServerKind, **more: Any) -> Identity:
-        return Identity(kind, version, models, needs_key=locked, **more)
+        return Identity(kind, version and said(version, VERSION_CHARS), models, needs_key=locked, **more)
 
-    workers = said.get("/workers")
+    workers = answers.get("/workers")
     if isinstance(workers, dict) and isinstance(workers.get("workers"), list):
-        urls = tuple(str(w["url"]) for w in workers["workers"] if isinstance(w, dict) and "url" in w)
+        urls = tuple(said(w["url"]) for w in workers["workers"] if isinstance(w, dict) and "url" in w)
         return found(ServerKind.ROUTER, workers=urls)
-    if _text(said.get("/model_info"), "model_path") is not None:
+    if _text(answers.get("/model_info"), "model_path") is not None:
         return found(ServerKind.SGLANG)
     if any(m.get("owned_by") == "sglang" for m in listed):
         return found(ServerKind.SGLANG)
@@ -117,8 +120,8 @@ def _judge(replies: dict[str, Reply]) -> Identity:
 
 def _json(reply: Reply) -> Any:
     try:
-        return msgspec.json.decode(reply.body)
-    except msgspec.DecodeError:
+        return read_json(reply.body)
+    except NotJson:
         return None
 
 
@@ -133,7 +136,7 @@ def _text(value: Any, key: str) -> str | None:
 
 
 def _says(key: str) -> Callable[[Reply], bool]:
-    return lambda reply: reply.ok and isinstance(said := _json(reply), dict) and said.get(key) is True
+    return lambda reply: reply.ok and isinstance(answer := _json(reply), dict) and answer.get(key) is True
 
 
 _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {

@@ -8,10 +8,11 @@ from typing import Any
 
 from april.config_engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engines.http_client import HttpClient
-from april.engines.identify import ServerKind
+from april.engines.identify import VERSION_CHARS, ServerKind
 from april.engines.openai import OpenAIEngine
 from april.engines.openai_probe import probe_openai
 from april.engines.protocol import Capabilities
+from april.engines.server_text import said
 from april.engines.sglang_offer import probe_sglang
 from april.engines.vllm_offer import probe_vllm
 
@@ -23,7 +24,7 @@ class Offer:
     capabilities: Capabilities
     """As the engine would have them."""
     model: str
-    """As the server names it."""
+    """As the server names it, fit to be shown; so are the next two."""
     version: str | None = None
     """Of the server's software."""
     weight_version: str | None = None
@@ -42,18 +43,22 @@ async def probe(client: HttpClient, config: ServerEngineConfig) -> Offer:
 
 async def _vllm(client: HttpClient, config: VllmEngineConfig) -> Offer:
     offer = await probe_vllm(client, config)
-    return Offer(offer.capabilities(config), offer.model, offer.version, offer.label)
+    return Offer(offer.capabilities(config), *_shown(offer.model, offer.version, offer.label))
 
 
 async def _sglang(client: HttpClient, config: SglangEngineConfig) -> Offer:
     offer = await probe_sglang(client, config)
-    return Offer(offer.capabilities(config), offer.model, offer.version, offer.weight_version)
+    return Offer(offer.capabilities(config), *_shown(offer.model, offer.version, offer.weight_version))
 
 
 async def _openai(client: HttpClient, config: OpenAIEngineConfig) -> Offer:
     offer = await probe_openai(client, config)
     engine = OpenAIEngine(client, offer, max_in_flight=config.max_in_flight)
-    return Offer(engine.capabilities, offer.model, offer.software or None)
+    return Offer(engine.capabilities, *_shown(offer.model, offer.software or None, None))
+
+
+def _shown(model: str, version: str | None, label: str | None) -> tuple[str, str | None, str | None]:
+    return said(model), version and said(version, VERSION_CHARS), label if label is None else said(label, VERSION_CHARS)
 
 
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Offer]]] = {

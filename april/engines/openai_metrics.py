@@ -24,6 +24,9 @@ _KIND_OF = {
 }
 """By the names of vLLM and of TensorRT-LLM."""
 
+MAX_PAGE_BYTES = 8 << 20
+"""Largest page that is read; that of a server with many models has some hundred KB."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
@@ -36,7 +39,7 @@ class ServerMetrics:
 
 async def has_metrics(client: HttpClient, route: str) -> bool:
     """Whether there is such a page."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).ok
+    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True, limit=MAX_PAGE_BYTES)).ok
 
 
 async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
@@ -44,7 +47,7 @@ async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> Se
     if route is None:
         return ServerMetrics()
     try:
-        reply = await client.call("GET", route, retry=True)
+        reply = await client.call("GET", route, retry=True, limit=MAX_PAGE_BYTES)
     except EngineError:
         return ServerMetrics()
     return parse_metrics(reply.body.decode("utf-8", "replace").splitlines()) if reply.ok else ServerMetrics()

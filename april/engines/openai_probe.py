@@ -17,7 +17,9 @@ from april.engines.openai_metrics import has_metrics
 from april.engines.openai_servers import KnownServer, known_server
 from april.engines.openai_wire import ROUTE, CompletionStream, TokenShape, completion_body
 from april.engines.protocol import Chunk, EngineFinish, LogprobKind, Request
+from april.engines.server_json import NotJson, read_json
 from april.engines.server_probe import get_json
+from april.engines.server_text import said
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 
 # ids that every vocabulary has; which ones does not matter
@@ -101,9 +103,9 @@ async def software_of(client: HttpClient, server: KnownServer) -> str:
     """Name and version of a server that is known by its name."""
     if not server.name:
         return ""
-    said = await get_json(client, "/version")
-    version = said.get("version") if isinstance(said, dict) else None
-    return f"{server.name} {version}" if isinstance(version, str) else server.name
+    answer = await get_json(client, "/version")
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return f"{server.name} {said(version, 64)}" if isinstance(version, str) else server.name
 
 
 async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
@@ -125,14 +127,15 @@ async def _model(client: HttpClient, name: str | None) -> _ModelCard:
     reply = await client.call("GET", "/v1/models", retry=True)
     client.require_ok(reply, "/v1/models")
     try:
-        cards = msgspec.json.decode(reply.body, type=_ModelList).data
-    except msgspec.DecodeError as error:
+        cards: list[_ModelCard] = read_json(reply.body, _ModelList).data
+    except NotJson as error:
         raise ConfigError(f"{client.url}/v1/models is no list of models: {error}; is it such a server?") from None
     names = [card.id for card in cards]
+    listed = said(", ".join(names[:5])) or "none"
     if name is None and len(names) != 1:
-        raise ConfigError(f"engine.model: {client.url} has {len(names)} models ({', '.join(names[:5])}); name one")
+        raise ConfigError(f"engine.model: {client.url} has {len(names)} models ({listed}); name one")
     if name is not None and name not in names:
-        raise ConfigError(f"engine.model: {client.url} has no model {name!r}; it has {', '.join(names[:5]) or 'none'}")
+        raise ConfigError(f"engine.model: {client.url} has no model {name!r}; it has {listed}")
     return cards[0] if name is None else cards[names.index(name)]
 
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Int32, Request
+from april.engines.server_json import NotJson, read_with
+from april.engines.server_text import quoted
 from april.engines.wire_arrays import chunk_of
 from april.engines.wire_errors import failure_said
 from april.errors import EngineError, WireError
@@ -128,7 +130,7 @@ class CompletionStream:
     """
 
     def __init__(self, shape: TokenShape, prompt: Int32) -> None:
-        self._decoder: msgspec.json.Decoder[_Event] | msgspec.json.Decoder[_NamedEvent] = (
+        self._decoder: msgspec.json.Decoder[Any] = (
             _NAMED_DECODER if shape is TokenShape.STRINGS else _DECODER
         )
         self._prompt = prompt
@@ -155,8 +157,8 @@ class CompletionStream:
             self.done = True
             return
         try:
-            event = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+            event = read_with(self._decoder, payload)
+        except NotJson as error:
             raise WireError(f"an event of {len(payload)} bytes is no completion: {error}") from None
         if event.choices is None and event.usage is None:
             raise failure_said(payload, "the stream was broken off")
@@ -190,7 +192,7 @@ class CompletionStream:
         if choice.finish_reason is not None:
             finish = _FINISHES.get(choice.finish_reason)
             if finish is None:
-                raise EngineError(f"the server ended the response for the reason {choice.finish_reason!r}")
+                raise EngineError(f"the server ended the response for the reason {quoted(choice.finish_reason)}")
             self.finish = finish
 
     def _check_count(self, said: int) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish
+from april.engines.server_json import NotJson, read_with
 from april.engines.weight_labels import Span, WeightLabels, cover, foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import EngineError, WireError
@@ -92,8 +93,8 @@ class AnswerReader(Generic[R]):
         """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
         if len(payloads) > 1:
             try:
-                replies: list[R] = self._list_decoder.decode(b"[%b]" % b",".join(payloads))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                replies: list[R] = read_with(self._list_decoder, b"[%b]" % b",".join(payloads))
+            except NotJson:
                 replies = []
             if len(replies) == len(payloads):  # a broken one may be two values, or half of one
                 return replies
@@ -101,8 +102,8 @@ class AnswerReader(Generic[R]):
 
     def _decode(self, payload: bytes) -> R:
         try:
-            reply: R = self._decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reply: R = read_with(self._decoder, payload)
+        except NotJson as error:
             raise WireError(f"attempt {self._attempt_id}: the server's answer cannot be read: {error}") from None
         return reply
 

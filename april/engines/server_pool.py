@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from april.config_engines import ServerEngineConfig
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Engine
+from april.engines.server_key import checked_key
 from april.errors import ConfigError, EngineError
 
 E = TypeVar("E", bound=Engine)
@@ -63,4 +64,4 @@ def api_key(config: ServerEngineConfig) -> str | None:
     key = os.environ.get(config.api_key_env)
     if not key:
         raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
-    return key
+    return checked_key(key)

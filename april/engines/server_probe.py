@@ -7,10 +7,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from april.engines.http_client import HttpClient
 from april.engines.protocol import LogprobKind
+from april.engines.server_json import NotJson, read_json
 from april.errors import ConfigError
 
 PROBE_S = 10.0
@@ -48,8 +47,8 @@ async def get_json(client: HttpClient, *routes: str) -> Any:
             continue
         client.require_ok(reply, route)
         try:
-            return msgspec.json.decode(reply.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return read_json(reply.body)
+        except NotJson as error:
             raise ConfigError(
                 f"{client.url}{route} answered what is no JSON ({error}); is engine.kind the kind of this server?"
             ) from None
@@ -72,7 +71,7 @@ def model_files(root: Any) -> list[dict[str, Any]]:
     for name in ("config.json", "generation_config.json"):
         try:
             found.append(json.loads((Path(str(root)) / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
     return [f for f in found if isinstance(f, dict)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, urlsplit
 
+from april.engines.server_text import quoted, said
 from april.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused here
@@ -17,21 +18,25 @@ def checked_url(url: str) -> str:
         ConfigError: it is not of the form http(s)://host:port, or its host is no place where a server can be reached;
             the sentence says what to write instead.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # half of the brackets of an IPv6 address
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(url, 100)}") from None
     try:
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # the port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        # a user, a password or a query may be a secret
-        shown, query, _ = url.rpartition("@")[2].partition("?")
-        shown += f"{query}..." if query else ""
-        instead = _instead(url, parts, right)
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {shown!r}{instead}")
+        # a user, a password, a query or a fragment may be a secret
+        rest = url.rpartition("@")[2]
+        end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
+        shown = f"{rest[:end]}{rest[end:end + 1]}..." if end < len(rest) else rest
+        instead = said(_instead(url, parts, right))
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(shown, 100)}{instead}")
     if parts.hostname in _EVERYWHERE:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
-            f"{parts.hostname} in {url!r} is where a server listens, not where it is reached; write "
+            f"{parts.hostname} in {quoted(url, 100)} is where a server listens, not where it is reached; write "
             f"{parts.scheme}://127.0.0.1{port} if it is on this machine, or else the name of its machine"
         )
     return f"{parts.scheme}://{parts.netloc}"

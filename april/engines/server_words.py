@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from april.engines.http_client import HttpClient, Reply, error_text
+from april.engines.http_client import HttpClient, Reply
+from april.engines.server_json import NotJson, read_json
+from april.engines.wire_errors import error_text
 from april.errors import EngineError
 
 Words = Callable[[Any], bool]
@@ -22,8 +22,8 @@ def words_of(reply: Reply) -> Any:
     if not reply.body.strip():
         return None
     try:
-        return msgspec.json.decode(reply.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return read_json(reply.body)
+    except NotJson:
         return reply.body
 
 

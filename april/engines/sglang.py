@@ -17,6 +17,7 @@ from april.engines.protocol import Capabilities, Engine, EngineLoad, Health, Req
 from april.engines.server_engine import ServerEngine
 from april.engines.server_pool import client_of, connect_all
 from april.engines.server_stream import ServerStream
+from april.engines.server_text import quoted
 from april.engines.sglang_offer import SglangOffer, probe_sglang
 from april.engines.sglang_router import common_offer, require_same_workers
 from april.engines.sglang_wire import ReplyReader, request_body, rid_of
@@ -146,8 +147,8 @@ class SglangEngine(ServerEngine):
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        other = next((said for said, _ in well if said not in (None, label)), None)
-        named = "" if other is None else f"its weights are named {other!r}, and april named them {label!r}"
+        other = next((name for name, _ in well if name not in (None, label)), None)
+        named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
         problem = self._torn or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),

@@ -7,11 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from april.config_engines import SglangEngineConfig
-from april.engines.http_client import HttpClient, Reply, error_text
+from april.engines.http_client import HttpClient, Reply
 from april.engines.protocol import Capabilities, LogprobKind
+from april.engines.server_json import NotJson, read_json
 from april.engines.server_pause import standing_still
 from april.engines.server_probe import (
     NARROW,
@@ -28,6 +27,7 @@ from april.engines.server_probe import (
     probe_id,
 )
 from april.engines.sglang_wire import Reply as GenerateReply
+from april.engines.wire_errors import error_text
 from april.errors import ConfigError, EngineError, WireError
 
 PAUSE_S = 3.0
@@ -266,8 +266,8 @@ async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any]) 
         return reply
     client.require_ok(reply, "/generate")
     try:
-        answer = msgspec.json.decode(reply.body, type=GenerateReply)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        answer = read_json(reply.body, GenerateReply)
+    except NotJson as error:
         raise WireError(f"{client.url}/generate answered what april cannot read: {error}") from None
     if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
         raise WireError(

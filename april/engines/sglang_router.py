@@ -9,6 +9,7 @@ from dataclasses import replace
 from april.config_engines import SglangEngineConfig
 from april.engines.http_client import HttpClient
 from april.engines.protocol import Capabilities
+from april.engines.server_text import said
 from april.engines.sglang_offer import SglangOffer
 from april.errors import ConfigError
 
@@ -34,7 +35,7 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
     except (TypeError, KeyError, AttributeError):
         raise ConfigError(f"engine.router: {router.url}/workers does not answer as an sglang-router does") from None
     if split:
-        raise ConfigError(f"engine.router: {split[0]} splits prefill from decode, which april was not tried with")
+        raise ConfigError(f"engine.router: {said(split[0])} splits prefill from decode, which april was not tried with")
     return urls
 
 
@@ -53,8 +54,8 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
         found = await router_workers(router)
     if unknown := sorted(found - wanted):
         raise ConfigError(
-            f"the router {router.url} sends requests to {unknown[0]}, which engine.urls does not name: its weights "
-            "would never be updated; add it to engine.urls, written as the router writes it"
+            f"the router {router.url} sends requests to {said(unknown[0])}, which engine.urls does not name: its "
+            "weights would never be updated; add it to engine.urls, written as the router writes it"
         )
     if idle := sorted(wanted - found):
         raise ConfigError(
@@ -75,8 +76,8 @@ def common_offer(offers: Sequence[SglangOffer], config: SglangEngineConfig) -> t
             ours, theirs = getattr(first, what), getattr(offer, what)
             if ours != theirs:
                 raise ConfigError(
-                    f"the workers {first.url} and {offer.url} of one router differ in {what} ({ours} and {theirs}); "
-                    "start them alike"
+                    f"the workers {first.url} and {offer.url} of one router differ in {what} ({said(ours)} and "
+                    f"{said(theirs)}); start them alike"
                 )
     together = replace(
         first,

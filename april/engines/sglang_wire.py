@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import failure_of
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.reply_reader import AnswerReader
+from april.engines.server_text import quoted, said
 from april.engines.weight_labels import WeightLabels
-from april.engines.wire_errors import failure_said
+from april.engines.wire_errors import failure_of, failure_said
 from april.errors import WireError
 
 
@@ -130,7 +130,7 @@ class ReplyReader(AnswerReader[Reply]):
         if meta is None:
             raise failure_said(payload, f"attempt {self._attempt_id}")
         if meta.id != rid_of(self._attempt_id):
-            raise WireError(f"attempt {self._attempt_id} got the answer of {meta.id[:64]!r}")
+            raise WireError(f"attempt {self._attempt_id} got the answer of {quoted(meta.id)}")
         if self.finish is not None or self.failure is not None:
             raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
         ids, logprobs = self._fresh(reply, meta)
@@ -185,11 +185,13 @@ class ReplyReader(AnswerReader[Reply]):
             return chunks
         status = finish.status_code
         if finish.type == "abort" and status is not None and 400 <= status < 600:
-            self.failure = failure_of(status, f"the server gave the request up ({status}): {_short(finish.message)}")
+            self.failure = failure_of(
+                status, f"the server gave the request up ({status}): {said(finish.message or 'nothing')}"
+            )
             return chunks
         reason = _FINISHES.get(finish.type)
         if reason is None:
-            self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {finish.type[:32]!r}")
+            self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {quoted(finish.type)}")
             return chunks
         return self._end_with(chunks, reason)
 
@@ -202,7 +204,3 @@ class ReplyReader(AnswerReader[Reply]):
             self.failure = self._foreign(meta.weight_version or "none")
             return []
         return self._whole(ids, logprobs)
-
-
-def _short(message: str | None) -> str:
-    return " ".join((message or "nothing").split())[:300]

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient, error_text
+from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient
 from april.engines.protocol import EngineLoad
+from april.engines.server_json import NotJson, read_json
 from april.engines.server_pause import standing_still
 from april.engines.server_words import control, nothing, require_words, says, text_under, words_of
 from april.engines.sglang_offer import SglangOffer
 from april.engines.weight_labels import WeightLabels, another_process, marked
+from april.engines.wire_errors import error_text
 from april.errors import EngineError, EngineUnreachable, WireError
 
 log = logging.getLogger("april")
@@ -159,8 +161,8 @@ class SglangWorker:
             if not loaded:
                 raise
             kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
-            said = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
-            raise kind(said) from error
+            what = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
+            raise kind(what) from error
 
     async def _process(self) -> Any:
         """What no two processes have in common: how long each part of its start took; None: it does not say."""
@@ -184,8 +186,8 @@ class SglangWorker:
         reply = await self.client.call("GET", "/v1/loads", params={"include": "core"}, retry=True)
         self.client.require_ok(reply, "/v1/loads")
         try:
-            loads = msgspec.json.decode(reply.body, type=_Loads).loads
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            loads = read_json(reply.body, _Loads).loads
+        except NotJson as error:
             raise WireError(f"{self.client.url}/v1/loads answered what april cannot read: {error}") from None
         return EngineLoad(
             sum(load.num_running_reqs for load in loads),

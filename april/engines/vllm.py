@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from april.config_engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.http_client import HttpClient, error_text
+from april.engines.http_client import HttpClient
 from april.engines.openai import OpenAIEngine
 from april.engines.openai_metrics import read_metrics
 from april.engines.openai_probe import OpenAIOffer
@@ -24,11 +24,13 @@ from april.engines.server_engine import ServerEngine
 from april.engines.server_pause import standing_still
 from april.engines.server_pool import connect_all
 from april.engines.server_stream import ServerStream
+from april.engines.server_text import quoted
 from april.engines.server_words import control, nothing, says, text_under, words_of
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
 from april.engines.weight_directories import why_unloadable
 from april.engines.weight_labels import another_process, marked
+from april.engines.wire_errors import error_text
 from april.errors import EngineError
 
 LOAD_WEIGHTS_S = 3600.0
@@ -199,7 +201,7 @@ class VllmEngine(ServerEngine):
         await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
-            raise EngineError(f"{self._client.url} says its weights are {now} after april called them {label}")
+            raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
 
     async def label(self) -> str | None:
         """Of the present weights; None: the server has no labels."""

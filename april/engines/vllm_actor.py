@@ -18,6 +18,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
 from april.engines.server_engine import ServerEngine
+from april.engines.server_text import said
 from april.engines.vllm_in_process import VllmInProcessEngine
 from april.engines.wire_arrays import chunk_of, empty_chunk
 from april.errors import EngineError, RequestRefused
@@ -181,4 +182,4 @@ class ActorEngine(ServerEngine):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise EngineError(f"engine {self.name}: {type(error).__name__}: {error}") from error
+            raise EngineError(f"engine {self.name}: {type(error).__name__}: {said(error)}") from error

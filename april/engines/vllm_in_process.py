@@ -16,6 +16,7 @@ from april.core.versions import PolicyVersion
 from april.engines.loop_relay import LoopRelay, result_from
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
 from april.engines.server_engine import ServerEngine
+from april.engines.server_text import said
 from april.engines.weight_directories import why_unloadable
 from april.engines.weight_labels import foreign_weights
 from april.engines.wire_arrays import chunk_of, empty_chunk
@@ -94,9 +95,9 @@ class VllmInProcessEngine(ServerEngine):
             except EngineError:
                 raise
             except ValueError as error:  # what vLLM raises for a request that it will not take
-                raise RequestRefused(f"engine {self._name} refuses the request: {error}") from error
+                raise RequestRefused(f"engine {self._name} refuses the request: {said(error)}") from error
             except Exception as error:
-                raise EngineError(f"engine {self._name}: {type(error).__name__}: {error}") from error
+                raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
             finally:
                 await relay.close()
             if finish is None:
@@ -133,7 +134,7 @@ class VllmInProcessEngine(ServerEngine):
         try:
             logprobs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
         except KeyError as error:
-            raise WireError(f"engine {self._name}: token {error} came without its log-probability") from None
+            raise WireError(f"engine {self._name}: token {said(error)} came without its log-probability") from None
         self._check_labels(request, getattr(completion, "weight_versions", None))
         return chunk_of(tokens, logprobs, version, self._finish(completion.finish_reason))
 
@@ -183,11 +184,11 @@ class VllmInProcessEngine(ServerEngine):
             raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
         self._torn = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
-            said = await self._there(
+            results = await self._there(
                 lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             )
-            if not said or any(result is not None for result in said):  # each of its workers returns nothing
-                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {said!r:.300}")
+            if not results or any(result is not None for result in results):  # each of its workers returns nothing
+                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {said(results)}")
         if await self._there(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
@@ -199,8 +200,8 @@ class VllmInProcessEngine(ServerEngine):
             if hasattr(self._llm, "get_weight_version"):
                 shown = await self._there(self._llm.get_weight_version)
                 if shown != label:
-                    said = f"says its weights are {shown} after april called them {label}"
-                    raise EngineError(f"engine {self._name} {said}")
+                    what = f"says its weights are {said(shown, 64)} after april called them {label}"
+                    raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
         self._labels.present, self._torn = version, ""
 
@@ -209,7 +210,7 @@ class VllmInProcessEngine(ServerEngine):
         try:
             await self._there(self._llm.check_health)
         except Exception as error:
-            return Health(False, f"{type(error).__name__}: {error}")
+            return Health(False, f"{type(error).__name__}: {said(error)}")
         if self._torn:
             return Health(False, self._torn)
         return Health(True, counters={"open_requests": float(len(self._admission.inside))})
@@ -248,7 +249,7 @@ class VllmInProcessEngine(ServerEngine):
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise EngineError(f"engine {self._name}: {type(error).__name__}: {error}") from error
+            raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
 
 
 def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -> Capabilities:
@@ -261,7 +262,8 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         _ = llm.pause_generation, llm.resume_generation, llm.collective_rpc
     except AttributeError as error:
         raise ConfigError(
-            f"VllmInProcessEngine takes an AsyncLLM object of vLLM 0.12 or newer, got {type(llm).__name__} ({error})"
+            f"VllmInProcessEngine takes an AsyncLLM object of vLLM 0.12 or newer, got {type(llm).__name__} "
+            f"({said(error)})"
         ) from None
     if mode not in _KINDS:
         raise ConfigError(

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from april.config_engines import VllmEngineConfig
-from april.engines.http_client import HttpClient, Reply, error_text
+from april.engines.http_client import HttpClient, Reply
 from april.engines.openai_metrics import ServerMetrics, read_metrics
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.server_json import read_json
 from april.engines.server_probe import (
     NARROW,
     NO_EOS,
@@ -27,7 +28,9 @@ from april.engines.server_probe import (
     model_files,
     probe_id,
 )
+from april.engines.server_text import said
 from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
+from april.engines.wire_errors import error_text
 from april.errors import ConfigError, EngineError
 
 _MODES = {
@@ -181,7 +184,7 @@ def _model_card(client: HttpClient, models: dict[str, Any], name: str | None) ->
     # adapters name the model that they belong to
     found = [c for c in cards if (c["id"] == name if name is not None else not c.get("parent"))]
     if not found or (name is None and len({c.get("root") for c in found}) > 1):
-        names = ", ".join(str(c["id"]) for c in cards) or "none"
+        names = said(", ".join(str(c["id"]) for c in cards[:20])) or "none"
         wrong = f"has no model {name!r}" if name is not None else "has several models"
         raise ConfigError(f"{client.url} {wrong}; it serves: {names}; set engine.model to one of them")
     return dict(found[0])
@@ -295,12 +298,12 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
     reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     client.require_ok(reply, COMPLETIONS_ROUTE)
     try:
-        (choice,) = msgspec.json.decode(reply.body, type=_OneToken).choices
+        (choice,) = read_json(reply.body, _OneToken).choices
         (logprob,), (token,) = choice.logprobs.token_logprobs, choice.token_ids
-    except (msgspec.DecodeError, ValueError) as error:
+    except ValueError as error:
         raise EngineError(
             f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
-            f"otherwise: {error}; april needs a vLLM that knows return_token_ids (0.11 or later)"
+            f"otherwise: {said(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
     return token, logprob
 

@@ -13,6 +13,7 @@ import msgspec
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.reply_reader import AnswerReader
+from april.engines.server_text import quoted
 from april.engines.weight_labels import WeightLabels
 from april.engines.wire_errors import failure_said
 from april.errors import EngineError
@@ -170,7 +171,8 @@ class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
             return chunks
         if finish is None:
             self.failure = EngineError(
-                f"attempt {self._attempt_id}: the server ended the response for the reason {choice.finish_reason!r}"
+                f"attempt {self._attempt_id}: the server ended the response for the reason "
+                f"{quoted(choice.finish_reason)}"
             )
             return chunks
         return self._end_with(chunks, finish)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.server_text import quoted
 from april.errors import EngineError
 
 
@@ -107,6 +108,6 @@ def cover(spans: Sequence[Span], total: int) -> bool:
 def foreign_weights(attempt_id: str, sent_to: str, label: str) -> EngineError:
     """For tokens of weights that april has not put there."""
     return EngineError(
-        f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {label[:64]!r}: the server was "
+        f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {quoted(label)}: the server was "
         "started anew, or somebody else changes its weights; change them through april only"
     )

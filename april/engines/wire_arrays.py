@@ -8,6 +8,7 @@ import numpy as np
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Float32, Int32
+from april.engines.server_text import said
 from april.errors import WireError
 
 
@@ -34,7 +35,7 @@ def int32_array(values: Sequence[int]) -> Int32:
     try:
         return np.array(values, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"token ids are not whole numbers of 32 bits: {error}") from None
+        raise WireError(f"token ids are not whole numbers of 32 bits: {said(error)}") from None
 
 
 def float32_array(values: Sequence[float]) -> Float32:
@@ -44,4 +45,4 @@ def float32_array(values: Sequence[float]) -> Float32:
         with np.errstate(over="ignore"):
             return np.array(values, np.float32)
     except (TypeError, ValueError) as error:
-        raise WireError(f"log-probabilities are not numbers: {error}") from None
+        raise WireError(f"log-probabilities are not numbers: {said(error)}") from None
