@@ -23,7 +23,7 @@ from april.core.types import DropReason, Prompt, Sample, SampleId, SampleState
 from april.desk.answers import Answer, GivenUp, Order, Result, Settled
 from april.desk.execution import Execution
 from april.desk.results import take
-from april.errors import CheckpointError, RolloutError
+from april.errors import CheckpointError
 
 FORMAT = 1
 
@@ -190,14 +190,18 @@ class Desk:
         return sample if sample is not None and self._execution.waiting.is_alive(sample.id, life) else None
 
     async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Answer:
-        if self._execution.failed is not None:
-            raise RolloutError(f"april has stopped: {self._execution.failed}")
+        self._execution.raise_if_failed()
         return await self._execution.waiting.answer(sample, for_start=for_start)
 
     # ---------------------------------------------------------------- checkpoints
 
     async def state(self) -> dict[str, Any]:
-        """Everything that is not in the batches delivered so far, as plain data."""
+        """Everything that is not in the batches delivered so far, as plain data.
+
+        Raises:
+            RolloutError: april has stopped; its books could not be trusted.
+        """
+        self._execution.raise_if_failed()
         late = self._execution.waiting.late
         return {
             "format": FORMAT,

@@ -7,8 +7,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
@@ -19,6 +17,8 @@ from april.desk.answers import Go, Order, Start
 from april.desk.results import delivery, done, take
 from april.desk.waiting import Waiting
 from april.driver.busy_time import BusyTime
+from april.driver.user_code import describe
+from april.errors import RolloutError
 
 PROBE_S = 1.0
 """The trainer brings its servers back itself, or ends: after this time they count as well again."""
@@ -51,6 +51,7 @@ class Execution:
 
     def begin(self, label: int) -> None:
         """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
+        self.raise_if_failed()
         if self.last_batch is not None and self.last_batch in self.core.leased:
             self.post(ev.BatchCommitted(self.last_batch))
         self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label)))
@@ -59,14 +60,26 @@ class Execution:
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
         """Prompts for an order to draw."""
+        self.raise_if_failed()
         first = self.core.books.groups_drawn
         self._events.append(ev.PromptsDrawn(prompts, exhausted=False))
         self._work(range(first, first + len(prompts)))
 
     def post(self, event: ev.Event) -> None:
-        """Anything else."""
+        """Anything else. Raises what ends the core with it, and RolloutError if it has ended before."""
+        self.raise_if_failed()
         self._events.append(event)
         self._work()
+
+    def raise_if_failed(self) -> None:
+        """RolloutError once the core has ended: nothing that it would say could be trusted."""
+        if self.failed is not None:
+            raise self._stopped(self.failed)
+
+    def _stopped(self, failed: BaseException) -> RolloutError:
+        error = RolloutError(f"april has stopped: {describe(failed)}")
+        error.__cause__ = failed
+        return error
 
     async def orders(self) -> list[Order]:
         """Those since the last call; waits until there is one. Raises what has ended the core."""
@@ -99,7 +112,9 @@ class Execution:
                     self._do(command)
         except BaseException as error:
             self.failed = error
+            self._events.clear()
             self._ordered.set()
+            self.waiting.stop(self._stopped(error))
             raise
         finally:
             now = len(self.core.attempts)
@@ -133,9 +148,9 @@ class Execution:
                 if everything:
                     self._order("abort")
             case do.StartTimer(timer, seconds, _):
-                asyncio.get_running_loop().call_later(seconds, self.post, ev.TimerFired(timer))
+                self._later(seconds, ev.TimerFired(timer))
             case do.ProbeEngine(engine):
-                asyncio.get_running_loop().call_later(PROBE_S, self.post, ev.EngineReady(engine))
+                self._later(PROBE_S, ev.EngineReady(engine))
             case do.ReportDrop(group, reason, why):
                 self.dropped.add(str(group.prompt.data["uid"]))
                 self._order("dropped", str(reason), why)
@@ -146,6 +161,13 @@ class Execution:
                 self._order("fail", error)
             case _:
                 pass  # a fenced request is taken when it comes after all; there is no end of the data and no pause
+
+    def _later(self, seconds: float, event: ev.Event) -> None:
+        def passed() -> None:
+            if self.failed is None:
+                self.post(event)
+
+        asyncio.get_running_loop().call_later(seconds, passed)
 
     def _order(self, *order: object) -> None:
         self._orders.append(order)
@@ -166,7 +188,7 @@ class Execution:
         if len(known) < len(values):
             error = f"{self._filter_name} is not a number of every sample"
             return ev.GroupJudged(group.id, judgement, keep=False, error=error)
-        return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or float(np.std(known)) > 0.0)
+        return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or min(known) < max(known))
 
     def _deliver(self, batch: Batch) -> None:
         if self._runs_on:

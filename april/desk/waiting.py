@@ -41,7 +41,8 @@ class Waiting:
     def give_up(self, sample: SampleId) -> None:
         """The sample goes on without its rollout: what that one is told or says from now on is void."""
         self._answers.pop(sample, None)
-        self.new_life(sample)
+        if sample in self._lives:  # not settled by now
+            self.new_life(sample)
         for_start, future = self._asked.get(sample, (True, None))
         if future is not None and not for_start:
             del self._asked[sample]
@@ -54,6 +55,14 @@ class Waiting:
         for_start, future = self._asked.pop(sample, (True, None))
         if future is not None:
             _resolve(future, Settled() if for_start else GivenUp())
+
+    def stop(self, error: BaseException) -> None:
+        """Nothing goes on: whoever waits is told why."""
+        asked, self._asked = self._asked, {}
+        for _, future in asked.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # who waited may be gone; its error is not asyncio's business
 
     # ---------------------------------------------------------------- answers
 
