@@ -16,6 +16,9 @@ from omegaconf import OmegaConf
 
 import april
 from april.config_engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
+from april.doctor.examine import Patience
+from april.doctor.run import examine
+from april.engines.server_pool import client_of
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 8, "max_response_len": 99}
 NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]
@@ -219,6 +222,13 @@ def test_a_key_is_in_no_text_of_the_configuration(caplog: pytest.LogCaptureFixtu
         {"kind": "vllm", "urls": f"http://user:{CANARY}@host:80"},
         {"kind": "vllm", "urls": f"ftp://{CANARY}@host"},
         {"kind": "vllm", "urls": f"http://host:80?key={CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80#{CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80/#?{CANARY}"},
+        {"kind": "vllm", "urls": f"http://[host:80#{CANARY}"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\nX-More: 1"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\x00"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\u2713"},
+        {"kind": "vllm", "urls": URLS, "api_key": f" {CANARY}"},
         {"kind": "simulated", "api_key": CANARY},
         {"kind": "nobody", "api_key": CANARY},
         {"api_key": CANARY},
@@ -272,3 +282,28 @@ def test_no_kind_has_a_setting_of_its_own_for_what_others_have() -> None:
     """A user changes ``kind`` and nothing else: what all servers share is in all three."""
     for engine in (VllmEngineConfig, SglangEngineConfig, OpenAIEngineConfig):
         assert set(ServerEngineConfig.model_fields) < set(engine.model_fields)
+
+
+@pytest.mark.parametrize("key", ["a\r\nX-More: 1", "a\n", "\ta", "a\x00b", "a\u2713", "a b", "a\x7f"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
+def test_a_key_that_no_header_can_hold(key: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is sent, where it is given and where the environment has it."""
+    key = f"{CANARY}{key}{CANARY}"
+    with pytest.raises(april.ConfigError, match=r"engine\.api_key: the key of the server has characters"):
+        april.Config(**SMALL, engine={"kind": kind, "urls": URLS, "api_key": key})
+    if "\x00" in key:
+        return  # no environment can hold it either
+    monkeypatch.setenv("KEY_OF_A_TEST", key)
+    config = april.Config(**SMALL, engine={"kind": kind, "urls": URLS, "api_key_env": "KEY_OF_A_TEST"})
+    assert isinstance(config.engine, ServerEngineConfig)
+    with pytest.raises(april.ConfigError, match="the key of the server") as caught:
+        client_of(URLS[0], config.engine)
+    assert CANARY not in str(caught.value)
+    with pytest.raises(april.ConfigError, match="the key of the server"):
+        examine([URLS[0]], None, "KEY_OF_A_TEST", Patience())
+
+
+def test_a_key_with_the_line_break_of_its_file() -> None:
+    """The commonest of them has a sentence of its own."""
+    with pytest.raises(april.ConfigError, match="ends with white space or a line break; take that away"):
+        april.Config(**SMALL, engine={"kind": "vllm", "urls": URLS, "api_key": "key\n"})

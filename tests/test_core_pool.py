@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -105,6 +106,17 @@ def test_an_engine_that_is_busy_for_ever_is_an_outage() -> None:
     fail(m, only(m), busy_s=0.0)
     m.post(ev.TimerFired(outages[0]))
     assert "no engine with the current weights has been well for 50 s" in m.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "rests_s"),
+    [(math.nan, FIRST_REST_S), (-math.inf, FIRST_REST_S), (-1.0, FIRST_REST_S), (9.0, 9.0), (60.0, 20.0),
+     (math.inf, 20.0)],
+)  # fmt: skip
+def test_a_rest_that_an_engine_asks_for(asked_s: float, rests_s: float) -> None:
+    """As long as it asks, within the deadline of an outage; what is no time says nothing."""
+    m = machine(engines=TWO[:1], outage_deadline_s=20.0)
+    assert [t.seconds for t in rests(fail(m, only(m), busy_s=asked_s))] == [rests_s]
 
 
 def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:

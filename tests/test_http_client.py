@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -87,6 +87,30 @@ def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool)
             assert type(caught.value) is error
             if isinstance(caught.value, EngineBusy):
                 assert caught.value.retry_after_s == 60.0
+
+    run(program)
+
+
+NOW = "Wed, 21 Oct 2026 07:28:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [("7", 7.0), ("0.5", 0.5), ("0", 0.0), ("1e9", 60.0), ("nan", None), ("-nan", None), ("inf", None),
+     ("1e309", None), ("-5", None), ("soon", None), ("", None),
+     ("Wed, 21 Oct 2026 07:28:09 GMT", 9.0), ("Wed, 21 Oct 2026 08:28:00 +0100", 0.0),
+     ("Wed, 21 Oct 2026 09:28:00 GMT", 60.0), ("Wed, 21 Oct 2026 07:27:00 GMT", None),
+     ("Wed, 99 Oct 2026 07:27:00 GMT", None), ("Wed, 21 Oct 99999 07:27:00 GMT", None)],
+)  # fmt: skip
+def test_retry_after(asked: str, seconds: float | None) -> None:
+    """In seconds or as a date, which counts from the server's own; at most a minute, and nothing that is no time."""
+
+    async def program() -> None:
+        async with served() as (answers, client):
+            answers.answer = lambda: web.Response(status=429, headers={"Retry-After": asked, "Date": NOW})
+            with pytest.raises(EngineBusy) as caught:
+                await client.json("POST", "/x", {})
+            assert caught.value.retry_after_s == seconds
 
     run(program)
 
@@ -224,6 +248,39 @@ def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(str(caught.value)) < 500
 
     run(program)
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 734003200", "Transfer-Encoding: chunked", "Connection: close"])
+def test_an_answer_without_end_is_not_read_to_it(head: str) -> None:
+    """One that says how long it is not at all, others up to the limit and what is on its way then."""
+    sent = over = 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent, over
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+        piece = b"x" * 65_536
+        with suppress(ConnectionError):
+            while sent < 700 << 20:
+                writer.write(b"10000\r\n%b\r\n" % piece if "chunked" in head else piece)
+                await writer.drain()
+                sent += len(piece)
+        writer.transport.abort()
+        over += 1
+
+    async def program() -> None:
+        server = await asyncio.start_server(endless, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", name="one")
+        for limit in (None, 1 << 20):
+            with pytest.raises(EngineError, match=f"more than {limit or 4 << 20} bytes; april stops reading"):
+                await client.call("GET", "/x", limit=limit)
+        await client.close()
+        server.close()
+        await until(lambda: over == 2)
+        await server.wait_closed()
+
+    run(program)
+    assert sent < 64 << 20
 
 
 def test_what_is_no_json() -> None:

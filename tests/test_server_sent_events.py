@@ -68,6 +68,18 @@ def test_a_line_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         splitter.feed(b"x")
 
 
+def test_lines_of_one_event_without_end() -> None:
+    """Whole lines are counted as well, until a blank one ends their event."""
+    splitter = EventSplitter(limit=1000)
+    for _ in range(10):
+        assert splitter.feed(b"data: " + b"x" * 90 + b"\n") == []
+    assert len(splitter.feed(b"\n")[0]) == 909
+    for _ in range(10):
+        splitter.feed(b"data: " + b"x" * 90 + b"\n")
+    with pytest.raises(WireError, match="more than 1000 bytes"):
+        splitter.feed(b"data: " + b"x" * 90 + b"\n")
+
+
 def test_a_stream_that_ends_inside_an_event() -> None:
     """Half a line is no event."""
     splitter = EventSplitter()

@@ -11,7 +11,7 @@ from sglang_fixtures import PROMPT, read, request, run, until
 from vllm_fixtures import connected, served
 
 from april.core.versions import PolicyVersion
-from april.engines import http_client
+from april.engines import answer_size
 from april.engines.openai import OpenAIEngine
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
@@ -290,12 +290,13 @@ def test_more_than_a_hundred_at_a_time() -> None:
 
 def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit an answer is an error, whatever is in it."""
-    monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 2000)
+    monkeypatch.setattr(answer_size, "OTHER_BYTES", 0)
+    monkeypatch.setattr(answer_size, "BYTES_PER_TOKEN", 10)
 
     async def program() -> None:
         async with served(mean_length=10**6) as (_, engine):
             got = await read(engine, request())
-            assert "more than 2000 bytes" in str(got.error)
+            assert "april stops reading" in str(got.error)
             assert np.size(got.tokens) == 0
 
     run(program)

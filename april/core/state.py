@@ -8,6 +8,7 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -408,7 +409,9 @@ class RolloutCore:
     def _engine_busy(self, event: ev.EngineBusy) -> None:
         """It rests; one that is busy again and again is probed as well."""
         name, state = event.engine, self.engines.states[event.engine]
-        seconds = self.engines.busy(name, event.busy_s, event.in_flight)
+        # nobody waits for an engine longer than the deadline, whatever it asks for
+        asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, self.settings.outage_deadline_s)
+        seconds = self.engines.busy(name, asked_s, event.in_flight)
         if seconds is not None:
             why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
             self._last_timer -= 1

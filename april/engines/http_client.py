@@ -164,20 +164,24 @@ class HttpClient:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     @asynccontextmanager
-    async def events(self, route: str, body: bytes) -> AsyncIterator[AsyncIterator[list[bytes]]]:
+    async def events(
+        self, route: str, body: bytes, limit: int | None = None
+    ) -> AsyncIterator[AsyncIterator[list[bytes]]]:
         """POST, and the payloads of the server-sent events as they come, in lists of one or more; see :meth:`post`.
+
+        ``limit``: bytes of one event; None: MAX_EVENT_BYTES of the splitter.
 
         Raises:
             WireError: the stream is no event stream, or ends inside an event.
         """
         answer = await self.post(route, body)
         try:
-            yield self._payloads(answer)
+            yield self._payloads(answer, limit)
         finally:
             answer.close()
 
-    async def _payloads(self, answer: Answer) -> AsyncIterator[list[bytes]]:
-        splitter = EventSplitter()
+    async def _payloads(self, answer: Answer, limit: int | None) -> AsyncIterator[list[bytes]]:
+        splitter = EventSplitter(limit)
         while piece := await answer.read():
             events = splitter.feed(piece)
             if events:

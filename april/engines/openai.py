@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from april.config_engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
+from april.engines.answer_size import answer_bytes
 from april.engines.http_client import HttpClient
 from april.engines.openai_metrics import read_metrics
 from april.engines.openai_probe import OpenAIOffer, probe_openai
@@ -85,7 +86,7 @@ class OpenAIEngine(ServerEngine):
                 return
             stream = CompletionStream(self.offer.token_shape, request.token_ids)
             body = completion_body(self.offer.model, self.offer.token_shape, request)
-            inbox = self._open[request.attempt_id] = _Inbox(self._client, body)
+            inbox = self._open[request.attempt_id] = _Inbox(self._client, body, answer_bytes(request))
             try:
                 ended = False
                 while not ended:
@@ -174,14 +175,14 @@ class OpenAIEngine(ServerEngine):
 class _Inbox:
     """Reads one stream beside its consumer, so that the consumer can be told to stop while the server is silent."""
 
-    def __init__(self, client: HttpClient, body: bytes) -> None:
+    def __init__(self, client: HttpClient, body: bytes, limit: int) -> None:
         self.closing = False
         """No more is wanted."""
         self.error: Exception | None = None
         """What the stream broke with."""
         self._payloads: list[bytes] = []
         self._news = asyncio.Event()
-        self._reader = asyncio.create_task(self._read(client, body))
+        self._reader = asyncio.create_task(self._read(client, body, limit))
 
     async def next(self) -> tuple[list[bytes], bool]:
         """The events that came since the last call, and whether they are the last."""
@@ -204,9 +205,9 @@ class _Inbox:
         self._reader.cancel()
         await asyncio.wait({self._reader})
 
-    async def _read(self, client: HttpClient, body: bytes) -> None:
+    async def _read(self, client: HttpClient, body: bytes, limit: int) -> None:
         try:
-            async with client.events(ROUTE, body) as pieces:
+            async with client.events(ROUTE, body, limit) as pieces:
                 async for payloads in pieces:
                     self._payloads += payloads
                     self._news.set()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from april.errors import WireError
 
-MAX_EVENT_BYTES = 64 << 20
-"""Largest single event; servers that repeat the whole response in every event send long ones."""
+MAX_EVENT_BYTES = 4 << 20
+"""Largest single event, unless whoever reads knows better."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -13,12 +13,18 @@ class EventSplitter:
     """Feed bytes, get the payloads (what follows ``data:``) of the events that are complete.
 
     Lines end in LF or CRLF; comments and other fields are skipped; several data lines of one event are joined.
+
+    Args:
+        limit: bytes of one event; None: MAX_EVENT_BYTES.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = MAX_EVENT_BYTES if limit is None else limit
         self._pieces: list[bytes] = []
         self._size = 0
         self._data: list[bytes] = []
+        self._lines = 0
+        """Bytes of the lines in it."""
         self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -43,10 +49,12 @@ class EventSplitter:
             line = raw.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+                self._lines += len(line)
+                self._require_room(self._lines)
             elif not line:
                 if self._data:
                     events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
-                    self._data = []
+                    self._data, self._lines = [], 0
             elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
                 raise WireError(f"the stream has a line that is no server-sent event ({len(line)} bytes)")
         return events
@@ -67,8 +75,11 @@ class EventSplitter:
             return
         self._pieces.append(piece)
         self._size += len(piece)
-        if self._size > MAX_EVENT_BYTES:
-            raise WireError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
+        self._require_room(self._size)
+
+    def _require_room(self, size: int) -> None:
+        if size > self._limit:
+            raise WireError(f"an event of the stream has more than {self._limit} bytes; april stops reading")
 
 
 def _plain(text: bytes) -> list[bytes] | None:

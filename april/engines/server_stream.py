@@ -12,6 +12,7 @@ from typing import Protocol
 
 from april.core.versions import PolicyVersion
 from april.engines.admission import Admission
+from april.engines.answer_size import answer_bytes
 from april.engines.http_client import Answer, HttpClient
 from april.engines.protocol import Chunk, EngineFinish, Piling, Request
 from april.engines.server_sent_events import EventSplitter
@@ -154,10 +155,11 @@ class ServerStream(Piling):
             self._inside = True
         self._reader, body = self._prepare()
         if self._stream:
-            self._splitter, self._done = EventSplitter(), False
+            self._splitter, self._done = EventSplitter(answer_bytes(self._request)), False
             self._answer = await self._client.post(self._route, body)
             return
-        reply = await self._client.call("POST", self._route, body, timeout_s=None)
+        limit = answer_bytes(self._request)
+        reply = await self._client.call("POST", self._route, body, timeout_s=None, limit=limit)
         if not reply.ok:
             self._client.require_ok(reply, self._route)
         chunks = self._reader.read_all([reply.body])

@@ -21,18 +21,14 @@ def checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:  # half of the brackets of an IPv6 address
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(url, 100)}") from None
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}") from None
     try:
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # the port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        # a user, a password, a query or a fragment may be a secret
-        rest = url.rpartition("@")[2]
-        end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
-        shown = f"{rest[:end]}{rest[end:end + 1]}..." if end < len(rest) else rest
         instead = said(_instead(url, parts, right))
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(shown, 100)}{instead}")
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
     if parts.hostname in _EVERYWHERE:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
@@ -40,6 +36,13 @@ def checked_url(url: str) -> str:
             f"{parts.scheme}://127.0.0.1{port} if it is on this machine, or else the name of its machine"
         )
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _shown(url: str) -> str:
+    """Without what may be a secret: a user, a password, a query or a fragment."""
+    rest = url.rpartition("@")[2]
+    end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
+    return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
 
 def _instead(url: str, parts: SplitResult, right: bool) -> str:

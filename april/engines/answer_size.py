@@ -1,0 +1,17 @@
+"""How large the answer to a request may become; what is larger is no answer to it."""
+
+from __future__ import annotations
+
+from april.engines.protocol import Request
+
+BYTES_PER_TOKEN = 1 << 12
+"""Of JSON, beyond what any token takes: some 140 on vLLM, and 2,000 for the longest with its text, bytes and all."""
+BYTES_PER_PROMPT_TOKEN = 1 << 5
+"""Some servers repeat the prompt's ids."""
+OTHER_BYTES = 1 << 20
+
+
+def answer_bytes(request: Request) -> int:
+    """Most bytes of the answer, or of one event of its stream, as some servers repeat everything in each event."""
+    tokens, prompt = request.sampling.max_tokens, len(request.token_ids)
+    return OTHER_BYTES + BYTES_PER_TOKEN * tokens + BYTES_PER_PROMPT_TOKEN * prompt
