@@ -40,7 +40,7 @@ def checked_url(url: str) -> str:
 
 def _shown(url: str) -> str:
     """Without what may be a secret: a user, a password, a query or a fragment."""
-    rest = url.rpartition("@")[2]
+    rest = repr(url)[1:-1].rpartition("@")[2]  # white space at the end is what is wrong with some
     end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
     return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
