@@ -9,7 +9,9 @@ import msgspec
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
 
 from april.core.batch import Batch
+from april.core.sealed import seal
 from april.core.types import SampleId, SampleState
+from april.driver.restarts import KIND
 from april.engines.response_lengths import LognormalLengths
 from april.engines.simulated import synthetic_response
 from april.errors import DataExhausted
@@ -20,6 +22,11 @@ LENGTHS = LognormalLengths(25, 0.6, 0.6, seed=4)
 def plain(state: Any) -> Any:
     """The state as a trainer's checkpoint gives it back."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def resealed(state: Any) -> Any:
+    """The state as if it had been saved as it is now: its checksum fits."""
+    return seal(KIND, {key: state[key] for key in ("core", "prompts", "sampling") if key in state})
 
 
 def new(**changes: Any) -> Rollouts:

@@ -8,10 +8,11 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from saved_rollouts import LENGTHS, check, new, plain, until_the_end
+from saved_rollouts import LENGTHS, check, new, plain, resealed, until_the_end
 from virtual_rollouts import RecordingEngine, virtual
 
 from april.core.versions import PolicyVersion
+from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, EngineError
 
 
@@ -49,26 +50,44 @@ def one_sample_missing(state: Any) -> Any:
     return state
 
 
+def another_token(state: Any) -> Any:
+    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
+    sample["tokens"] = bytes([sample["tokens"][0] ^ 1]) + sample["tokens"][1:]
+    return state
+
+
+def sealed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same change of a state whose checksum fits all the same."""
+    return lambda state: resealed(change(state))
+
+
 DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
     "empty": (lambda s: {}, "not a state that april's"),
-    "no core": (damage(["core"], ...), "not a state that april's"),
-    "core": (damage(["core"], {}), "not a state that april's"),
-    "format": (damage(["core", "format"], 99), "has format 99; this version of april reads format"),
-    "n": (damage(["core", "n_samples_per_prompt"], 3), "saved with n_samples_per_prompt=3, the configuration has 2"),
-    "seed": (damage(["core", "run_seed"], 7), "saved with seed=7, the configuration has 0"),
-    "version": (damage(["core", "version"], 3), "is damaged"),
-    "waiting": (damage(["core", "waiting"], ...), "is damaged"),
-    "ledger": (damage(["core", "tokens", "observed"], 1), "is damaged: .*does not balance"),
-    "prompts ledger": (damage(["core", "prompts", "delivered"], 1), "is damaged: .*does not balance"),
-    "reason": (damage(["core", "tokens", "dropped"], {"whim": 0}), "is damaged"),
-    "tokens": (cut_tokens, "is damaged"),
-    "bytes": (odd_bytes, "is damaged"),
-    "sample": (one_sample_missing, "is damaged"),
-    "position": (damage(["prompts", "position"], None), "is damaged"),
-    "prompts": (damage(["prompts"], []), "is damaged"),
-    "epoch": (damage(["prompts", "epoch"], 4), r"saved in epoch 4, the configuration has epochs=1"),
+    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', and its content has '[0-9a-f]{32}'"),
+    "one bit": (another_token, "its checksum is "),
+    "no checksum": (damage(["checksum"], ...), "its checksum is None"),
+    "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
+    "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is to go on from one"),
+    "no core": (sealed(damage(["core"], ...)), "is damaged"),
+    "core": (sealed(damage(["core"], {})), "not a state that april's"),
+    "n": (
+        sealed(damage(["core", "settings", "n_samples_per_prompt"], 3)),
+        "saved with n_samples_per_prompt=3, the configuration has 2",
+    ),
+    "seed": (sealed(damage(["core", "settings", "run_seed"], 7)), "saved with seed=7, the configuration has 0"),
+    "version": (sealed(damage(["core", "version"], 3)), "is damaged"),
+    "waiting": (sealed(damage(["core", "waiting"], ...)), "is damaged"),
+    "ledger": (sealed(damage(["core", "tokens", "observed"], 1)), "is damaged: .*does not balance"),
+    "prompts ledger": (sealed(damage(["core", "prompts", "delivered"], 1)), "is damaged: .*does not balance"),
+    "reason": (sealed(damage(["core", "tokens", "dropped"], {"whim": 0})), "is damaged"),
+    "tokens": (sealed(cut_tokens), "is damaged"),
+    "bytes": (sealed(odd_bytes), "is damaged"),
+    "sample": (sealed(one_sample_missing), "is damaged"),
+    "position": (sealed(damage(["prompts", "position"], None)), "is damaged"),
+    "prompts": (sealed(damage(["prompts"], [])), "is damaged"),
+    "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, the configuration has epochs=1"),
 }
 
 
@@ -91,7 +110,7 @@ def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
             await again.driver.load_state_dict(change(deepcopy(good)))
         assert "\n" not in str(caught.value)
         assert repr(again.core) == before
-        assert again.driver._source.state_dict() == {"epoch": 0, "position": 0}
+        assert again.driver._source.state_dict() == PromptSource([[1]], 9).state_dict()
         assert {e.inner._version for e in again.engines} == {PolicyVersion(0, 0)}
         again.core.validate()
         await again.driver.load_state_dict(good)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.core.numbers import LOGPROB_EPS
 from april.core.versions import PolicyVersion
-from april.driver.wire_checks import LOGPROB_EPS, check_chunk
+from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk
 from april.errors import EngineError, WireError
 

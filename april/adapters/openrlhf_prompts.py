@@ -24,11 +24,13 @@ class Prompts:
         encode: text to token ids.
     """
 
+    resumes = True
+    """OpenRLHF's loader goes on by its own state."""
+
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode
         self._lock = threading.Lock()
         self._rows: Iterator[Any] = iter(())
-        self._skip = 0
         self._recent: deque[list[Any]] = deque()
         """Drawn last; those that april's state does not hold yet are saved from here."""
         self._ahead: deque[list[Any]] = deque()
@@ -45,9 +47,6 @@ class Prompts:
         return self
 
     def __next__(self) -> Any:
-        if self._skip:
-            self._skip -= 1
-            return None  # drawn before the restart; april passes over it
         with self._lock:
             if self._ahead:
                 row = self._ahead.popleft()
@@ -70,7 +69,7 @@ class Prompts:
 
     def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
         """As before a restart, where april had drawn ``position``."""
-        self.drawn = self._skip = position
+        self.drawn = position
         self._ahead.extend(list(row) for row in saved["ahead"])
 
 

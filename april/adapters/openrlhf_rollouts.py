@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from april.adapters.openrlhf_engine import connect
@@ -24,10 +23,11 @@ from april.core.types import Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import CheckpointError, DataExhausted, RolloutError
 from april.scheduler import RolloutScheduler
+from april.state_file import pack, unpack
 
 log = logging.getLogger("april")
 
-FORMAT = 1
+KIND = "openrlhf"
 
 
 class Rollouts:
@@ -204,14 +204,10 @@ class Rollouts:
         # weight updates that follow those of the state before the weights of this checkpoint: none, but with a queue
         lag = 0 if self.batch is None else self._first + self._delivered - state["core"]["version"][1]
         content = {
-            "format": FORMAT, "state": state, "prompts": drawn, "lag": lag,
+            "state": state, "prompts": drawn, "lag": lag,
             "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],
         }  # fmt: skip
-        try:
-            packed = msgspec.msgpack.encode(content, enc_hook=_plain)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"april's carry cannot be saved: {error}") from error
-        return {**theirs, KEY: _as_tensor(packed)}
+        return {**theirs, KEY: _as_tensor(pack(KIND, content))}
 
     def load(self, saved: Any) -> bool:
         """Go on from a saved state at the next batch; whether the saved episode's prompts had ended.
@@ -223,13 +219,11 @@ class Rollouts:
             log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
             return False
         try:
-            content = msgspec.msgpack.decode(np.asarray(saved, np.uint8).tobytes())
-            if content["format"] != FORMAT:
-                raise CheckpointError(f"april's carry has format {content['format']}, and this april writes {FORMAT}")
-            self._saved = content
-            return bool(content["prompts"]["ended"])
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            data = np.asarray(saved, np.uint8).tobytes()
+        except (TypeError, ValueError) as error:
             raise _damaged(error) from error
+        self._saved = unpack(KIND, data, "the loader's state")
+        return bool(self._saved["prompts"]["ended"])
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
         try:
@@ -254,10 +248,3 @@ def _as_tensor(packed: bytes) -> Any:
     import torch
 
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _plain(value: Any) -> Any:
-    """Tensors, arrays and numbers of numpy as lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a label holds a {type(value).__name__}, which is no plain value")

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from april.core.types import SampleId
 from april.errors import CheckpointError
 from april.private_file import write_private
+from april.state_file import pack, unpack
 
-FORMAT = 1
+KIND = "slime"
 
 
 def path_of(directory: str, rollout_id: int) -> Path:
@@ -29,10 +28,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: a sample has something that cannot be written, or the directory is not writable.
     """
-    try:
-        data = msgspec.msgpack.encode({"april_slime_format": FORMAT, **content}, enc_hook=_plain)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the carry for {path} cannot be written: {error}") from error
+    data = pack(KIND, content)
     try:
         write_private(path, data)
     except OSError as error:
@@ -46,13 +42,12 @@ def read(path: Path) -> dict[str, Any] | None:
         CheckpointError: it is damaged, or was written by another version of april.
     """
     try:
-        content = msgspec.msgpack.decode(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"the carry {path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("april_slime_format") != FORMAT:
-        raise CheckpointError(f"the carry {path} was written by another version of april, or is none")
+    content: dict[str, Any] = unpack(KIND, data, str(path))
     return content
 
 
@@ -85,10 +80,3 @@ def id_of(key: str) -> SampleId:
     """The sample that a name in the file means."""
     group, _, index = key.partition(".")
     return SampleId(int(group), int(index))
-
-
-def _plain(value: Any) -> Any:
-    """Tensors, arrays and numbers of numpy as lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a sample holds a {type(value).__name__}, which is no plain value")

@@ -35,6 +35,9 @@ class Groups:
         any_prompt: who generates reads the prompt itself; its token ids here are for the books.
     """
 
+    resumes = True
+    """slime's data source goes on by its own checkpoint."""
+
     def __init__(
         self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
         any_prompt: bool = False,
@@ -44,7 +47,6 @@ class Groups:
         self._encode = encode
         self._check = check
         self._any_prompt = any_prompt
-        self._skip = 0
         self._type: Any = None
         self._told = False
         self.begun = self.drawn = 0
@@ -56,9 +58,6 @@ class Groups:
         return self
 
     def __next__(self) -> Any:
-        if self._skip:
-            self._skip -= 1
-            return None  # drawn before the restart; april passes over it
         self.begun += 1
         try:
             group = self.ahead[0] if self.ahead else self._draw()
@@ -72,7 +71,7 @@ class Groups:
 
     def go_on(self, drawn: int, ahead: list[Any]) -> None:
         """As before a restart."""
-        self.begun = self.drawn = self._skip = drawn
+        self.begun = self.drawn = drawn
         self.ahead = ahead
 
     def sample(self, entry: Any) -> Any:

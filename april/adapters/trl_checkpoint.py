@@ -5,27 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from april.errors import CheckpointError
 from april.private_file import write_private
+from april.state_file import checksum_of, pack, unpack
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
-STATE = {"rollouts", "order", "micro"}
-"""What the first holds: april's state, what decides the order of prompts, and steps into a generation batch."""
+KIND = "trl"
+"""The first holds april's state, what decides the order of prompts, steps into a generation batch, and the second's
+checksum."""
 
 
 def write(folder: Path, trainer: Any, rollouts: dict[str, Any]) -> None:
     """``rollouts``: the scheduler's state of this moment."""
-    state = {"rollouts": rollouts, "order": _order_of_prompts(trainer), "micro": 0}
+    state = {"rollouts": rollouts, "order": _order_of_prompts(trainer), "micro": 0, "buffer": ""}
     if trainer._step % _steps_per_generation(trainer):
         from safetensors.torch import save
 
         state["micro"] = trainer._step
         parts = enumerate(trainer._buffered_inputs)
         tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
-        write_private(folder / BUFFER_FILE, save(tensors))
-    write_private(folder / STATE_FILE, msgspec.msgpack.encode(state))
+        buffer = save(tensors)
+        state["buffer"] = checksum_of(buffer)
+        write_private(folder / BUFFER_FILE, buffer)
+    write_private(folder / STATE_FILE, pack(KIND, state))
 
 
 def read(folder: Path, trainer: Any) -> Any:
@@ -35,35 +37,36 @@ def read(folder: Path, trainer: Any) -> Any:
         CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
     """
     try:
-        state = msgspec.msgpack.decode((folder / STATE_FILE).read_bytes())
+        data = (folder / STATE_FILE).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {STATE_FILE}: it was not saved by AprilGRPOTrainer, so nobody knows which prompts were "
             "trained; begin anew from its weights (model=...) instead"
         ) from None
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
-    if not isinstance(state, dict) or not state.keys() >= STATE:
-        raise CheckpointError(f"{STATE_FILE} in {folder} was written by another version of april, or is none")
+    state = unpack(KIND, data, str(folder))
     if state["order"] != (now := _order_of_prompts(trainer)):
         raise CheckpointError(
             f"{folder} was saved with prompts {state['order']}, now they are {now}; they must be the same, in the same "
             "order, after a restart"
         )
     if state["micro"]:
-        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, str(trainer.accelerator.device))
+        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, str(trainer.accelerator.device))
     return state["rollouts"]
 
 
-def _parts(folder: Path, device: str) -> list[dict[str, Any]]:
+def _parts(folder: Path, state: dict[str, Any], device: str) -> list[dict[str, Any]]:
     """What TRL calls its buffered inputs."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        tensors = load_file(folder / BUFFER_FILE, device=device)
-    except (OSError, SafetensorError) as error:
+        data = (folder / BUFFER_FILE).read_bytes()
+    except OSError as error:
         raise CheckpointError(f"{BUFFER_FILE} in {folder} cannot be read: {error}") from error
+    if checksum_of(data) != state["buffer"]:
+        raise CheckpointError(f"{BUFFER_FILE} in {folder} is damaged, or belongs to another checkpoint")
+    tensors = {name: tensor.to(device) for name, tensor in load(data).items()}
     parts: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")

@@ -48,6 +48,8 @@ class Books:
         self.out: list[Command] = []
         self.failure: str | None = None
         """Why the step cannot go on."""
+        self.without_room: list[Group] = []
+        """Out of a snapshot, and to be dropped, as the engines' context is smaller now."""
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""

@@ -60,9 +60,16 @@ class EngineTable:
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
         self.states = {e.name: EngineState(e, version, AdmissionCap(e.max_in_flight)) for e in engines}
         self.max_context = min(e.max_context for e in engines)
+        self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
         kinds = {e.logprob_kind for e in engines}
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
+
+    def ends_of(self, engine: str) -> frozenset[int]:
+        """The end-of-sequence tokens of an engine; of one that is gone, those on which all present ones agree."""
+        if engine in self.states:
+            return frozenset(self.states[engine].limits.eos_token_ids)
+        return frozenset.intersection(*(frozenset(s.limits.eos_token_ids) for s in self.states.values()))
 
     def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
         """The least loaded engine that confirmed ``version`` and has room.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from april.core import commands as do
 from april.core import events as ev
 from april.core.books import Books
 from april.core.generation import Generation
+from april.core.numbers import wrong_reward
 from april.core.setbacks import Setbacks
 from april.core.types import DropReason, Group, Sample, SampleState
 
@@ -65,8 +64,8 @@ class Scoring:
             blamed = self._whose_reward_is_awaited(group.samples[index])
             if blamed is None:
                 books.counters["late_events"] += 1
-            elif not math.isfinite(reward):
-                self._setbacks.fail(blamed, f"the reward is {reward}; it must be a finite number")
+            elif wrong := wrong_reward(reward):
+                self._setbacks.fail(blamed, f"the reward is {wrong}")
                 return
             else:
                 awaited.append((group.samples[index], reward))

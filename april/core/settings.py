@@ -65,3 +65,5 @@ class EngineLimits:
     max_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     logprob_kind: str = "temperature"
+    vocab_size: int = 2**31 - 1
+    """Token ids are below."""

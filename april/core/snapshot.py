@@ -3,38 +3,27 @@
 Invariant: a core restored from a snapshot holds every token and every prompt that the snapshotted one held, those of
 attempts in flight and of batches the trainer has not trained on included; what was delivered and trained is not in it.
 
-Tokens are little-endian bytes (int32), log-probabilities too (float32). ``data`` of a prompt is stored as it was given.
+Tokens are little-endian bytes (int32), log-probabilities too (float32); None where there are none, as ``torch.load``
+does not read empty bytes. ``data`` of a prompt is stored as it was given. ``restoring.py`` is the way back.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from april.core.ledger import Ledger
-from april.core.tape import Segment, SegmentKind, TokenTape
-from april.core.types import (
-    Attempt,
-    DropReason,
-    FinishReason,
-    Group,
-    Prompt,
-    RecordedCall,
-    Replay,
-    Sample,
-    SampleState,
-)
-from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
-from april.errors import CheckpointError, InvariantError
+from april.core.restoring import require_fresh, restore, settings_out
+from april.core.sealed import State, unchecked_in
+from april.core.tape import TokenTape
+from april.core.types import Attempt, DropReason, FinishReason, Group, RecordedCall, Sample, SampleState
+from april.errors import CheckpointError
 
 if TYPE_CHECKING:
     from april.core.state import RolloutCore
 
-FORMAT = 1
-State = dict[str, Any]
+__all__ = ["State", "require_fresh", "restore", "take"]
 
 
 # -------------------------------------------------------------------- taking
@@ -82,9 +71,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     ready = [*again, *core.monitor]
     waiting = [group for group in core.buffer if group.ready_at < 0]
     return {
-        "format": FORMAT,
-        "n_samples_per_prompt": core.settings.n_samples_per_prompt,
-        "run_seed": core.settings.run_seed,
+        "settings": settings_out(core),
         "version": list(current),
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
         "groups_drawn": books.groups_drawn,
@@ -108,8 +95,9 @@ def _group_out(core: RolloutCore, group: Group) -> State:
         "id": group.id,
         "epoch": prompt.epoch,
         "position": prompt.position,
-        "prompt": _ints(prompt.token_ids),
+        "prompt": _packed(prompt.token_ids, "<i4"),
         "data": dict(prompt.data),
+        "unchecked": unchecked_in(prompt.data),
         "drawn_under": list(group.drawn_under),
         "samples": [_sample_out(core, sample) for sample in group.samples],
     }
@@ -128,8 +116,8 @@ def _sample_out(core: RolloutCore, sample: Sample) -> State:
             open_start = None
     return {
         "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
-        "tokens": _ints(tape.tokens),
-        "logprobs": np.asarray(tape.logprobs, "<f4").tobytes(),
+        "tokens": _packed(tape.tokens, "<i4"),
+        "logprobs": _packed(tape.logprobs, "<f4"),
         "segments": [
             [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
             for s in tape.segments
@@ -153,137 +141,11 @@ def _with_attempt(tape: TokenTape, attempt: Attempt) -> TokenTape:
     return copy
 
 
-# -------------------------------------------------------------------- restoring
-
-
-def restore(core: RolloutCore, state: State) -> None:
-    """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
-
-    No engine is used before a WeightsUpdated event says that it has that version.
-
-    Finished samples stay finished. The rollout functions of all others start again; what their calls had generated is
-    answered from the tape.
-
-    Raises:
-        CheckpointError: the core is not fresh, or the state is not one of april's, or of another configuration.
-    """
-    require_fresh(core)
-    _check(core, state)
-    try:
-        _restore(core, state)
-    except CheckpointError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, InvariantError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
-
-
-def require_fresh(core: RolloutCore) -> None:
-    """Raise CheckpointError for a core that has done something already."""
-    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
-        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
-
-
-def _check(core: RolloutCore, state: State) -> None:
-    if not isinstance(state, dict) or "format" not in state:
-        raise CheckpointError("this is not a state that april's state_dict() gave")
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"the state has format {state['format']}; this version of april reads format {FORMAT}")
-    for name in ("n_samples_per_prompt", "run_seed"):
-        now = getattr(core.settings, name)
-        if state.get(name) != now:
-            setting = "seed" if name == "run_seed" else name
-            raise CheckpointError(f"the state was saved with {setting}={state.get(name)}, the configuration has {now}")
-
-
-def _restore(core: RolloutCore, state: State) -> None:
-    books = core.books
-    clock = VersionClock(_version(state["version"]), {int(i): _count(n) for i, n in state["branches"].items()})
-    current = clock.restart(clock.current.n)
-    ready = [_group_in(core, g, ready=True) for g in state["ready"]]
-    waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
-    core.clock.current, core.clock.branches = current, clock.branches
-    books.groups_drawn, books.batches = _count(state["groups_drawn"]), _count(state["batches"])
-    core.counters.update({str(name): _count(count) for name, count in state["counters"].items()})
-    for group in sorted([*ready, *waiting], key=lambda g: g.id):
-        if group.id >= books.groups_drawn:
-            raise ValueError(f"group {group.id} of {books.groups_drawn}")
-        stamped = [part.version for sample in group.samples for part in sample.tape.segments]
-        for version in (group.drawn_under, *stamped):
-            clock.staleness(version)  # raises for a version that cannot have been
-        core.buffer.add(group)
-    for group in [*ready, *waiting]:
-        books.event_number += 1  # completed one after the other: batches are delivered again in their order
-        for sample in group.samples:
-            if sample.state is not SampleState.FINISHED:
-                core.over_sampler.push(sample)
-            elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
-                core.monitor.accept(group, books.event_number)
-    _ledger_in(books.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
-    _ledger_in(books.prompts, state["prompts"], len(core.buffer))
-    core.validate()
-
-
-def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
-    prompt = Prompt(_int_array(state["prompt"]), dict(state["data"]), _count(state["epoch"]), _count(state["position"]))
-    n = core.settings.n_samples_per_prompt
-    group = Group(_count(state["id"]), prompt, n, _version(state["drawn_under"]))
-    # a filter or a group reward sees what rollout functions return, and that does not survive the process
-    keeps_finished = ready or not (core.settings.group_reward or core.settings.has_filter)
-    for sample, saved in zip(group.samples, state["samples"], strict=True):
-        _sample_in(sample, saved, keeps_finished=keeps_finished)
-        if len(sample.tape) > core.settings.max_response_len:
-            raise CheckpointError(
-                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
-                f"max_response_len={core.settings.max_response_len}"
-            )
-    return group
-
-
-def _sample_in(sample: Sample, state: State, *, keeps_finished: bool) -> None:
-    tape, start = sample.tape, 0
-    for count, incarnation, n, kind, attempt_id, engine, temperature in state["segments"]:
-        version = _version((incarnation, n))
-        kept = (SegmentKind(kind), str(attempt_id), str(engine), float(temperature))
-        tape.segments.append(Segment(start, _count(count), version, *kept))
-        start += count
-    tape.tokens = _int_array(state["tokens"])
-    tape.logprobs = np.frombuffer(state["logprobs"], "<f4").astype(np.float32)
-    sample.attempts, sample.failures = _count(state["attempts"]), _count(state["failures"])
-    sample.resumes, sample.restarts = _count(state["resumes"]), _count(state["restarts"])
-    calls = [RecordedCall(_count(start), _count(end), FinishReason(finish)) for start, end, finish in state["calls"]]
-    open_call = None if state["open_call"] is None else _count(state["open_call"])
-    if state["finished"] is True and keeps_finished:
-        sample.state, sample.calls, sample.outlived = SampleState.FINISHED, calls, True
-        sample.finish, sample.reward = FinishReason(state["finish"]), float(state["reward"])
-        if not math.isfinite(sample.reward):
-            raise ValueError(f"the reward of {sample.id} is {sample.reward}")
-    elif calls or open_call is not None:
-        sample.replay = Replay(deque(calls), open_call)
-    elif len(tape):
-        raise ValueError(f"{sample.id} has tokens that nobody asked for")
-
-
 # -------------------------------------------------------------------- plain forms
 
 
-def _ints(array: Any) -> bytes:
-    return np.asarray(array, "<i4").tobytes()
-
-
-def _int_array(data: bytes) -> Any:
-    return np.frombuffer(data, "<i4").astype(np.int32)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a count, found {value!r}")
-    return value
-
-
-def _version(pair: Any) -> PolicyVersion:
-    incarnation, n = pair
-    return PolicyVersion(_count(incarnation), _count(n))
+def _packed(array: Any, dtype: str) -> bytes | None:
+    return np.asarray(array, dtype).tobytes() or None
 
 
 def _copy(ledger: Ledger) -> Ledger:
@@ -296,11 +158,3 @@ def _ledger_out(ledger: Ledger) -> State:
         "delivered": ledger.delivered,
         "dropped": {str(reason): count for reason, count in ledger.dropped.items() if count},
     }
-
-
-def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
-    ledger.delivered, ledger.held = _count(state["delivered"]), held
-    ledger.dropped.update({DropReason(reason): _count(count) for reason, count in state["dropped"].items()})
-    ledger.observed = _count(state["observed"])
-    if not ledger.balanced:
-        raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")

@@ -315,6 +315,14 @@ class RolloutCore:
             )
             self._long_in_a_row = 0
 
+    def _drop_without_room(self) -> None:
+        """Groups of before a restart for which the engines' context is too small now."""
+        groups, self.books.without_room = self.books.without_room, []
+        for group in groups:
+            self.counters["prompts_too_long"] += 1
+            why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
+            self._setbacks.give_up(group, DropReason.TOO_LONG, why)
+
     def _source_extended(self, event: ev.SourceExtended) -> None:
         self.over_sampler.exhausted = False
 
@@ -333,6 +341,7 @@ class RolloutCore:
         self.clock.current = event.version
         for name in self.engines.states if event.engines is None else event.engines:
             self.engines.states[name].version = event.version
+        self._drop_without_room()
         self._setbacks.replace_too_old()
         if self.step is not None:
             self._plan_deadlines()

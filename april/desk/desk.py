@@ -25,8 +25,6 @@ from april.desk.execution import Execution
 from april.desk.results import take
 from april.errors import CheckpointError
 
-FORMAT = 1
-
 
 class Desk:
     """One run.
@@ -204,7 +202,6 @@ class Desk:
         self._execution.raise_if_failed()
         late = self._execution.waiting.late
         return {
-            "format": FORMAT,
             "position": self._position,
             "rollouts": snapshot.take(self.core, self._execution.last_batch),
             "late": [_plain(i, r, self.core.clock.current.incarnation) for i, r in late.items()],
@@ -220,8 +217,6 @@ class Desk:
         Raises:
             CheckpointError: not such a state, or prompts of it are not in the trainer's checkpoint.
         """
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"april's state has format {state.get('format')}; this version reads {FORMAT}")
         rollouts = state["rollouts"]
         groups = [*rollouts["ready"], *rollouts["waiting"]]
         missing = [g["data"]["uid"] for g in groups if g["data"]["uid"] not in stored]
@@ -240,10 +235,14 @@ class Desk:
         again = [g for g in rollouts["ready"] if g["id"] in unstored]
         rollouts["ready"] = [g for g in rollouts["ready"] if g["id"] not in unstored]
         rollouts["waiting"] = [*rollouts["waiting"], *again]
+        try:
+            late = dict(_result(*saved) for saved in state["late"])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
         snapshot.restore(self.core, rollouts)
         self._position = state["position"]
         self._execution.know(g.id for g in self.core.buffer)
-        self._execution.waiting.late.update(_result(*saved) for saved in state["late"])
+        self._execution.waiting.late.update(late)
         return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id)]
 
 

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from april.desk.answers import Delivery
 from april.errors import CheckpointError, RolloutError
 from april.private_file import write_private
+from april.state_file import pack, unpack
 
 log = logging.getLogger("april")
 
-STATE_FILE = "april_state.msgpack"
+STATE_FILE, KIND = "april_state.msgpack", "desk"
 
 
 class Hands(Protocol):
@@ -95,7 +94,7 @@ class Run:
             CheckpointError: it cannot be written.
         """
         try:
-            write_private(folder / STATE_FILE, msgspec.msgpack.encode(self._hands.ask("state")))
+            write_private(folder / STATE_FILE, pack(KIND, self._hands.ask("state")))
         except OSError as error:
             raise CheckpointError(f"april's state cannot be written to {folder}: {error.strerror}") from error
 
@@ -113,9 +112,10 @@ class Run:
             CheckpointError: the state is damaged, or belongs to another checkpoint.
         """
         try:
-            state = msgspec.msgpack.decode((folder / STATE_FILE).read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+            data = (folder / STATE_FILE).read_bytes()
+        except OSError as error:
             raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
+        state = unpack(KIND, data, str(folder))
         held = {g["data"]["uid"] for part in ("ready", "waiting") for g in state["rollouts"][part]}
         dropped = set(state["dropped"])
         # those that are complete wait to be settled: they may be too old one day, and begin again

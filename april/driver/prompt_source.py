@@ -1,13 +1,16 @@
 """Where prompts come from: any iterable of prompts, pass after pass, drawn one by one and checked as they are drawn.
 
 A draw may run in a thread (``fetch``) while its loop goes on; what it found counts as drawn once it is handed over.
-Invariant: a prompt is named by (epoch, position); each is handed over once, also across a restart.
+Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each pass has a
+digest of what was drawn in it, so a restart over other prompts, or the same in another order, is found out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,13 +40,41 @@ class DrawPatience:
         self.left_s = max(0.0, left_s)
 
 
+NOTHING_DRAWN = b""
+
+
+class Stand(NamedTuple):
+    """Where a source stands."""
+
+    epoch: int = 0
+    position: int = 0
+    digest: bytes = NOTHING_DRAWN
+    """Of the prompts drawn in this pass, one after the other."""
+    extended: bool = False
+    """Some of them are what extend gave."""
+
+
 class Draw(NamedTuple):
     """What one draw has found; ``stand`` is where the source stood after it."""
 
     prompts: list[Prompt]
     exhausted: bool
     error: str | None
-    stand: tuple[int, int]
+    stand: Stand
+
+
+class Way(NamedTuple):
+    """The prompts as a source goes on through them from ``stand``, which a state says."""
+
+    stand: Stand
+    iterator: Iterator[Any]
+    more: list[Iterator[Any]]
+    known: int
+    """Times that extend had been called and no draw had reached it."""
+    found: bytes
+    """Digest of what was passed over; equal to that of the stand, unless ``missing``."""
+    missing: int
+    """Prompts yet to be passed over, which extend is to give again."""
 
 
 class PromptSource:
@@ -51,7 +82,8 @@ class PromptSource:
 
     Args:
         prompts: iterated once per epoch. If it has ``set_epoch(epoch)``, as samplers that shuffle have, that is called
-            before each pass.
+            before each pass. With a true ``resumes`` it is brought to where it stood by its owner when a state is
+            loaded: nothing is passed over then.
         vocab_size: token ids must be below.
         epochs: passes over the prompts; None: for ever.
 
@@ -70,15 +102,22 @@ class PromptSource:
         """Passes that are complete."""
         self.position = 0
         """Prompts drawn in the present pass."""
+        self._digest = NOTHING_DRAWN
+        self._extended = False
         self._to_skip = 0
-        self._stand = (0, 0)
-        """Epoch and position of what was handed over."""
+        self._expected = NOTHING_DRAWN
+        """Digest after what is to be skipped."""
+        self._others: str | None = None
+        """What extend gave is not what it gave before a restart: nothing more is drawn."""
+        self._stand = Stand()
+        """After what was handed over."""
         self._more: list[Iterator[Any]] = []
         """What extend gave and no draw has reached."""
         self.is_slow = not isinstance(prompts, Sequence)
         """It may do what takes long (read files, ask a server) when it is drawn from."""
         self._iterator = self._begin(prompts, 0)
-        if epochs != 1 and self._iterator is prompts:
+        self._once = self._iterator is prompts
+        if epochs != 1 and self._once:
             raise ConfigError(
                 f"prompts can be iterated only once ({type(prompts).__name__}), and several epochs are wanted; give a "
                 "list or a data set, or an object whose __iter__ begins anew"
@@ -124,7 +163,7 @@ class PromptSource:
     def fetch(self, count: int) -> Draw:
         """The work of one draw, one at a time; nothing else of the source changes meanwhile."""
         prompts, exhausted, error = self._fetch(count)
-        return Draw(prompts, exhausted, error, (self.epoch, self.position))
+        return Draw(prompts, exhausted, error, Stand(self.epoch, self.position, self._digest, self._extended))
 
     def _fetch(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         prompts: list[Prompt] = []
@@ -134,15 +173,19 @@ class PromptSource:
                 if prompts:
                     break
                 error, self._error = self._error, None
-                self.position += self._bad
+                if self._bad:
+                    self.position += 1
+                    self._digest = _and(self._digest, None)
                 self._bad = 0
                 return [], False, error
             try:
                 self._skip()
+                if self._others is not None:
+                    return prompts, False, self._others
                 item = next(self._iterator)
             except StopIteration:
                 if self._more:
-                    self._iterator = self._more.pop(0)
+                    self._iterator, self._extended = self._more.pop(0), True
                     continue
                 try:
                     if not self._next_epoch():
@@ -158,6 +201,7 @@ class PromptSource:
             try:
                 prompts.append(as_prompt(item, self._vocab_size, self.position, self.epoch))
                 self.position += 1
+                self._digest = _and(self._digest, prompts[-1])
             except ConfigError as error:
                 self._error, self._bad = str(error), 1
         return prompts, False, None
@@ -168,10 +212,7 @@ class PromptSource:
         if self._to_skip or not (last or self.position):
             drawn = self.position - self._to_skip
             self._error = (
-                f"the prompts ended after {drawn} of epoch {self.epoch}, where {self.position or 'some'} had been "
-                "drawn before; they must be the same in every pass, and after a restart"
-                if self._to_skip or self.epoch
-                else "there are no prompts"
+                _ended(drawn, self.epoch, self.position) if self._to_skip or self.epoch else "there are no prompts"
             )
             return True
         if last:
@@ -179,41 +220,130 @@ class PromptSource:
         self._iterator = self._begin(self._prompts, self.epoch + 1)
         self.epoch += 1
         self.position = 0
+        self._digest, self._extended = NOTHING_DRAWN, False
         return True
 
     # ---------------------------------------------------------------- restarts
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where it stands, without what is being drawn."""
-        epoch, position = self._stand
-        return {"epoch": epoch, "position": position}
+        stand = self._stand
+        return {**stand._asdict(), "digest": stand.digest.hex()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another source over the same prompts stood; what was drawn is skipped when the next is drawn.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another source over the same prompts stood; before the first draw. Raises as :meth:`way_to`."""
+        self.take(self.way_to(state))
+
+    def way_to(self, state: Mapping[str, Any]) -> Way:
+        """Pass over what was drawn before a restart, and look whether it is the same; takes as long as drawing it.
+
+        The source stands where it stood, until :meth:`take`. What extend gave before the restart may come after this.
 
         Raises:
-            CheckpointError: it stood in an epoch that this source does not have, or the state is damaged. Nothing has
-                changed then.
+            CheckpointError: other prompts, or the same in another order, or fewer; or the state stood in an epoch that
+                this source does not have, or is damaged.
         """
-        try:
-            epoch, position = int(state["epoch"]), int(state["position"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
-        if epoch < 0 or position < 0:
-            raise CheckpointError(f"the state is damaged: prompt {position} of epoch {epoch}")
+        stand = _stand_of(state)
+        epoch = stand.epoch
         if self._epochs is not None and epoch >= self._epochs:
             raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
-        if epoch != self.epoch:
-            self._iterator = self._begin(self._prompts, epoch)
-            self.epoch = epoch
-        self.position = self._to_skip = position
-        self._stand = (epoch, position)
+        if getattr(self._prompts, "resumes", False):
+            return Way(stand, self._iterator, list(self._more), len(self._more), stand.digest, 0)
+        once = self._once
+        if once:
+            self._iterator, iterator = tee(self._iterator)
+        else:
+            try:
+                iterator = self._begin(self._prompts, epoch)
+            except (Exception, SystemExit) as error:
+                raise CheckpointError(f"epoch {epoch} could not begin: {describe(error)}") from error
+        pairs = [tee(rest) for rest in self._more]
+        self._more[: len(pairs)] = [mine for mine, _ in pairs]
+        more = [theirs for _, theirs in pairs]
+        try:
+            return self._passed_over(Way(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
+        except BaseException:
+            if not once:
+                self._iterator = self._begin(self._prompts, self.epoch)
+            raise
+
+    def _passed_over(self, way: Way) -> Way:
+        epoch, count, digest, extended = way.stand
+        iterator, more, found, wrong = way.iterator, list(way.more), NOTHING_DRAWN, ""
+        for position in range(count):
+            try:
+                while (item := next(iterator, _END)) is _END and more:
+                    iterator = more.pop(0)
+            except (Exception, SystemExit) as error:
+                raise CheckpointError(
+                    f"the prompts drawn before cannot be gone through again: the source failed at prompt {position}: "
+                    f"{describe(error)}"
+                ) from error
+            if item is _END and extended:
+                return way._replace(iterator=iterator, more=more, found=found, missing=count - position)
+            if item is _END:
+                raise CheckpointError(_ended(position, epoch, count))
+            try:
+                found = _and(found, as_prompt(item, self._vocab_size, position, epoch))
+            except ConfigError as error:
+                found, wrong = _and(found, None), wrong or f" ({error})"
+        if found != digest:
+            raise CheckpointError(_others(epoch, count) + wrong)
+        return way._replace(iterator=iterator, more=more, found=found, missing=0)
+
+    def take(self, way: Way) -> None:
+        """Go this way from now on."""
+        stand, self._iterator = way.stand, way.iterator
+        self._more = [*way.more, *self._more[way.known :]]
+        self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
+        self._digest, self._to_skip, self._expected = way.found, way.missing, stand.digest
+        self._stand = stand
 
     def _skip(self) -> None:
         """Pass over what was drawn before the restart; raises StopIteration where prompts have ended meanwhile."""
         while self._to_skip:
-            next(self._iterator)
+            item = next(self._iterator)
             self._to_skip -= 1
+            try:
+                self._digest = _and(self._digest, as_prompt(item, self._vocab_size, 0))
+            except ConfigError:
+                self._digest = _and(self._digest, None)
+            if not self._to_skip and self._digest != self._expected:
+                self._others = _others(self.epoch, self.position)
+
+
+_END = object()
+
+
+def _and(digest: bytes, prompt: Prompt | None) -> bytes:
+    """Digest of everything before and one more prompt; None: an unusable one."""
+    ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
+    return hashlib.blake2b(ids, key=digest, digest_size=16).digest()
+
+
+def _stand_of(state: Mapping[str, Any]) -> Stand:
+    try:
+        stand = Stand(state["epoch"], state["position"], bytes.fromhex(state["digest"]), state["extended"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
+    for number in (stand.epoch, stand.position):
+        if type(number) is not int or number < 0:
+            raise CheckpointError(f"the state is damaged: prompt {stand.position} of epoch {stand.epoch}")
+    return stand
+
+
+def _ended(found: int, epoch: int, drawn: int) -> str:
+    return (
+        f"the prompts ended after {found} of epoch {epoch}, where {drawn or 'some'} had been drawn before; they must "
+        "be the same in every pass, and after a restart"
+    )
+
+
+def _others(epoch: int, drawn: int) -> str:
+    return (
+        f"the first {drawn} prompts of epoch {epoch} are not those that were drawn before the restart: others, or in "
+        "another order; a state goes on over the same prompts"
+    )
 
 
 def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from inspect import isawaitable
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.numbers import wrong_reward
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.driver.detokenizer import Detokenizer
@@ -80,14 +80,14 @@ def checked_verdict(value: Any, group: int) -> bool:
 
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:
-    """``value`` as a finite float; raises RolloutError naming the sample."""
+    """``value`` as a finite float that a float32 holds; raises RolloutError naming the sample."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         what = "a coroutine that was not awaited" if isawaitable(value) else f"{value!r} ({type(value).__name__})"
         raise RolloutError(f"the reward of {sample_id} is {what}; expected a number") from None
-    if not math.isfinite(number):
-        raise RolloutError(f"the reward of {sample_id} is {number}; expected a finite number")
+    if wrong := wrong_reward(number):
+        raise RolloutError(f"the reward of {sample_id} is {wrong}")
     return number
 
 

@@ -30,7 +30,8 @@ from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_watch import EngineWatch
-from april.driver.prompt_source import Draw, DrawPatience, PromptSource
+from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
+from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
@@ -80,6 +81,7 @@ class RolloutDriver:
         self.sampling = sampling
         self.functions = functions
         self.detokenizer = detokenizer
+        self._allow_mismatch = allow_mismatch
         self._source = source
         self._draws_beside = draws_beside
         self._patience = DrawPatience()
@@ -229,7 +231,8 @@ class RolloutDriver:
         if self._loading:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
         self.streams.catch_up()
-        return {"core": snapshot.take(self.core, trained_through), "prompts": self._source.state_dict()}
+        core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
+        return state_of(core, prompts, self.sampling)
 
     async def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
@@ -239,27 +242,50 @@ class RolloutDriver:
         Raises as :meth:`update_weights` does, and CheckpointError.
         """
         path = directory_for(self.engines, path, written=transfer is not None, what="load_state_dict")
-        try:
-            core, prompts = state["core"], state["prompts"]
-        except (KeyError, TypeError):
-            raise CheckpointError("this is not a state that april's state_dict() gave") from None
+        core, prompts, sampling = parts_of(state)
         async with self.paused():
             # tried out first: a state that is refused leaves everything as it is
             trial = RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()])
             snapshot.restore(trial, core)
+            refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._allow_mismatch)
             snapshot.require_fresh(self.core)
             if self._drawing:
                 raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
-            version, before = trial.clock.current, self._source.state_dict()
-            self._source.load_state_dict(prompts)
             self._loading = True
             try:
-                await self.weights.change(version, path, transfer, then=lambda: snapshot.restore(self.core, core))
+                way = await self._way_to(prompts)
+                refuse_undrawn(trial, way.stand)
+                log_changes(trial, core)
+
+                def loaded() -> None:
+                    self._source.take(way)
+                    snapshot.restore(self.core, core)
+
+                await self.weights.change(trial.clock.current, path, transfer, then=loaded)
             finally:
                 self._loading = False
-                if self.core.clock.current != version:  # the engines do not have it: it may be loaded again
-                    self._source.load_state_dict(before)
         return self.core.clock.current
+
+    async def _way_to(self, prompts: dict[str, Any]) -> Way:
+        """The prompts from where they stood; in a thread where they may be slow."""
+        if not (self._draws_beside and self._source.is_slow):
+            return self._source.way_to(prompts)
+        found: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
+
+        def find() -> Way:
+            with inside_user_code():
+                return self._source.way_to(prompts)
+
+        def ended(outcome: Outcome) -> None:
+            if found.done():
+                return
+            if outcome.error is None:
+                found.set_result(outcome.take())
+            else:
+                found.set_exception(outcome.error)
+
+        self.worker_threads.run(self._context.copy(), find, (), ended)
+        return await found
 
     async def close(self) -> None:
         """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
@@ -445,4 +471,6 @@ class RolloutDriver:
 def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     c = engine.capabilities
-    return EngineLimits(engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value)
+    return EngineLimits(
+        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size
+    )

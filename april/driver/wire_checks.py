@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from april.core.numbers import wrong_ids, wrong_logprobs
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk
 from april.errors import WireError
 
-LOGPROB_EPS = 1e-3
-"""float16 and bfloat16 engines round log-probabilities of near-certain tokens to slightly above 0."""
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -35,11 +34,6 @@ def check_chunk(
     if chunk.version > newest or (oldest is not None and chunk.version < oldest):
         since = "any" if oldest is None else str(oldest)
         raise WireError(f"policy version {chunk.version} came where {since} to {newest} was possible")
-    # as unsigned numbers, negative ones are too large as well
-    if tokens.view(np.uint32).max() >= vocab_size:
-        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise WireError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    # written so that NaN, which is the largest and the smallest of all, fails as well
-    if not (logprobs.max() <= LOGPROB_EPS and logprobs.min() > -np.inf):
-        bad_value = logprobs[~(np.isfinite(logprobs) & (logprobs <= LOGPROB_EPS))][0]
-        raise WireError(f"log-probability {bad_value} is not a finite number <= 0")
+    wrong = wrong_ids(tokens, vocab_size) or wrong_logprobs(logprobs)
+    if wrong is not None:
+        raise WireError(wrong)

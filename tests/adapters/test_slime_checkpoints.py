@@ -20,6 +20,7 @@ from april.adapters import slime_carry
 from april.adapters.slime import make_generate_rollout
 from april.engines.simulated import synthetic_response
 from april.errors import CheckpointError
+from april.state_file import pack
 
 USER = "adapters.slime_functions_of_a_user"
 
@@ -218,15 +219,17 @@ def test_the_file_is_for_its_owner_and_is_plain(tmp_path: Path) -> None:
     file = path(tmp_path, 0)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [p.name for p in sorted(file.parent.iterdir())] == [file.name, "global_dataset_state_dict_0.json"]
-    assert set(msgspec.msgpack.decode(file.read_bytes())) == {
-        "april_slime_format", "state", "lag", "names", "ahead", "held", "finished",
-    }  # fmt: skip
+    outer = msgspec.msgpack.decode(file.read_bytes())
+    assert set(outer) == {"april", "format", "checksum", "content"}
+    assert set(msgspec.msgpack.decode(outer["content"])) == {"state", "lag", "names", "ahead", "held", "finished"}
 
 
 @pytest.mark.parametrize(("content", "said"), [
     (b"\x93", "cannot be read"),
     (msgspec.msgpack.encode({"a": 1}), "another version of april, or is none"),
-    (msgspec.msgpack.encode({"april_slime_format": 1}), "damaged"),
+    (pack("slime", {"a": 1}), "damaged"),
+    (pack("slime", {"a": 1})[:-1] + b"\x02", "its checksum does not fit its content"),
+    (pack("trl", {"a": 1}), "another version of april, or is none"),
 ])  # fmt: skip
 def test_a_carry_that_is_none_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     """One sentence that names the file or the damage, and nothing begins."""
@@ -252,6 +255,6 @@ def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCa
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A sample with something that is no plain value."""
-    with pytest.raises(CheckpointError, match="a sample holds a object, which is no plain value"):
+    with pytest.raises(CheckpointError, match="cannot be saved: a object is no plain value"):
         slime_carry.write(tmp_path / "x", {"held": {"0.0": {"image": object()}}})
     assert not list(tmp_path.iterdir())

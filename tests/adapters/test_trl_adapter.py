@@ -145,7 +145,12 @@ def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) ->
     assert after._step == 1
     for restored, part in zip(after._buffered_inputs, parts, strict=True):
         assert all(torch.equal(restored[key], part[key]) for key in part)
-    (tmp_path / "checkpoint-1" / BUFFER_FILE).unlink()
+    buffer = tmp_path / "checkpoint-1" / BUFFER_FILE
+    data = buffer.read_bytes()
+    buffer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(april.CheckpointError, match=r"april_buffer.safetensors in .* is damaged, or belongs to"):
+        trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
+    buffer.unlink()
     with pytest.raises(april.CheckpointError, match=r"april_buffer.safetensors in .* cannot be read"):
         trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
 
@@ -163,7 +168,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         trainer(seed=43).train(2, checkpoint)
     changed = trainer()
     changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))
-    with pytest.raises(april.CheckpointError, match="is another prompt now"):
+    with pytest.raises(april.CheckpointError, match="the first 4 prompts of epoch 0 are not those that were drawn"):
         changed.train(6, checkpoint)
     file = tmp_path / "checkpoint-1" / STATE_FILE
     for content, said in ((b"\xc1", "cannot be read"), (b"\x80", "another version of april, or is none")):

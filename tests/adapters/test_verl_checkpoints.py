@@ -132,7 +132,12 @@ def test_files_that_do_not_fit(trainer: Callable[..., Trainer], tmp_path: Path) 
         trainer().load(tmp_path, mine | {"queue": {u: r for u, r in mine["queue"].items() if u != uid}})
     state = msgspec.msgpack.decode((tmp_path / STATE_FILE).read_bytes())
     (tmp_path / STATE_FILE).write_bytes(msgspec.msgpack.encode(state | {"format": 7}))
-    with pytest.raises(CheckpointError, match="format 7; this version reads 1"):
+    with pytest.raises(CheckpointError, match="was written by another version of april"):
+        trainer().load(tmp_path, mine)
+    changed = bytearray(state["content"])
+    changed[len(changed) // 2] ^= 1
+    (tmp_path / STATE_FILE).write_bytes(msgspec.msgpack.encode(state | {"content": bytes(changed)}))
+    with pytest.raises(CheckpointError, match="is damaged: its checksum does not fit its content"):
         trainer().load(tmp_path, mine)
     (tmp_path / STATE_FILE).write_bytes(b"\xc1")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -1,0 +1,213 @@
+"""Restoring: a core goes on from a snapshot, perhaps under other settings and before other engines.
+
+Invariant: nothing of a state is believed before it was looked at, each number as if it came from an engine; and what
+the present settings promise can be kept for all that is held, or the state is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from april.core.ledger import Ledger
+from april.core.numbers import wrong_ids
+from april.core.partial_buffer import PartialBuffer
+from april.core.restored_samples import array_of, count_of, restore_sample, version_of
+from april.core.sealed import State
+from april.core.settings import CoreSettings
+from april.core.types import DropReason, Group, OnLongPrompt, OnStale, Prompt, Sample, SampleState
+from april.core.versions import FIRST_VERSION, VersionClock
+from april.errors import CheckpointError, InvariantError
+
+if TYPE_CHECKING:
+    from april.core.state import RolloutCore
+
+REFUSED = {"n_samples_per_prompt": "n_samples_per_prompt", "run_seed": "seed"}
+"""Settings that must not change over a restart, and their names in the configuration."""
+PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale")
+"""Settings on which it depends what can be delivered in time."""
+
+
+def settings_out(core: RolloutCore) -> State:
+    """The settings of ``core`` for a snapshot, with the shortest context of its engines."""
+    s = core.settings
+    values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
+    plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
+    return {**plain, "max_context": core.engines.max_context}
+
+
+def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, Any]]:
+    """Settings that have changed since the snapshot was taken: what they were, what they are."""
+    saved, now = state["settings"], settings_out(core)
+    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
+
+
+def restore(core: RolloutCore, state: State) -> None:
+    """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
+
+    No engine is used before a WeightsUpdated event says that it has that version.
+
+    Finished samples stay finished. The rollout functions of all others start again; what their calls had generated is
+    answered from the tape.
+
+    Raises:
+        CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be gone on
+            from under these settings or before these engines.
+    """
+    require_fresh(core)
+    try:
+        _refuse_settings(core, state)
+        _restore(core, state)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, InvariantError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
+
+
+def require_fresh(core: RolloutCore) -> None:
+    """Raise CheckpointError for a core that has done something already."""
+    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
+        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
+
+
+def _refuse_settings(core: RolloutCore, state: State) -> None:
+    if not isinstance(state, dict) or not isinstance(state.get("settings"), Mapping):
+        raise CheckpointError("this is not a state that april's state_dict() gave")
+    for name, (saved, now) in changed_settings(core, state).items():
+        if name in REFUSED:
+            raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
+
+
+def _restore(core: RolloutCore, state: State) -> None:
+    books = core.books
+    branches = {int(i): count_of(n) for i, n in state["branches"].items()}
+    clock = VersionClock(version_of(state["version"]), branches)
+    current = clock.restart(clock.current.n)
+    ready = [_group_in(core, g, ready=True) for g in state["ready"]]
+    waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
+    core.clock.current, core.clock.branches = current, clock.branches
+    books.groups_drawn, books.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
+    core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
+    for group in sorted([*ready, *waiting], key=lambda g: g.id):
+        if group.id >= books.groups_drawn or group.id in core.buffer.groups:
+            raise ValueError(f"group {group.id} of {books.groups_drawn}")
+        stamped = [part.version for sample in group.samples for part in sample.tape.segments]
+        for version in (group.drawn_under, *stamped):
+            clock.staleness(version)  # raises for a version that cannot have been
+        core.buffer.add(group)
+    for group in [*ready, *waiting]:
+        books.event_number += 1  # completed one after the other: batches are delivered again in their order
+        for sample in group.samples:
+            if sample.state is not SampleState.FINISHED:
+                core.over_sampler.push(sample)
+            elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
+                core.monitor.accept(group, books.event_number)
+    _ledger_in(books.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
+    _ledger_in(books.prompts, state["prompts"], len(core.buffer))
+    core.validate()
+    _require_rewards(core, state)
+    books.without_room = _without_room(core, state)
+    _require_in_time(core, state)
+
+
+def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
+    ids = array_of(state["prompt"], "<i4")
+    if wrong := wrong_ids(ids, core.engines.vocab_size):
+        raise CheckpointError(f"a prompt of the state does not fit these engines: {wrong}")
+    prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]))
+    n, settings = core.settings.n_samples_per_prompt, core.settings
+    group = Group(count_of(state["id"]), prompt, n, version_of(state["drawn_under"]))
+    # a filter or a group reward sees what rollout functions return, and that does not survive the process
+    keeps_finished = ready or not (settings.group_reward or settings.has_filter)
+    for sample, saved in zip(group.samples, state["samples"], strict=True):
+        restore_sample(core.engines, sample, saved, keeps_finished=keeps_finished)
+        if ready and sample.state is not SampleState.FINISHED:
+            raise ValueError(f"{sample.id} of a complete group is not finished")
+        if len(sample.tape) > settings.max_response_len:
+            raise CheckpointError(
+                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
+                f"max_response_len={settings.max_response_len}"
+            )
+    return group
+
+
+def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
+    ledger.delivered, ledger.held = count_of(state["delivered"]), held
+    ledger.dropped.update({DropReason(reason): count_of(count) for reason, count in state["dropped"].items()})
+    ledger.observed = count_of(state["observed"])
+    if not ledger.balanced:
+        raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")
+
+
+# -------------------------------------------------------------------- other settings, other engines
+
+
+def _require_rewards(core: RolloutCore, state: State) -> None:
+    """Finished samples have the rewards that there were, or none."""
+    saved, now = state["settings"].get("has_reward", core.settings.has_reward), core.settings.has_reward
+    finished = sum(s.state is SampleState.FINISHED for s in core.buffer.samples())
+    if saved != now and finished:
+        had, has = ("a", "none") if saved else ("no", "one")
+        raise CheckpointError(
+            f"the state was saved with {had} reward function and holds {finished} finished samples; this scheduler has "
+            f"{has}, so their rewards would not be those of the others"
+        )
+
+
+def _without_room(core: RolloutCore, state: State) -> list[Group]:
+    """Groups that the engines' context leaves no room to finish, where it was larger; refused, or to be dropped."""
+    before, now = state["settings"].get("max_context", 0), core.engines.max_context
+    if before <= now:
+        return []
+
+    def length(sample: Sample) -> int:
+        open_one = sample.state is not SampleState.FINISHED
+        return len(sample.group.prompt.token_ids) + len(sample.tape) if open_one else 0
+
+    groups = [group for group in core.buffer if max(map(length, group.samples)) >= now]
+    if groups and core.settings.on_long_prompt is OnLongPrompt.ERROR:
+        longest = max(length(sample) for group in groups for sample in group.samples)
+        raise CheckpointError(
+            f"{len(groups)} unfinished groups of the state have no room in the engines' context of {now} tokens, which "
+            f"was {before} (the longest prompt and response have {longest}); give the engines a larger context, or set "
+            "on_long_prompt: skip, which drops these groups"
+        )
+    return groups
+
+
+def _require_in_time(core: RolloutCore, state: State) -> None:
+    """With on_stale: finish, a changed setting must not make what is held too old."""
+    settings, saved = core.settings, state["settings"]
+    changed = {name: saved[name] for name in PLANNED if name in saved and saved[name] != getattr(settings, name)}
+    if settings.on_stale is not OnStale.FINISH or not changed:
+        return
+    before = replace(settings, **{**changed, "on_stale": OnStale(saved["on_stale"])})
+    late = _late(core, settings)
+    if late <= _late(core, before):
+        return
+    was = ", ".join(f"{name}={value}" for name, value in changed.items())
+    slacks = _slacks(core, settings)
+    enough = max(-(-count // (slack + 1)) for count, slack in enumerate(slacks, 1)) if slacks[0] >= 0 else 0
+    raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
+    raise CheckpointError(
+        f"{late} of the {len(core.buffer)} groups of the state could not be delivered in time with "
+        f"rollout_batch_size={settings.rollout_batch_size}, max_staleness={settings.max_staleness} and "
+        f"max_age={settings.max_age}, which on_stale: finish promises (it was saved with {was}); set {raises}"
+        "max_staleness as it was, or on_stale to restart, drop or mask"
+    )
+
+
+def _late(core: RolloutCore, settings: CoreSettings) -> int:
+    """Held groups that cannot be delivered in time, whatever the steps do (see the completion monitor)."""
+    target = settings.rollout_batch_size
+    late = (count - max(0, slack + 1) * target for count, slack in enumerate(_slacks(core, settings), 1))
+    return max(0, max(late, default=0))
+
+
+def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
+    buffer = PartialBuffer(settings, core.clock)
+    buffer.groups = core.buffer.groups
+    gone = {group.id for group in core.books.without_room}
+    return sorted(slack for group, slack in buffer.slacks() if group.id not in gone)

@@ -1,0 +1,134 @@
+"""Sealed states: a checksum over the whole, so that one that was changed on its way is not gone on from.
+
+Invariant: the checksum is that of the values. It outlives whatever keeps them: another order in dicts, tuples that come
+back as lists, arrays that come back as lists of their numbers, numbers as keys that come back as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from april.errors import CheckpointError
+
+FORMAT = 2
+"""Of everything that april saves; grows when an older april could not read it."""
+LARGEST_ARRAY = 1 << 20
+"""Bytes of an array in a prompt's data, above which it is not looked at."""
+State = dict[str, Any]
+
+
+def seal(kind: str, content: Mapping[str, Any]) -> State:
+    """``content`` as a state of this kind.
+
+    Mappings in it may have ``data`` of the user's; ``unchecked`` beside it names the entries that are not plain values,
+    and those are left out of the checksum.
+    """
+    return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
+
+
+def require_sealed(kind: str, state: Any) -> None:
+    """Raise CheckpointError for a state that is none, is of another kind or format, or was changed."""
+    if not isinstance(state, Mapping) or "april" not in state:
+        raise CheckpointError("this is not a state that april's state_dict() gave")
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"the state has format {state.get('format')!r}; this version of april reads format {FORMAT}"
+        )
+    if state["april"] != kind:
+        raise CheckpointError(f"this is a state of april's {state['april']!r}, and {kind!r} is to go on from one")
+    content = {key: value for key, value in state.items() if key not in ("april", "format", "checksum")}
+    try:
+        found = checksum(kind, content)
+    except (NotPlain, RecursionError) as error:
+        raise CheckpointError(f"the state is damaged: {error}") from None
+    if found != state.get("checksum"):
+        raise CheckpointError(
+            f"the state is damaged: its checksum is {state.get('checksum')!r}, and its content has {found!r}; it was "
+            "changed after state_dict() gave it, or on its way to the disk and back"
+        )
+
+
+class NotPlain(TypeError):
+    """A value of which nobody knows whether it is still the same."""
+
+
+def checksum(kind: str, content: Any) -> str:
+    """32 hex digits over everything in ``content``; raises NotPlain for what is no plain value."""
+    digest = hashlib.blake2b(kind.encode(), digest_size=16)
+    _add(content, digest.update)
+    return digest.hexdigest()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it has a checksum: numbers, strings, bytes, None, and lists, dicts and small arrays of them."""
+    try:
+        _add(value, lambda piece: None)
+    except (NotPlain, RecursionError):
+        return False
+    return True
+
+
+def _add(value: Any, put: Callable[[Any], None]) -> None:
+    if isinstance(value, (bytes, bytearray)):
+        put(b"B%d:" % len(value))
+        put(value)
+    elif isinstance(value, (list, tuple)):
+        put(b"L%d:" % len(value))
+        for item in value:
+            _add(item, put)
+    elif isinstance(value, Mapping):
+        _add_mapping(value, put)
+    elif (piece := _scalar(value)) is not None:
+        put(piece)
+    elif hasattr(value, "tolist") and getattr(value, "nbytes", 0) <= LARGEST_ARRAY:
+        _add(value.tolist(), put)
+    else:
+        raise NotPlain(f"a {type(value).__name__} is no plain value")
+
+
+def _scalar(value: Any) -> bytes | None:
+    """A number, a string or None; a float that is a whole number is the same as the int."""
+    if value is None:
+        return b"N"
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return b"S%d:%b" % (len(text), text)
+    if isinstance(value, bool):
+        return b"T" if value else b"F"
+    if isinstance(value, float):
+        if value.is_integer():
+            return b"I%x;" % int(value)
+        return b"Dnan" if value != value else b"D" + struct.pack("<d", value)
+    if isinstance(value, int):
+        return b"I%x;" % value
+    return None
+
+
+def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
+    entries = sorted(((_key(key), item) for key, item in value.items()), key=lambda entry: entry[0])
+    put(b"M%d:" % len(entries))
+    unchecked = value.get("unchecked")
+    for key, item in entries:
+        put(b"S%d:%b" % (len(key), key))
+        if key == b"data" and isinstance(unchecked, (list, tuple)) and isinstance(item, Mapping):
+            item = {name: of for name, of in item.items() if _text(name) not in unchecked}
+        _add(item, put)
+
+
+def unchecked_in(data: Mapping[Any, Any]) -> list[str]:
+    """Names of the entries of a prompt's data that have no checksum."""
+    return sorted(_text(name) for name, value in data.items() if not (is_plain(name) and is_plain(value)))
+
+
+def _key(key: Any) -> bytes:
+    return _text(key).encode("utf-8", "surrogatepass")
+
+
+def _text(key: Any) -> str:
+    """As JSON writes it."""
+    if isinstance(key, bool) or key is None:
+        return {True: "true", False: "false", None: "null"}[key]
+    return key if isinstance(key, str) else str(key)
