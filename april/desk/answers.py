@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.core.tape import Float32, Int32
+from april.core.types import DropReason
 
 Span = tuple[int, int, int, int]
 """(start, end, incarnation, n): tokens [start, end) of a conversation, written by one version of the weights."""
@@ -58,8 +59,8 @@ class Result:
     """What a server returned for a request that was sent with ``offset`` tokens.
 
     ``label`` is the trainer's number of the weights (None: the server does not say). ``aborted``: it was cut off.
-    ``incarnation``: of the weights, where the request is of an earlier process than the present one. ``beyond``: so
-    many tokens more were generated beyond the request's limit; they are not among ``tokens``, and counted on arrival.
+    ``incarnation``: of the weights, where the request is of an earlier process than the present one. ``unused``: so
+    many tokens came besides, and why they are not among ``tokens``; counted on arrival.
     """
 
     offset: int
@@ -68,7 +69,7 @@ class Result:
     label: int | None
     aborted: bool
     incarnation: int | None = None
-    beyond: int = 0
+    unused: tuple[int, DropReason] | None = None
 
 
 @dataclass(frozen=True, slots=True)

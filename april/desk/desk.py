@@ -124,8 +124,8 @@ class Desk:
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Answer:
         """What came of a Go: the next Go, Done or GivenUp."""
-        if result.beyond:
-            self._execution.post(ev.TokensUnused(result.beyond, DropReason.OVER_BUDGET))
+        if result.unused is not None:
+            self._execution.post(ev.TokensUnused(*result.unused))
         sample = self._alive(uid, index, life)
         if sample is None:
             self._late(result)

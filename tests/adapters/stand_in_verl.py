@@ -88,6 +88,8 @@ class Server:
         """Raised by the next requests."""
         self.wrong: list[dict[str, Any]] = []
         """Changes to the next outputs."""
+        self.cut_logprobs = 0
+        """So many log-probabilities are missing in an output that was cut off."""
 
     async def generate(self, token_ids: list[int], max_tokens: int) -> Any:
         while not self.gate.is_set():
@@ -123,6 +125,8 @@ class Server:
 
     def _output(self, tokens: list[int], logprobs: list[float], reason: str) -> Any:
         self.labels.append(self.label)
+        if reason == "aborted" and self.cut_logprobs:
+            logprobs = logprobs[: -self.cut_logprobs]
         made = {"token_ids": tokens, "log_probs": logprobs, "stop_reason": reason}
         made["extra_fields"] = {"global_steps": self.label}
         return SimpleNamespace(**(made | (self.wrong.pop() if self.wrong and tokens else {})))

@@ -95,6 +95,21 @@ def test_a_late_response_is_cut_as_well(trainer: Make, tmp_path: Path) -> None:
     assert books["tokens"]["observed"] == generated + again.server.generated
 
 
+def test_an_aborted_output_without_all_its_log_probabilities_costs_tokens_and_no_group(trainer: Make) -> None:
+    """Its tokens are dropped by name, for nobody knows which number belongs to which; nothing else has failed."""
+    run = trainer(lambda row, sample: 30 if row == 0 else 5, april__max_age=4)  # then a step waits for it
+    run.server.cut_logprobs = 1
+    for _ in range(8):
+        run.step()
+        run.update()
+    books = run.ask("ledgers")
+    assert books["prompts"]["dropped"] == {}
+    assert 0 in {row for row, _ in run.trained}
+    assert books["tokens"]["dropped"]["corrupt"] > 0
+    assert run.desk.core.counters["failed_attempts"] == 0
+    assert books["tokens"]["observed"] == run.server.generated
+
+
 def test_other_servers_that_overrun_are_not_believed(trainer: Make) -> None:
     """vLLM's and SGLang's keep to what they are asked for: more tokens than that cannot be true."""
     run = trainer(lambda row, sample: 5, actor_rollout_ref__rollout__name="vllm")

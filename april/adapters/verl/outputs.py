@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from april.core.types import DropReason
 from april.desk.answers import Done, Result
 
 
@@ -18,18 +19,23 @@ def result_of(offset: int, output: Any, cut_at: int | None = None) -> Result:
     label = output.extra_fields.get("global_steps")
     tokens = np.asarray(output.token_ids, np.int32)
     logprobs = np.asarray(output.log_probs if output.log_probs is not None else [], np.float32)
-    beyond = 0 if cut_at is None else max(0, len(tokens) - cut_at)
-    if beyond and len(logprobs) == len(tokens):  # in other numbers nobody knows which belongs to which
+    aborted = output.stop_reason in ("abort", "aborted")
+    unused = None
+    if len(tokens) != len(logprobs):
+        # nobody knows which belongs to which; TensorRT-LLM does not promise equal numbers where it was cut off
+        if aborted:
+            unused = len(tokens), DropReason.CORRUPT
+            tokens, logprobs = tokens[:0], logprobs[:0]
+    elif cut_at is not None and len(tokens) > cut_at:
+        unused = len(tokens) - cut_at, DropReason.OVER_BUDGET
         tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
-    else:
-        beyond = 0
     return Result(
         offset=offset,
         tokens=tokens,
         logprobs=logprobs,
         label=None if label is None else int(label),
-        aborted=output.stop_reason in ("abort", "aborted"),
-        beyond=beyond,
+        aborted=aborted,
+        unused=unused,
     )
 
 
