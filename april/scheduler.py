@@ -184,18 +184,19 @@ class RolloutScheduler:
                 Neither: the engines read the model in place, as embedded ones do. Servers do not, so this is refused.
 
         Returns:
-            The new version. If ``transfer`` or a load raises, the version stays and generation goes on; if some
-            engines have loaded and others have not, training waits until a call has reached them all. An engine that
-            was found dead before is left out, and gets no requests until a later call has reached it.
+            The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if
+            some engines have loaded and others have not, or if servers may have a part of what ``transfer`` hands
+            over: then training waits until a call has reached them all. An engine that was found dead before is left
+            out, and gets no requests until a later call has reached it.
 
         Raises:
             ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
 
-        An interrupted call (Ctrl-C, a signal handler that raises) has either not begun or goes on to its end; inside
-        ``transfer`` it is as any other exception there. Call it again with the same arguments before the next batch,
-        and it waits for that end instead of updating again; :attr:`version` tells what is in force.
+        A call that a signal handler interrupts (Ctrl-C) has either not begun or goes on to its end; inside ``transfer``
+        it is as any other exception there. Called again with the same arguments before the next batch, it waits for
+        that end instead of updating twice; :attr:`version` tells what is in force. See docs/signals.md.
         """
         return self._with_weights("weight_update", self._driver.update_weights, path, transfer)
 
@@ -391,13 +392,13 @@ class RolloutScheduler:
         except SchedulerClosed:
             self._thread.stop()
             return
-        answers = True
+        ended = None
         try:
-            answers = self._thread.waits_for(closing)
+            ended = self._thread.waits_for(closing)
         finally:
-            if not answers:
+            if not ended:
                 self._thread.begin_to_stop(self._abandoned.end)
-            self._thread.stop(answers=answers)
+            self._thread.stop(answers=ended is not False)
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error

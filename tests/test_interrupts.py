@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from interrupting import interrupt, with_a_signal
 from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, scheduler
 
 import april
+from april.engines.protocol import Capabilities
 from april.engines.simulated import SimulatedEngine, by_sample_key
 from april.errors import EngineError, RolloutError
 
@@ -173,3 +175,23 @@ def test_an_update_asked_for_inside_itself_is_refused() -> None:
             rollouts.next_batch()
             with_a_signal(place, again, lambda: rollouts.weight_update(transfer=lambda: None))
         assert refused > 10
+
+
+def test_a_transfer_that_is_broken_off_holds_up_servers_until_the_next_one() -> None:
+    """Ctrl-C, or any error, inside transfer: servers may have half of the weights, under the old version's name."""
+
+    class Server(SimulatedEngine):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, remote=True)
+
+    server = Server("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+    with scheduler(engines=[server]) as rollouts:
+        rollouts.next_batch()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.weight_update(transfer=interrupt)
+        with pytest.raises(EngineError, match=r"broken off.*call weight_update again before the next batch"):
+            rollouts.next_batch()
+        assert rollouts.version == (0, 0)
+        assert rollouts.weight_update(transfer=lambda: None) == (0, 1)
+        assert rollouts.next_batch().version == (0, 1)

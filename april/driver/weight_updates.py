@@ -97,7 +97,7 @@ class WeightUpdates:
             dead |= self._leave_out({name: error for name, error in paused.items() if error is not None}, dead)
             _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
-                await transfer()
+                await self._transferred(transfer)
             await self._give(version, path, transfer is not None, then, dead)
         finally:
             # an engine that stays paused would hold up everything for ever
@@ -115,6 +115,19 @@ class WeightUpdates:
                 _raise_first(failed)
             if cancelled is not None:
                 raise cancelled
+
+    async def _transferred(self, transfer: Callable[[], Awaitable[None]]) -> None:
+        """Await it; servers with a part of the new weights must not generate as if they had the old ones."""
+        try:
+            await transfer()
+        except BaseException as error:
+            if any(engine.capabilities.remote for engine in self._engines.values()):
+                why = "interrupted" if isinstance(error, asyncio.CancelledError) else describe(error)
+                self.half_updated = (
+                    f"the last transfer of weights was broken off ({why}), and nobody knows what the servers have of "
+                    "it; call weight_update again before the next batch"
+                )
+            raise
 
     def _leave_out(self, failed: Mapping[str, BaseException], dead: set[str]) -> set[str]:
         """Engines that failed and can be done without, as not all others are ``dead``: quarantined until a probe."""
