@@ -72,6 +72,8 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {checked_key(api_key)}"
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
+        self.refusals = 0
+        """How often nothing listened on the server's port."""
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._callers: set[asyncio.Task[Any]] = set()
@@ -292,6 +294,8 @@ class HttpClient:
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
+        if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+            self.refusals += 1
         why, hint = _what_broke(error), "is the server alive?"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"

@@ -19,6 +19,7 @@ from april.engines.openai_wire import ROUTE, CompletionStream, completion_body
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.server_engine import ServerEngine
 from april.engines.server_pool import connect_all
+from april.engines.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.wire_arrays import empty_chunk
 from april.errors import EngineError, WireError
 
@@ -69,7 +70,8 @@ class OpenAIEngine(ServerEngine):
         self.offer = offer
         self._ends = frozenset(offer.eos_token_ids)
         self._open: dict[str, _Inbox] = {}
-        self._started_s = started_s
+        self._process = ServerProcess(client, offer.load_route, started_s)
+        self._confirmation = Confirmation(self._has_weights, self.name)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One streamed completion; see the protocol.
@@ -88,11 +90,14 @@ class OpenAIEngine(ServerEngine):
             body = completion_body(self.offer.model, self.offer.token_shape, request)
             inbox = self._open[request.attempt_id] = _Inbox(self._client, body, answer_bytes(request))
             try:
-                ended = False
+                ended = sure = False
                 while not ended:
                     payloads, ended = await inbox.next()
                     error = _read_all(stream, payloads)
                     if chunk := stream.take(version):
+                        if not sure:
+                            await self._confirm(broken=error is not None or inbox.error is not None)
+                            sure = True
                         yield chunk
                     if error is not None:
                         raise error
@@ -100,6 +105,15 @@ class OpenAIEngine(ServerEngine):
             finally:
                 self._open.pop(request.attempt_id, None)
                 await inbox.close()
+
+    async def _confirm(self, *, broken: bool) -> None:
+        """Raises EngineError unless what has come is of the present weights; ``broken``: the server may be gone."""
+        if not self._process.keeps_weights:
+            now_s = asyncio.get_running_loop().time()
+            await self._confirmation.since(now_s, patience_s=0.0 if broken else None)
+
+    async def _has_weights(self) -> bool | None:
+        return (await self._process.look())[0]
 
     def _end(self, request: Request, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
         """Why the stream ended; raises if that was too early, or cannot be."""
@@ -133,11 +147,21 @@ class OpenAIEngine(ServerEngine):
             if inbox is not None:
                 inbox.stop()
 
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        await self._process.pause()
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._process.resume()
+        await super().resume()
+
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """From now on the weights are ``version``; the trainer has put them there.
 
         Raises:
-            EngineError: ``path`` is given, or requests are running.
+            EngineError: ``path`` is given, requests are running, or the server was started anew since it was paused.
         """
         if path is not None:
             raise EngineError(
@@ -145,9 +169,7 @@ class OpenAIEngine(ServerEngine):
                 "over with weight_update(transfer=...)"
             )
         self.require_idle()
-        # one look at the metrics that fails must not make a later restart invisible
-        metrics = await read_metrics(self._client, self.offer.load_route)
-        self._started_s = metrics.started_s or self._started_s
+        await self._process.take(version)
         self._labels.present = version
 
     async def health(self) -> Health:
@@ -160,10 +182,10 @@ class OpenAIEngine(ServerEngine):
             return Health(False, str(error))
         if not reply.ok:
             return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
-        metrics = await read_metrics(self._client, self.offer.load_route)
-        restarted = None not in (self._started_s, metrics.started_s) and metrics.started_s != self._started_s
-        detail = "the server's process is another one than before" if restarted else ""
-        return Health(True, detail, {"open_streams": float(len(self._open))}, not restarted, metrics.load)
+        same, metrics = await self._process.look()
+        detail = {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
+        counters = {"open_streams": float(len(self._open))}
+        return Health(same is not None, detail, counters, same is not False, metrics.load)
 
     async def close(self) -> None:
         """Close all streams and connections."""

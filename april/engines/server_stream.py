@@ -47,7 +47,8 @@ class ServerStream(Piling):
 
     __slots__ = (
         "_admission", "_answer", "_chunks", "_client", "_done", "_ended", "_inside", "_last", "_needs_done",
-        "_pieces", "_reader", "_request", "_route", "_splitter", "_stream", "over", "waiting",
+        "_pieces", "_reader", "_request", "_route", "_splitter", "_stream", "_sure_of_weights", "over",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +67,7 @@ class ServerStream(Piling):
         self._chunks: deque[Chunk] = deque()
         self._last: Chunk | None = None
         """What ends the request, until it is sure."""
-        self._inside = self._done = self._ended = False
+        self._inside = self._done = self._ended = self._sure_of_weights = False
         self.over = False
         self.waiting = 0
 
@@ -79,6 +80,9 @@ class ServerStream(Piling):
     def _again(self) -> bool:
         """Whether an answer that has ended is to be forgotten, and the request sent once more."""
         return False
+
+    async def _confirm(self) -> None:
+        """Raises EngineError unless what has begun to come is of the weights that the engine has."""
 
     def _left(self) -> None:
         """The request has ended, however."""
@@ -111,6 +115,9 @@ class ServerStream(Piling):
             self._broke(error)
             return True
         if piece:
+            if not self._sure_of_weights:
+                await self._confirm()
+                self._sure_of_weights = True
             self._pieces.append(piece)
             self.waiting += 1
         else:
@@ -162,6 +169,7 @@ class ServerStream(Piling):
         reply = await self._client.call("POST", self._route, body, timeout_s=None, limit=limit)
         if not reply.ok:
             self._client.require_ok(reply, self._route)
+        await self._confirm()
         chunks = self._reader.read_all([reply.body])
         if not self._again():
             if self._reader.failure is not None:

@@ -23,6 +23,7 @@ from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinis
 from april.engines.server_engine import ServerEngine
 from april.engines.server_pause import standing_still
 from april.engines.server_pool import connect_all
+from april.engines.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.server_stream import ServerStream
 from april.engines.server_text import quoted
 from april.engines.server_words import control, nothing, says, text_under, words_of
@@ -58,7 +59,8 @@ class VllmEngine(ServerEngine):
         self._client = client
         self.offer = offer
         self._stream = stream
-        self._started_s = offer.started_s
+        self._process = ServerProcess(client, "/metrics", offer.started_s)
+        self._confirmation = Confirmation(self._has_weights, self.name)
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
         # aborts that somebody asked for; the server's pause ends others along with them
@@ -94,9 +96,15 @@ class VllmEngine(ServerEngine):
     async def pause(self) -> None:
         """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
         await super().pause()
+        await self._process.pause()
         self._paused_as = None
         with suppress(EngineError):  # if it does not answer, the update will say so
             self._paused_as = await marked(self, self._labels, self.offer.label)
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._process.resume()
+        await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Load, empty the cache, name the weights, and look whether the name is there.
@@ -109,18 +117,15 @@ class VllmEngine(ServerEngine):
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
+            await self._process.pause()  # the one that loads, were it another than before
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
-        started_s = (await read_metrics(self._client)).started_s
         if self.offer.developer_routes:
             async with self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
                 await self._empty_cache()
                 await self._label_as(version, mark)
-        now_s = (await read_metrics(self._client)).started_s
-        if None not in (started_s, now_s) and started_s != now_s:
-            raise EngineError(self._torn_by_a_restart(version))
         # a server that was started anew and has these weights now is the present one
-        self._started_s = now_s or started_s or self._started_s
+        await self._process.take(version)
         self._labels.present, self._torn = version, ""
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
@@ -245,18 +250,27 @@ class VllmEngine(ServerEngine):
             paused = await self._is_paused()
         except EngineError as error:
             return Health(False, str(error))
-        metrics = await read_metrics(self._client)
-        known = None not in (self._started_s, metrics.started_s)
-        same_process = not known or metrics.started_s == self._started_s
-        current = same_process and label in (None, self._labels.of(self._version))
+        same, metrics = await self._process.look()
+        current = same is not False and label in (None, self._labels.of(self._version))
+        known = same is not None or label is not None
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         told = (
             self._torn, "" if current else "the server was started anew, or has other weights",
+            "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
-        return Health(not self._torn, detail, counters, current and not self._torn, load)
+        return Health(known and not self._torn, detail, counters, current and not self._torn, load)
+
+    async def _has_weights(self) -> bool | None:
+        """Whether it has the present weights; None: it does not say."""
+        if self.offer.label is None:
+            return (await self._process.look())[0]
+        try:
+            return await self.label() == self._labels.of(self._version)
+        except EngineError:
+            return None
 
     async def _is_paused(self) -> bool:
         """By somebody else."""
@@ -305,6 +319,12 @@ class _VllmStream(ServerStream):
             and engine._capabilities.abort_means is AbortMeans.PAUSE
             and self._request.attempt_id not in engine._unwanted
         )
+
+    async def _confirm(self) -> None:
+        """A whole answer with spans says itself whose tokens it has, the events of a stream only at its end."""
+        engine = self._engine
+        if (self._stream or not engine.offer.spans) and not engine._process.keeps_weights:
+            await engine._confirmation.since(asyncio.get_running_loop().time())
 
     def _left(self) -> None:
         self._engine._unwanted.discard(self._request.attempt_id)

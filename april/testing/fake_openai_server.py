@@ -21,6 +21,7 @@ from aiohttp import web
 
 from april.engines.openai_wire import ROUTE, TokenShape
 from april.engines.protocol import LogprobKind
+from april.testing.fake_control_faults import ControlFault, wrong_answer
 
 MODEL = "fake"
 _TENSORRT_KEYS = frozenset(
@@ -120,6 +121,8 @@ class FakeOpenAIServer:
         self.mean_len, self.max_context, self.tokens_ahead = mean_len, max_context, tokens_ahead
         self.strips, self.honours_seeds, self.metrics = strips, honours_seeds, metrics
         self.faults = list(faults)
+        self.metrics_fault: ControlFault | None = None
+        """What the metrics page answers in place of itself."""
         self.weights = 0
         """Which weights generate; change it between requests."""
         self.records: list[CompletionRecord] = []
@@ -132,6 +135,11 @@ class FakeOpenAIServer:
         self._picks: Callable[[list[int]], bool] = lambda prompt: True
         self._held = 0
         self._changed = asyncio.Event()
+
+    def restart_at_once(self) -> None:
+        """Another process behind the same port, with the weights of the start."""
+        self.weights = 0
+        self.started_s += 60
 
     @property
     def unread_tokens(self) -> int:
@@ -359,6 +367,8 @@ class FakeOpenAIServer:
         """GET /metrics."""
         if not self.metrics:
             return web.Response(status=404)
+        if self.metrics_fault is not None:
+            return await wrong_answer(self.metrics_fault, request)
         return web.Response(
             text=f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started_s}\n"
             f'vllm:num_requests_running{{engine="0"}} {self.open}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
