@@ -43,7 +43,8 @@ TENSORRT_LLM = KnownServer(
         "its stream, also while the trainer begins to use a GPU that it shares with it.",
         "{url} holds back only its tokenizer's EOS before min_tokens: a response that ends earlier by another id is "
         "refused, and generated again.",
-        "{url} does not say when its process began: a server that was started anew with other weights is not noticed.",
+        "{url} does not say when its process began: one that is started anew with other weights is noticed only if its "
+        "port was found closed meanwhile.",
     ),
 )
 _BY_OWNER = {"tensorrt_llm": TENSORRT_LLM}
