@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -308,3 +308,118 @@ def test_a_source_that_exits_is_an_error_like_any_other() -> None:
     source = PromptSource(loader(), 10)
     assert ids(source.draw(5)[0]) == [[1]]
     assert source.draw(5) == ([], False, "the prompt source failed at prompt 1: SystemExit: no more licences")
+
+
+# ---------------------------------------------------------------- sources that fail once
+
+
+class Flaky:
+    """Prompts that end in 0 to 19; ``fails`` are the positions at which the next look fails, once each."""
+
+    def __init__(self, *fails: int) -> None:
+        self.fails = list(fails)
+        self.begun = 0
+
+    def read(self, i: int) -> list[int]:
+        if i in self.fails:
+            self.fails.remove(i)
+            raise OSError("network")
+        return [1, 2 + i]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begun += 1
+        for i in range(20):
+            yield self.read(i)
+
+
+class FlakySequence(Flaky, Sequence[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: Any) -> Any:
+        if i >= 20:
+            raise IndexError
+        return self.read(i)
+
+
+class FlakyReader(Flaky):
+    """Can be iterated once, and goes on after a failure."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at == 20:
+            raise StopIteration
+        item = self.read(self.at)
+        self.at += 1
+        return item
+
+
+def drained(source: PromptSource, count: int = 3) -> tuple[list[tuple[int, int, int]], list[str]]:
+    """(epoch, position, last token) of everything that comes, and the errors between."""
+    seen, errors = [], []
+    for _ in range(100):
+        prompts, exhausted, error = source.draw(count)
+        seen += [(p.epoch, p.position, int(p.token_ids[-1])) for p in prompts]
+        if error is not None:
+            errors.append(error)
+        if exhausted:
+            break
+    return seen, errors
+
+
+@pytest.mark.parametrize("kind", [Flaky, FlakySequence])
+@pytest.mark.parametrize("fails", [(7,), (0,), (19,), (7, 7), (7, 3), (3, 11, 11)])
+def test_a_source_that_fails_goes_on_where_it_was(kind: type[Flaky], fails: tuple[int, ...]) -> None:
+    """Each failure is told once, and no prompt of the pass is left out or drawn twice."""
+    seen, errors = drained(PromptSource(kind(*fails), 100, epochs=2))
+    assert seen == [(epoch, i, 2 + i) for epoch in (0, 1) for i in range(20)]
+    assert len(errors) == len(fails)
+    assert all("the prompt source failed at prompt" in error and "OSError: network" in error for error in errors)
+
+
+def test_a_reader_that_goes_on_by_itself() -> None:
+    """Where a source cannot begin anew, its own iterator is asked again."""
+    seen, errors = drained(PromptSource(FlakyReader(7), 100))
+    assert seen == [(0, i, 2 + i) for i in range(20)]
+    assert len(errors) == 1
+
+
+def test_a_generator_that_fails_has_ended() -> None:
+    """Its rest is not passed over without a word: every draw says so, until more prompts are given."""
+    source = PromptSource((i for i in Flaky(7)), 100)
+    seen, errors = drained(source)
+    assert seen == [(0, i, 2 + i) for i in range(7)]
+    assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
+    assert len(set(errors[1:])) == 1
+    assert "after 7 of epoch 0, and cannot be begun anew; give a list or a data set" in errors[1]
+    source.extend([[3], [4]])
+    seen, errors = drained(source)
+    assert (seen, errors) == ([(0, 7, 3), (0, 8, 4)], [])
+
+
+def test_prompts_that_come_in_another_order_after_a_failure() -> None:
+    """A loader that shuffles anew would leave some out and repeat others: it is not gone on with."""
+
+    class Shuffling(Flaky):
+        def read(self, i: int) -> list[int]:
+            return super().read(i if self.begun == 1 else 19 - i)
+
+    seen, errors = drained(PromptSource(Shuffling(7), 100, epochs=2))
+    assert seen == [(0, i, 2 + i) for i in range(7)]
+    assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
+    assert all("are not those that were drawn before a failure of their source" in error for error in errors[1:])
+
+
+def test_a_failure_behind_a_restart() -> None:
+    """What was drawn before it, under the first source, is passed over once more."""
+    first = PromptSource(Flaky(), 100, epochs=2)
+    for _ in range(5):
+        first.draw(5)
+    source = PromptSource(Flaky(9), 100, epochs=2)
+    source.load_state_dict(first.state_dict())
+    seen, errors = drained(source)
+    assert seen == [(1, i, 2 + i) for i in range(5, 20)]
+    assert len(errors) == 1

@@ -113,6 +113,10 @@ class PromptSource:
         """After what was handed over."""
         self._more: list[Iterator[Any]] = []
         """What extend gave and no draw has reached."""
+        self._failed = False
+        """The iterator has raised, and nothing has come since."""
+        self._over = ""
+        """Why nothing more comes, though the prompts have not come to their end."""
         self.is_slow = not isinstance(prompts, Sequence)
         """It may do what takes long (read files, ask a server) when it is drawn from."""
         self._iterator = self._begin(prompts, 0)
@@ -179,13 +183,22 @@ class PromptSource:
                 self._bad = 0
                 return [], False, error
             try:
+                if self._failed:
+                    self._go_on()
                 self._skip()
                 if self._others is not None:
                     return prompts, False, self._others
                 item = next(self._iterator)
+                self._failed = False
             except StopIteration:
+                if self._failed and not self._over:
+                    self._over = _ended_with_a_failure(self.epoch, self.position)
                 if self._more:
                     self._iterator, self._extended = self._more.pop(0), True
+                    self._failed, self._over = False, ""
+                    continue
+                if self._over:
+                    self._error = self._over
                     continue
                 try:
                     if not self._next_epoch():
@@ -197,6 +210,7 @@ class PromptSource:
             except (Exception, SystemExit) as error:
                 log.warning("the prompt source failed at prompt %d", self.position, exc_info=error)
                 self._error = f"the prompt source failed at prompt {self.position}: {describe(error)}"
+                self._failed = True
                 continue
             try:
                 prompts.append(as_prompt(item, self._vocab_size, self.position, self.epoch))
@@ -205,6 +219,24 @@ class PromptSource:
             except ConfigError as error:
                 self._error, self._bad = str(error), 1
         return prompts, False, None
+
+    def _go_on(self) -> None:
+        """An iterator may have ended with its failure, so what can begin anew does, up to where it was."""
+        if self._once or self._extended or getattr(self._prompts, "resumes", False):
+            return  # the iterator is asked again
+        iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
+        for _ in range(self.position):
+            digest = self._marked(digest, next(iterator))
+        if digest != self._digest:
+            self._over = _others(self.epoch, self.position, "a failure of their source")
+            iterator = iter(())
+        self._iterator, self._failed = iterator, False
+
+    def _marked(self, digest: bytes, item: Any) -> bytes:
+        try:
+            return _and(digest, as_prompt(item, self._vocab_size, 0))
+        except ConfigError:
+            return _and(digest, None)
 
     def _next_epoch(self) -> bool:
         """Begin the next pass; False after the last one."""
@@ -304,10 +336,7 @@ class PromptSource:
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
-            try:
-                self._digest = _and(self._digest, as_prompt(item, self._vocab_size, 0))
-            except ConfigError:
-                self._digest = _and(self._digest, None)
+            self._digest = self._marked(self._digest, item)
             if not self._to_skip and self._digest != self._expected:
                 self._others = _others(self.epoch, self.position)
 
@@ -339,10 +368,17 @@ def _ended(found: int, epoch: int, drawn: int) -> str:
     )
 
 
-def _others(epoch: int, drawn: int) -> str:
+def _others(epoch: int, drawn: int, after: str = "the restart") -> str:
     return (
-        f"the first {drawn} prompts of epoch {epoch} are not those that were drawn before the restart: others, or in "
-        "another order; a state goes on over the same prompts"
+        f"the first {drawn} prompts of epoch {epoch} are not those that were drawn before {after}: others, or in "
+        "another order; april goes on over the same prompts only"
+    )
+
+
+def _ended_with_a_failure(epoch: int, drawn: int) -> str:
+    return (
+        f"the prompts ended with the failure of their source after {drawn} of epoch {epoch}, and cannot be begun anew; "
+        "give a list or a data set whose __iter__ begins anew, or the rest of the prompts by extend()"
     )
 
 
