@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from openai_servers import PROMPT, ask, config_for, connected, greedy, logprobs_of
+from real_schedulers import assert_nothing_is_left, endless, reward
+from test_openai_scheduler import Served
+from test_openai_scheduler import config as scheduler_config
 
 from april.config import Config
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -20,6 +23,7 @@ from april.engines.openai_metrics import parse_metrics
 from april.engines.openai_wire import CompletionStream, TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad, LogprobKind
 from april.errors import EngineBusy, EngineError, RequestRefused
+from april.scheduler import RolloutScheduler
 from april.testing.fake_openai_server import OpenAIFault, OpenAIFaultKind, serving_openai
 from april.testing.fake_trtllm_server import PAUSED, VERSION, FakeTrtllmServer
 
@@ -231,3 +235,32 @@ def test_the_doctor_says_that_it_is_paused() -> None:
     assert finding.subject == "busy"
     assert PAUSED in finding.sentence
     assert "resume_generation()" in finding.advice
+
+
+def test_a_pause_in_a_step_costs_no_group() -> None:
+    """Requests wait and go on; every token has the log-probability of the weights that its version stands for."""
+    server = FakeTrtllmServer(mean_len=60)
+    with Served(server) as served:
+        with RolloutScheduler(
+            config=scheduler_config([served.url]), prompts=endless(), reward=reward, check=True
+        ) as rollouts:
+            refusals = 0.0
+            for step in range(3):
+                server.paused, server.resumes_after = step == 1, 7
+                batch = rollouts.next_batch()
+                refusals += batch.metrics["busy_refusals"]
+                for sample in batch.samples:
+                    weights = sample.versions[:, 1].tolist()
+                    expected = [server.logprob(t, n, {}) for t, n in zip(sample.tokens.tolist(), weights, strict=True)]
+                    assert sample.logprobs.tolist() == np.array(expected, np.float32).tolist()
+
+                def transfer() -> None:
+                    server.weights += 1
+
+                rollouts.weight_update(transfer=transfer)
+            books = rollouts.ledger()
+        assert refusals >= 1
+        assert not books["prompts"].dropped.total()
+        assert not books["tokens"].dropped.total()
+        assert server.asked["/metrics"] == 0
+    assert_nothing_is_left()

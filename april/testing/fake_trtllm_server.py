@@ -41,6 +41,8 @@ class FakeTrtllmServer(FakeOpenAIServer):
         self.prometheus = prometheus
         self.paused = False
         """Somebody has called pause_generation() of its engine."""
+        self.resumes_after: int | None = None
+        """So many requests are answered so, and then somebody resumes it."""
         self.starting = False
         """The engine is still being loaded."""
         self.asked: Counter[str] = Counter()
@@ -76,6 +78,9 @@ class FakeTrtllmServer(FakeOpenAIServer):
             text = f"1 validation error: {{'type': 'extra_forbidden', 'loc': ('body', '{unknown[0]}')}}"
             return web.json_response({"error": text}, status=400)
         if self.paused:
+            if self.resumes_after is not None:
+                self.resumes_after -= 1
+                self.paused = self.resumes_after > 0
             return _bad_request(PAUSED)
         if not body["prompt"]:
             self.refused.append("an empty prompt")
