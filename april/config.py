@@ -113,7 +113,8 @@ class Config(Model):
     abort_resend_s: PositiveFloat = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: PositiveFloat | None = 1800.0
-    """Longest silence of an engine about a request; then it is asked to end it, and what came is continued."""
+    """Longest time without a token of a request (comments and empty events do not count), or without the answer of one
+    that comes whole; then its engine is asked to end it, and what came is continued."""
     outage_deadline_s: PositiveFloat = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
     allow_mismatch: bool = False

@@ -13,6 +13,7 @@ import numpy as np
 from april.config_engines import OpenAIEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
+from april.driver.wire_checks import check_end
 from april.engines.openai import OpenAIEngine, connect_openai
 from april.engines.protocol import EngineFinish, Request
 from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
@@ -58,7 +59,10 @@ class Answer:
 async def ask(
     engine: OpenAIEngine, attempt_id: str = "a1", prompt: list[int] | None = None, max_tokens: int = 50, **sampling: Any
 ) -> Answer:
-    """One request to its end, greedy unless told otherwise; an error is kept beside the tokens that came before it."""
+    """One request to its end, greedy unless told otherwise; an error is kept beside the tokens that came before it.
+
+    The end is looked at as the driver does.
+    """
     params = SamplingParams(max_tokens, **({"temperature": 0.0} | sampling))
     request = Request(attempt_id, np.array(prompt or PROMPT, np.int32), params)
     answer = Answer([], [], versions=set())
@@ -70,8 +74,13 @@ async def ask(
             answer.logprobs += chunk.logprobs.tolist()
             answer.finish = chunk.finish
             answer.versions.add(chunk.version)
+        if answer.tokens:
+            limits = engine.capabilities
+            check_end(
+                chunk, request, len(answer.tokens), answer.tokens[-1], limits.max_context, limits.eos_token_ids
+            )
     except Exception as error:
-        answer.error = error
+        answer.error, answer.finish = error, None
     return answer
 
 

@@ -10,12 +10,13 @@ from april.engines.protocol import Chunk
 from april.errors import WireError
 
 
-def vllm_event(token: int) -> bytes:
+def vllm_event(token: int, count: int) -> bytes:
     return b'{"choices":[{"token_ids":[%d],"logprobs":{"content":[{"token_id":%d,"logprob":-1.0}]}}]}' % (token, token)
 
 
-def sglang_event(token: int) -> bytes:
-    meta = b'{"id":"%b","output_token_logprobs":[[-1.0,%d,null]]}' % (sglang_wire.rid_of("a").encode(), token)
+def sglang_event(token: int, count: int) -> bytes:
+    rid = sglang_wire.rid_of("a").encode()
+    meta = b'{"id":"%b","completion_tokens":%d,"output_token_logprobs":[[-1.0,%d,null]]}' % (rid, count, token)
     return b'{"output_ids":[%d],"meta_info":%b}' % (token, meta)
 
 
@@ -37,7 +38,7 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
 @pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
 def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyped-def]
     """The same tokens, in one chunk."""
-    events = [event(token) for token in (7, 8, 9)]
+    events = [event(token, token - 6) for token in (7, 8, 9)]
     together, alone = reader().read_all(events), reader()
     assert len(together) == 1
     assert tokens_of(together) == [7, 8, 9] == tokens_of([chunk for e in events for chunk in alone.read(e)])
@@ -47,14 +48,14 @@ def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyp
 def test_two_answers_in_one_event(reader, event) -> None:  # type: ignore[no-untyped-def]
     """No token is passed over without a word: what came before counts, and the broken event is an error."""
     read = reader()
-    assert tokens_of(read.read_all([event(1), event(2) + b"," + event(3), event(4)])) == [1]
+    assert tokens_of(read.read_all([event(1, 1), event(2, 2) + b"," + event(3, 3), event(4, 4)])) == [1]
     assert isinstance(read.failure, WireError)
 
 
 @pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
 def test_one_answer_in_two_events(reader, event) -> None:  # type: ignore[no-untyped-def]
     """Halves that make one answer when put together are still none."""
-    first, second = event(2).split(b":", 1)
+    first, second = event(2, 2).split(b":", 1)
     read = reader()
-    assert tokens_of(read.read_all([event(1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])) == [1]
+    assert tokens_of(read.read_all([event(1, 1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])) == [1]
     assert isinstance(read.failure, WireError)

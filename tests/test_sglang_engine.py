@@ -110,6 +110,9 @@ TYPED: dict[SglangFault, type[EngineError]] = {
     SglangFault.OTHER_RID: WireError,
     SglangFault.GAP_IN_SPANS: WireError,
     SglangFault.FOREIGN_LABEL: EngineError,
+    SglangFault.DOUBLED_EVENT: WireError,
+    SglangFault.ENDS_TWICE: WireError,
+    SglangFault.OTHER_PROMPT: WireError,
     SglangFault.SHRINKS: WireError,
     SglangFault.NO_FINISH: EngineUnreachable,
     SglangFault.BUSY: EngineBusy,
@@ -128,7 +131,12 @@ def test_faults_are_typed_and_no_wrong_token_comes(fault: SglangFault, after: in
         planned = PlannedFault(fault, after_tokens=after)
         async with served(planned, incremental=incremental, mean_length=10**6) as (server, engine):
             got = await read(engine, request())
-            assert type(got.error) is TYPED[fault]
+            # some were handed over before: nobody knows which of them are of other weights
+            too_late = fault is SglangFault.FOREIGN_LABEL and got.tokens
+            if fault is SglangFault.ENDS_TWICE and not incremental:  # a plain answer ends once
+                assert got.error is None
+                return
+            assert type(got.error) is (WireError if too_late else TYPED[fault])
             assert got.finish is None
             ids, logprobs = fake_sglang_response(PROMPT, mean_length=10**6)
             assert got.tokens == ids[: len(got.tokens)]

@@ -12,7 +12,7 @@ import april
 from april.core.batch import Batch
 from april.driver import engine_watch
 from april.driver.rewards import Response
-from april.testing.fake_sglang_faults import PlannedFault, SglangFault
+from april.testing.fake_sglang_faults import KEEPS_ALIVE, PlannedFault, SglangFault
 from april.testing.fake_sglang_router import FakeSglangRouter
 from april.testing.fake_sglang_runs import fake_sglang_response
 from april.testing.fake_sglang_server import FakeSglangServer
@@ -67,7 +67,7 @@ def config(servers: list[FakeSglangServer], **engine: object) -> april.Config:
         over_sampling_batch_size=10,
         max_response_len=MAX_LEN,
         abort_resend_s=0.05,
-        engine={"kind": "sglang", "urls": [server.url for server in servers], **engine},
+        engine={"kind": "sglang", "urls": [server.url for server in servers], "eos_token_ids": (2,), **engine},
     )
 
 
@@ -101,8 +101,9 @@ def test_steps_through_a_router() -> None:
         thread.call(router.close())
 
 
-@pytest.mark.parametrize("fault", [f for f in SglangFault if f not in (SglangFault.SERVER_DIES,
-                                                                       SglangFault.ABORT_NEVER_ENDS)])  # fmt: skip
+@pytest.mark.parametrize("fault", [f for f in SglangFault if f not in (
+    SglangFault.SERVER_DIES, SglangFault.ABORT_NEVER_ENDS, *KEEPS_ALIVE
+)])  # fmt: skip
 def test_faults_lose_nothing_that_came(fault: SglangFault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)

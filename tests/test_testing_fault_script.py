@@ -81,6 +81,7 @@ EACH: dict[str, list[Fault]] = {
     "engine_dies by token": [Fault("engine_dies", sample=(1, 0), attempt=1, after_tokens=6, seconds=3.0)],
     "stall": [Fault("stall", after_tokens=2, seconds=25.0, times=4)],
     "stall of what the step does not need": [Fault("stall", sample=(1, 1), attempt=1)],
+    "empty_chunks": [Fault("empty_chunks", after_tokens=2, seconds=25.0, times=4)],
     "abort_ignored": [Fault("abort_ignored", times=2)],
     "abort_hangs": [Fault("abort_hangs", times=2)],
     "abort_hangs for a while": [Fault("abort_hangs", seconds=4.0, times=2)],
@@ -97,11 +98,14 @@ EACH: dict[str, list[Fault]] = {
     for kind in (
         "nan_logprob",
         "positive_logprob",
+        "clamped_logprob",
         "unknown_token",
         "lengths_differ",
         "too_many_tokens",
         "future_version",
         "older_version",
+        "early_length",
+        "early_stop",
     )
 }
 

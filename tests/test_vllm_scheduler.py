@@ -15,7 +15,7 @@ import april
 from april.core.batch import Batch
 from april.driver import engine_watch
 from april.driver.rewards import Response
-from april.testing.fake_vllm_faults import PlannedVllmFault, VllmFault
+from april.testing.fake_vllm_faults import KEEPS_ALIVE, PlannedVllmFault, VllmFault
 from april.testing.fake_vllm_runs import fake_vllm_response
 from april.testing.fake_vllm_server import FakeVllmServer
 
@@ -92,7 +92,11 @@ def test_steps_over_two_servers(options: dict[str, Any], loss: int | None, tmp_p
             assert all(body["request_ids"] for _, body in server.aborts)
 
 
-SCHEDULED = [f for f in VllmFault if f not in (VllmFault.SERVER_DIES, VllmFault.ABORT_NEVER_ENDS, VllmFault.REFUSED)]
+SCHEDULED = [
+    f
+    for f in VllmFault
+    if f not in (VllmFault.SERVER_DIES, VllmFault.ABORT_NEVER_ENDS, VllmFault.REFUSED, *KEEPS_ALIVE)
+]
 
 
 @pytest.mark.parametrize("loss", [None, 0], ids=["plain", "streamed"])

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.core.numbers import LOGPROB_EPS
+from april.core.numbers import LEAST_LOGPROB, LOGPROB_EPS
+from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Chunk
+from april.driver.wire_checks import check_chunk, check_end
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
 
 V = [PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(1, 0)]
@@ -32,7 +33,7 @@ def check(c: Chunk, vocab_size: int = 10, room: int = 5, oldest: PolicyVersion |
         chunk(),
         chunk([], []),
         chunk([], [], V[0]),
-        chunk([0, 9], [-1e30, LOGPROB_EPS / 2]),
+        chunk([0, 9], [LEAST_LOGPROB, LOGPROB_EPS / 2]),
         chunk([5] * 5, [-0.0] * 5),
     ],
 )
@@ -54,6 +55,9 @@ def test_what_can_be_true_passes(good: Chunk) -> None:
         (chunk(logprobs=[-1, -1, 0.25]), "log-probability 0.25 is not"),
         (chunk(logprobs=[np.inf, -1, -1]), "log-probability inf"),
         (chunk(logprobs=[-np.inf, -1, -1]), "log-probability -inf"),
+        (chunk(logprobs=[-1, -9999, -1]), "log-probability -9999 stands for minus infinity"),
+        (chunk(logprobs=[-1, -1, np.finfo(np.float32).min]), "-3.40282e\\+38 stands for minus infinity"),
+        (chunk(logprobs=[-746, -1, -1]), "log-probability -746 stands for minus infinity"),
         (chunk(version=V[2]), r"policy version 1\.0 came where any to 0\.1 was possible"),
     ],
 )
@@ -91,7 +95,10 @@ def test_the_types_of_the_protocol(bad: Any, words: str) -> None:
 @settings(derandomize=True, deadline=None)
 @given(
     st.lists(st.integers(-3, 14), max_size=8),
-    st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=8),
+    st.lists(
+        st.floats(width=32, allow_nan=True, allow_infinity=True) | st.sampled_from([-9999.0, -745.0, -744.0, -104.0]),
+        max_size=8,
+    ),
     st.integers(0, 8),
     st.sampled_from(V),
     st.sampled_from([None, *V[:2]]),
@@ -103,7 +110,7 @@ def test_exactly_the_true_chunks_pass(
     possible = (
         len(tokens) == len(logprobs) <= room
         and all(0 <= t < 10 for t in tokens)
-        and all(-np.inf < np.float32(p) <= LOGPROB_EPS for p in logprobs)
+        and all(LEAST_LOGPROB <= np.float32(p) <= LOGPROB_EPS for p in logprobs)
         and (not tokens or (version <= V[1] and (oldest is None or version >= oldest)))
     )
     try:
@@ -112,3 +119,60 @@ def test_exactly_the_true_chunks_pass(
         assert not possible
     else:
         assert possible
+
+
+def test_the_least_log_probability_of_what_can_be_sampled() -> None:
+    """In 32 bits, as engines sample, and in 64: a token of probability 0 was never drawn."""
+    for dtype in (np.float32, np.float64):
+        least = np.log(np.nextafter(dtype(0), dtype(1), dtype=dtype))
+        check(chunk([1], [least]))
+    assert np.exp(np.float64(LEAST_LOGPROB - 1)) == 0.0
+
+
+# ---------------------------------------------------------------- ends
+
+
+def ended(
+    finish: EngineFinish, *, count: int = 4, last: int = 5, stopped_at: int | str | None = None,
+    eos: tuple[int, ...] = (2, 3), context: int = 100, prompt: int = 10, **sampling: Any,
+) -> None:  # fmt: skip
+    """The check of a response of ``count`` tokens."""
+    end = Chunk(np.empty(0, np.int32), np.empty(0, np.float32), V[0], finish, stopped_at)
+    params = SamplingParams(**({"max_tokens": 20, "stop_token_ids": (7,)} | sampling))
+    check_end(end, Request("a", np.ones(prompt, np.int32), params), count, last, context, eos)
+
+
+def test_ends_that_fit_are_believed() -> None:
+    """The budget or the context used up; EOS, a stop token, or what the engine says where EOS is not known; a cut."""
+    ended(EngineFinish.LENGTH, count=20)
+    ended(EngineFinish.LENGTH, count=4, prompt=96)
+    for last in (2, 3, 7):
+        ended(EngineFinish.STOP, last=last)
+        ended(EngineFinish.STOP, last=last, stopped_at=last)
+    ended(EngineFinish.STOP, last=2, min_tokens=4)
+    ended(EngineFinish.STOP, last=5, eos=())
+    ended(EngineFinish.STOP, last=5, stopped_at=5, eos=())
+    ended(EngineFinish.ABORT)
+    # a response may fill its budget with a stop token: engines call it either way
+    ended(EngineFinish.STOP, count=20, last=2)
+    ended(EngineFinish.LENGTH, count=20, last=2)
+
+
+@pytest.mark.parametrize(
+    ("finish", "changes", "words"),
+    [
+        ("length", {"count": 19}, r'for want of room \("length"\) after 19 of 20 tokens.*set engine.max_len'),
+        ("length", {"count": 4, "prompt": 95}, "after 4 of 20 tokens"),
+        ("stop", {"last": 5}, r"last token \(5\) is neither EOS nor a stop token.*engine.eos_token_ids \(\[2, 3\]\)"),
+        ("stop", {"last": 5, "stopped_at": 5}, "is neither EOS nor a stop token"),
+        ("stop", {"last": 5, "count": 20}, "is neither EOS nor a stop token"),
+        ("stop", {"last": 2, "stopped_at": 3}, "stopped at token 3, and its last token is 2"),
+        ("stop", {"last": 5, "stopped_at": 6, "eos": ()}, "stopped at token 6, and its last token is 5"),
+        ("stop", {"last": 2, "stopped_at": "NaN happened"}, "stopped at the text 'NaN happened'"),
+        ("stop", {"last": 2, "min_tokens": 5}, "stopped after 4 tokens where min_tokens is 5"),
+    ],
+)
+def test_ends_that_fit_nothing_are_not_believed(finish: str, changes: dict[str, Any], words: str) -> None:
+    """Length before budget and context are used up; a stop without a stop token, at another, at a text, too early."""
+    with pytest.raises(WireError, match=words):
+        ended(EngineFinish(finish), **changes)

@@ -154,6 +154,7 @@ class Rollouts:
         allow_mismatch: bool = False,
         tokenizer: Any = None,
         function_timeout_s: float | None = None,
+        stall_timeout_s: float | None = None,
         epochs: int | None = 1,
         check: bool = True,
         **changes: Any,
@@ -184,6 +185,7 @@ class Rollouts:
             allow_mismatch=allow_mismatch,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
             function_timeout_s=function_timeout_s,
+            stall_timeout_s=stall_timeout_s,
             check=check,
         )
         self.core = self.driver.core

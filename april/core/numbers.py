@@ -10,6 +10,10 @@ from april.core.tape import Float32, Int32
 
 LOGPROB_EPS = 1e-3
 """float16 and bfloat16 engines round log-probabilities of near-certain tokens to slightly above 0."""
+LEAST_LOGPROB = -744.5
+"""Below it exp() is 0 even in 64 bits, so no sampler can have drawn the token. Engines sample from float32, where it is
+0 below -103.3; further down are at most tokens beside a mask at a low temperature. vLLM and TensorRT-LLM write -9999
+for minus infinity, SGLang the smallest number of the type."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are handed over as float32."""
 
@@ -26,10 +30,15 @@ def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
 def wrong_logprobs(logprobs: Float32) -> str | None:
     """What is wrong with log-probabilities float32 [T] in nats, or None."""
     # written so that NaN, which is the largest and the smallest of all, fails as well
-    if len(logprobs) == 0 or (logprobs.max() <= LOGPROB_EPS and logprobs.min() > -np.inf):
+    if len(logprobs) == 0 or (logprobs.max() <= LOGPROB_EPS and logprobs.min() >= LEAST_LOGPROB):
         return None
-    bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= LOGPROB_EPS))][0]
-    return f"log-probability {bad} is not a finite number <= 0"
+    bad = float(logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_EPS))][0])
+    if -math.inf < bad < 0:
+        return (
+            f"log-probability {bad:g} stands for minus infinity: the engine gave a token that it cannot have sampled "
+            "(speculative decoding does that on CPUs)"
+        )
+    return f"log-probability {bad:g} is not a finite number <= 0"
 
 
 def wrong_reward(reward: float) -> str | None:

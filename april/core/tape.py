@@ -71,6 +71,11 @@ class AttemptTape:
         """All tokens that came."""
         return self.count + self.after_stop
 
+    @property
+    def last_token(self) -> int:
+        """Of those that were appended; there must be one."""
+        return int(self._tokens[-1][-1])
+
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion) -> None:
         """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``."""
         count = len(tokens)

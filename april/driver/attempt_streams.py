@@ -24,7 +24,7 @@ from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
 from april.driver.weight_updates import WeightUpdates
-from april.driver.wire_checks import check_chunk
+from april.driver.wire_checks import check_chunk, check_end
 from april.engines.protocol import Chunk, Engine, EngineFinish, Piling, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
 
@@ -39,7 +39,7 @@ class _Stream:
     """One attempt at an engine."""
 
     attempt: Attempt
-    post: Callable[[ev.Event], None]
+    streams: AttemptStreams
     response_offset: int
     """Tokens of the present llm.generate call that earlier attempts generated."""
     task: asyncio.Task[None] | None = None
@@ -49,16 +49,19 @@ class _Stream:
     """The engine's answer, while it is read."""
     oldest: PolicyVersion | None = None
     """Version of the token before the next one."""
-    finish: EngineFinish | None = None
+    end: Chunk | None = None
+    """The one with the finish."""
     stops: StopMatcher | None = None
     rejected: _Rejected | None = None
     """What :meth:`AttemptStreams.catch_up` has found to be wrong."""
+    heard_s: float = 0.0
+    """When something came last, in loop time."""
+    token_s: float = 0.0
+    """When tokens came last, as far as pieces have been looked at; at first: when the request was sent."""
 
-    def late(self) -> None:
-        """Nothing has come for too long."""
-        attempt = self.attempt
-        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.id, attempt.engine)
-        self.post(ev.AttemptStalled(self.attempt.id))
+    def late(self) -> float | None:
+        """No token is known to have come for too long."""
+        return self.streams.look_for_tokens(self)
 
 
 class AttemptStreams:
@@ -104,7 +107,7 @@ class AttemptStreams:
         """Send one attempt to its engine; its end is an event."""
         sample = command.attempt.sample
         assert sample.call is not None
-        stream = _Stream(command.attempt, self._post, len(sample.tape) - sample.call.start)
+        stream = _Stream(command.attempt, self, len(sample.tape) - sample.call.start)
         self._open[command.attempt.id] = stream
         self._busy.change(+1, asyncio.get_running_loop().time())
         stream.task = self._spawn(self._run_attempt(stream))
@@ -122,6 +125,10 @@ class AttemptStreams:
             # what a stop string has ended was found good before
             corrupt = not attempt.tape.stopped
             event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=corrupt, rejected=rejected.tokens)
+        except WireError as error:
+            # it contradicts itself: nobody knows since when, so nothing of it is believed
+            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, error)
+            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {error}", corrupt=True)
         except EngineBusy as busy:
             event = ev.AttemptFailed(attempt.id, str(busy), busy_s=busy.retry_after_s or 0.0)
         except RequestRefused as refused:
@@ -156,6 +163,7 @@ class AttemptStreams:
         )
         stream.sent = True
         stream.oldest, stream.stops = attempt.sample.tape.newest_version, stops
+        stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
         self._silence.start(stream)
         chunks = stream.chunks = engine.generate(request)
         try:
@@ -165,30 +173,32 @@ class AttemptStreams:
                 async for chunk in chunks:
                     if self._open.get(attempt.id) is not stream:
                         break  # fenced: its tape is closed, whatever the engine makes of the cancellation
-                    self._silence.restart(stream)
                     self._accept(stream, chunk)
+                    if len(chunk.tokens):
+                        self._silence.restart(stream)
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]
-        if stream.finish is None:
+        end, tape = stream.end, attempt.tape
+        if end is None or end.finish is None:
             raise EngineError("the stream ended without a finish reason")
-        if attempt.tape.count == 0 and not (stream.finish is EngineFinish.ABORT and stream.aborted):
-            raise EngineError(
-                f"the stream ended ({stream.finish}) without a token, and april had not asked for its end"
-            )
-        return str(stream.finish)
+        if tape.count == 0 and not (end.finish is EngineFinish.ABORT and stream.aborted):
+            raise EngineError(f"the stream ended ({end.finish}) without a token, and april had not asked for its end")
+        if tape.count and not tape.stopped:  # where a stop string ends it, the engine's end is another one
+            eos = self._core.engines.eos_token_ids
+            check_end(end, request, tape.count, tape.last_token, engine.capabilities.max_context, eos)
+        return str(end.finish)
 
     async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""
         most = 1 if stream.stops is not None else PIECES_AT_ONCE
-        attempt_id, streams, silence = stream.attempt.id, self._open, self._silence
+        attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
             while await chunks.arrived():
                 if streams.get(attempt_id) is not stream:
                     return
+                stream.heard_s = loop.time()
                 if chunks.waiting >= most or chunks.over or stream.rejected is not None:
                     self._take(stream, chunks)
-                if not chunks.over:
-                    silence.restart(stream)
         finally:
             if chunks.waiting and streams.get(attempt_id) is stream:
                 self._take(stream, chunks)  # cut off in the middle: what has come is kept
@@ -196,25 +206,45 @@ class AttemptStreams:
     def catch_up(self) -> None:
         """Look at everything that has arrived: whoever reads the tapes now misses nothing."""
         for stream in self._open.values():
-            if isinstance(stream.chunks, Piling) and stream.chunks.waiting and stream.rejected is None:
-                try:
-                    self._take(stream, stream.chunks)
-                except _Rejected as rejected:
-                    stream.rejected = rejected  # the stream's own task ends it
+            self._catch_up(stream)
+
+    def _catch_up(self, stream: _Stream) -> None:
+        if isinstance(stream.chunks, Piling) and stream.chunks.waiting and stream.rejected is None:
+            try:
+                self._take(stream, stream.chunks)
+            except _Rejected as rejected:
+                stream.rejected = rejected  # the stream's own task ends it
+
+    def look_for_tokens(self, stream: _Stream) -> float | None:
+        """Seconds until the engine has been silent for too long, by the tokens in what has piled up; None: it has.
+
+        Only tokens count: a server, or a gateway before it, may send comments and empty events for ever.
+        """
+        assert self._silence.seconds is not None
+        self._catch_up(stream)
+        left = stream.token_s + self._silence.seconds - asyncio.get_running_loop().time()
+        if left > 0:
+            return left
+        attempt = stream.attempt
+        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.id, attempt.engine)
+        self._post(ev.AttemptStalled(attempt.id))
+        return None
 
     def _take(self, stream: _Stream, chunks: Piling) -> None:
         if stream.rejected is not None:
             raise stream.rejected
         for chunk in chunks.take():
             self._accept(stream, chunk)
+            if len(chunk.tokens):
+                stream.token_s = stream.heard_s  # the pile's last piece may be a younger one, without tokens
 
     def _accept(self, stream: _Stream, chunk: Chunk) -> None:
         """A chunk that can be true goes onto the tape; raises _Rejected for others."""
         attempt = stream.attempt
         room = attempt.sampling.max_tokens - attempt.tape.parsed
         try:
-            if stream.finish is not None:
-                raise WireError(f"a chunk came after the one that ended the stream ({stream.finish})")
+            if stream.end is not None:
+                raise WireError(f"a chunk came after the one that ended the stream ({stream.end.finish})")
             vocab_size = self._engines[attempt.engine].capabilities.vocab_size
             check_chunk(chunk, vocab_size, room, stream.oldest, self._core.clock.current)
             self._append(attempt, chunk, stream.stops)
@@ -222,7 +252,7 @@ class AttemptStreams:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
         except RolloutError as error:  # of the tokenizer
             raise _Rejected(str(error), len(chunk.tokens)) from error
-        stream.oldest, stream.finish = chunk.version, chunk.finish
+        stream.oldest, stream.end = chunk.version, chunk if chunk.finish is not None else None
 
     def _stop_matcher(self, stream: _Stream) -> StopMatcher | None:
         attempt = stream.attempt

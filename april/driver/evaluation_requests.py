@@ -15,7 +15,7 @@ from april.core.tape import AttemptTape
 from april.driver.engine_watch import PROBE_INTERVAL_S
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
-from april.driver.wire_checks import check_chunk
+from april.driver.wire_checks import check_chunk, check_end
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, WeightsInUse, WireError
 
@@ -117,7 +117,7 @@ class EvaluationRequest:
         self._stops = stops
         self.tape = AttemptTape()
         self._heard = 0.0
-        """When something came last, in loop time."""
+        """When tokens came last, in loop time."""
         self._complete = False
 
     async def run(self, engine: Engine) -> EngineFinish:
@@ -151,24 +151,34 @@ class EvaluationRequest:
     async def _read(self, engine: Engine) -> EngineFinish | None:
         loop, version = asyncio.get_running_loop(), self._driver.core.clock.current
         vocab_size, budget = engine.capabilities.vocab_size, self.request.sampling.max_tokens
-        finish: EngineFinish | None = None
+        end: Chunk | None = None
         async with aclosing(cast("AsyncGenerator[Chunk, None]", engine.generate(self.request))) as chunks:
             async for chunk in chunks:
-                self._heard = loop.time()
                 try:
+                    if end is not None and end.finish is not None:
+                        raise WireError(f"a chunk came after the one that ended the stream ({end.finish})")
                     check_chunk(chunk, vocab_size, budget - self.tape.count, version, version)
                 except WireError as error:
                     await self._end(engine, chunks)
                     raise WireError(f"engine {engine.name}: {error}") from None
+                if len(chunk.tokens):
+                    self._heard = loop.time()
                 kept = None if self._stops is None else self._stops.feed(chunk.tokens)
                 self.tape.append(chunk.tokens[:kept], chunk.logprobs[:kept], chunk.version)
-                finish = chunk.finish
+                end = chunk
                 if kept is not None:
-                    if finish is None:
+                    if chunk.finish is None:
                         self._complete = True  # whatever the engine does now
                         await self._end(engine, chunks)
                     return EngineFinish.STOP
-        return finish
+        if end is None or not self.tape.count:
+            raise EngineError(f"engine {engine.name} ended an evaluation request without a token")
+        limits, eos = engine.capabilities, self._driver.core.engines.eos_token_ids
+        try:
+            check_end(end, self.request, self.tape.count, self.tape.last_token, limits.max_context, eos)
+        except WireError as error:
+            raise WireError(f"engine {engine.name}: {error}") from None
+        return end.finish
 
     async def _end(self, engine: Engine, chunks: AsyncGenerator[Chunk, None]) -> None:
         """Ask for the end of the request, and wait for it."""

@@ -13,8 +13,8 @@ from typing import Protocol
 class Timed(Protocol):
     """Something that can be late."""
 
-    def late(self) -> None:
-        """Its time is over; called once per start, on the loop."""
+    def late(self) -> float | None:
+        """Its time is over; called on the loop. Returns the seconds that it has left after all (None: it was late)."""
 
 
 class TimeLimits:
@@ -25,11 +25,13 @@ class TimeLimits:
         self._deadlines: OrderedDict[Timed, float] = OrderedDict()
         """In the order of their deadlines."""
         self._timer: asyncio.TimerHandle | None = None
+        self._given_more: dict[Timed, asyncio.TimerHandle] = {}
+        """Those that had time left when they were late, each with a timer of its own."""
         self._closed = False
 
     def start(self, what: Timed) -> None:
         """Its time begins now; nothing happens if it is running already."""
-        if self.seconds is None or self._closed or what in self._deadlines:
+        if self.seconds is None or self._closed or what in self._deadlines or what in self._given_more:
             return
         loop = asyncio.get_running_loop()
         self._deadlines[what] = deadline = loop.time() + self.seconds
@@ -39,6 +41,8 @@ class TimeLimits:
     def stop(self, what: Timed) -> None:
         """It does not run any more; its next start begins from zero."""
         self._deadlines.pop(what, None)
+        if (timer := self._given_more.pop(what, None)) is not None:
+            timer.cancel()
 
     def restart(self, what: Timed) -> None:
         """Its time begins again, if it was running."""
@@ -50,6 +54,9 @@ class TimeLimits:
         """Nothing is late any more, and nothing starts."""
         self._closed = True
         self._deadlines.clear()
+        for timer in self._given_more.values():
+            timer.cancel()
+        self._given_more.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -64,5 +71,11 @@ class TimeLimits:
                 self._timer = loop.call_at(deadline, self._look)
                 return
             del self._deadlines[what]
-            what.late()
+            self._call_late(what)
         self._timer = None
+
+    def _call_late(self, what: Timed) -> None:
+        self._given_more.pop(what, None)
+        left = what.late()
+        if left is not None and not self._closed:
+            self._given_more[what] = asyncio.get_running_loop().call_later(left, self._call_late, what)

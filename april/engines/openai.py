@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from april.config_engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
@@ -21,7 +22,7 @@ from april.engines.server_engine import ServerEngine
 from april.engines.server_pool import connect_all
 from april.engines.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.wire_arrays import empty_chunk
-from april.errors import EngineError, WireError
+from april.errors import EngineError
 
 
 async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
@@ -68,7 +69,6 @@ class OpenAIEngine(ServerEngine):
         super().__init__(client.name, capabilities)
         self._client = client
         self.offer = offer
-        self._ends = frozenset(offer.eos_token_ids)
         self._open: dict[str, _Inbox] = {}
         self._process = ServerProcess(client, offer.load_route, started_s)
         self._confirmation = Confirmation(self._has_weights, self.name)
@@ -101,7 +101,7 @@ class OpenAIEngine(ServerEngine):
                         yield chunk
                     if error is not None:
                         raise error
-                yield empty_chunk(version, self._end(request, stream, inbox))
+                yield replace(empty_chunk(version, self._end(stream, inbox)), stopped_at=stream.stopped_at)
             finally:
                 self._open.pop(request.attempt_id, None)
                 await inbox.close()
@@ -115,8 +115,8 @@ class OpenAIEngine(ServerEngine):
     async def _has_weights(self) -> bool | None:
         return (await self._process.look())[0]
 
-    def _end(self, request: Request, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
-        """Why the stream ended; raises if that was too early, or cannot be."""
+    def _end(self, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
+        """Why the stream ended; raises if it broke off before."""
         if inbox.closing and stream.finish is None:
             return EngineFinish.ABORT
         # what came first counts: the server's own end, if it was read; what comes after that is not waited for
@@ -125,18 +125,6 @@ class OpenAIEngine(ServerEngine):
         if stream.finish is None or not (stream.done or inbox.closing):
             missing = "finish reason" if stream.finish is None else "[DONE]"
             raise EngineError(f"the stream of {self.name} ended without {missing} after {stream.count} tokens")
-        sampling = request.sampling
-        if stream.finish is EngineFinish.LENGTH and stream.count < sampling.max_tokens:
-            raise EngineError(
-                f"{self.name} ended after {stream.count} of {sampling.max_tokens} tokens for want of room; its context "
-                f"is smaller than {self.offer.max_context}: set engine.max_len to what it was started with"
-            )
-        ends = self._ends
-        if stream.finish is EngineFinish.STOP and ends and stream.last_token not in ends | {*sampling.stop_token_ids}:
-            raise WireError(
-                f"{self.name} says that a response has stopped, but its last token ({stream.last_token}) is neither in "
-                "engine.eos_token_ids nor a stop token; add it there if it ends responses"
-            )
         return stream.finish
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:

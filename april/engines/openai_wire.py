@@ -94,9 +94,11 @@ class _NamedLogprobs(_Logprobs):
 
 
 class _Choice(msgspec.Struct):
+    index: int = 0
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -105,6 +107,7 @@ class _NamedChoice(_Choice):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
@@ -138,9 +141,10 @@ class CompletionStream:
         self._logprobs: list[float] = []
         self.count = 0
         """Tokens read so far."""
-        self.last_token: int | None = None
         self.finish: EngineFinish | None = None
         """Why generation ended, once the server has said it."""
+        self.stopped_at: int | str | None = None
+        """What it stopped at, where it says so."""
         self.done = False
         """The server has said that nothing more comes."""
 
@@ -164,8 +168,8 @@ class CompletionStream:
             raise failure_said(payload, "the stream was broken off")
         for choice in event.choices or ():
             self._choice(choice)
-        if event.usage is not None and self.finish is not None and event.usage.completion_tokens is not None:
-            self._check_count(event.usage.completion_tokens)
+        if event.usage is not None:
+            self._check_usage(event.usage)
 
     def take(self, version: PolicyVersion) -> Chunk | None:
         """What was read since the last call, if anything."""
@@ -180,23 +184,28 @@ class CompletionStream:
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
         if len(tokens) != len(logprobs):
             raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
-        if tokens and self.finish is not None:
-            raise WireError(f"{len(tokens)} tokens came after the finish reason {self.finish}")
+        if choice.index:
+            raise WireError(f"a response number {choice.index} came where one was asked for")
+        if self.finish is not None and (tokens or choice.finish_reason is not None):
+            again = "" if choice.finish_reason is None else "another end and "
+            raise WireError(f"{again}{len(tokens)} tokens came after the finish reason {self.finish}")
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
             raise WireError("the server generated from other prompt ids than it was sent")
         if tokens:
             self._tokens += tokens
             self._logprobs += logprobs
             self.count += len(tokens)
-            self.last_token = tokens[-1]
         if choice.finish_reason is not None:
             finish = _FINISHES.get(choice.finish_reason)
             if finish is None:
                 raise EngineError(f"the server ended the response for the reason {quoted(choice.finish_reason)}")
-            self.finish = finish
+            self.finish, self.stopped_at = finish, choice.stop_reason
 
-    def _check_count(self, said: int) -> None:
-        if said != self.count:
+    def _check_usage(self, usage: _Usage) -> None:
+        asked, said = usage.prompt_tokens, usage.completion_tokens
+        if asked is not None and asked != len(self._prompt):
+            raise WireError(f"the server answers a prompt of {asked} tokens, and {len(self._prompt)} were sent")
+        if said is not None and self.finish is not None and said != self.count:
             raise WireError(
                 f"the server made {said} tokens and handed over {self.count}; does it keep the EOS or stop token back?"
             )

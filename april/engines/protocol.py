@@ -134,6 +134,8 @@ class Chunk:
     logprobs: Float32
     version: PolicyVersion
     finish: EngineFinish | None = None
+    stopped_at: int | str | None = None
+    """With STOP, where the engine says it: the token, or the text, that it stopped at."""
 
 
 class Piling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,16 +27,17 @@ class AnswerReader(Generic[R]):
         labels: of the engine, where the server says which weights made which token; otherwise all tokens are
             ``version``'s.
         decoder: of one event; ``together``: of a list of them.
+        prompt_tokens: how many were sent; compared with what the server says of them. None: not looked at.
     """
 
     __slots__ = (
-        "_attempt_id", "_decoder", "_ids", "_label", "_labels", "_list_decoder", "_scores", "_version", "count",
-        "failure", "finish",
+        "_attempt_id", "_decoder", "_ids", "_label", "_labels", "_list_decoder", "_prompt_tokens", "_scores",
+        "_version", "count", "failure", "finish",
     )  # fmt: skip
 
     def __init__(
         self, attempt_id: str, version: PolicyVersion, labels: WeightLabels | None, decoder: msgspec.json.Decoder[Any],
-        together: msgspec.json.Decoder[Any],
+        together: msgspec.json.Decoder[Any], prompt_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._attempt_id = attempt_id
         self._version = version
@@ -43,6 +45,7 @@ class AnswerReader(Generic[R]):
         self._label = labels.of(version) if labels is not None else ""
         self._decoder = decoder
         self._list_decoder = together
+        self._prompt_tokens = prompt_tokens
         # tokens that are no chunk yet; nothing outside of a call sees any
         self._ids: list[int] = []
         self._scores: list[float] = []
@@ -137,7 +140,7 @@ class AnswerReader(Generic[R]):
             known = span.version == self._label
             version = self._version if known else self._labels.version_of(span.version, self._version)
             if version is None or (span.start < self.count and version != self._version and span.end > span.start):
-                self.failure = self._foreign(span.version)
+                self.failure = self._foreign(span.version, too_late=span.start < self.count)
                 return chunks
             if ids and end - start == len(ids):
                 chunks.append(chunk_of(ids, logprobs, version))
@@ -145,16 +148,19 @@ class AnswerReader(Generic[R]):
                 chunks.append(chunk_of(ids[start:end], logprobs[start:end], version))
         return chunks
 
-    def _end_with(self, chunks: list[Chunk], finish: EngineFinish) -> list[Chunk]:
+    def _end_with(self, chunks: list[Chunk], finish: EngineFinish, stopped_at: int | str | None = None) -> list[Chunk]:
         """The same chunks, the last of them with the finish."""
         self.finish = finish
-        if not chunks:
-            return [empty_chunk(self._version, finish)]
-        last = chunks[-1]
-        return [*chunks[:-1], Chunk(last.tokens, last.logprobs, last.version, finish)]
+        last = chunks[-1] if chunks else empty_chunk(self._version, finish)
+        return [*chunks[:-1], replace(last, finish=finish, stopped_at=stopped_at)]
 
-    def _foreign(self, label: str) -> EngineError:
-        return foreign_weights(self._attempt_id, self._label, label)
+    def _check_prompt(self, said: int | None) -> None:
+        """Servers that shorten a prompt, or put a token before it, go on from something else than was asked."""
+        if said is not None and self._prompt_tokens is not None and said != self._prompt_tokens:
+            raise self._wrong(f"is to a prompt of {said} tokens, and {self._prompt_tokens} were sent")
+
+    def _foreign(self, label: str, *, too_late: bool = False) -> EngineError:
+        return foreign_weights(self._attempt_id, self._label, label, too_late=too_late)
 
     def _wrong(self, what: str) -> WireError:
         return WireError(f"attempt {self._attempt_id}: the server's answer {what}")

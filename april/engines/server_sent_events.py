@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from april.errors import WireError
+from april.errors import EngineError, WireError
 
 MAX_EVENT_BYTES = 4 << 20
 """Largest single event, unless whoever reads knows better."""
@@ -63,10 +63,10 @@ class EventSplitter:
         """What the end of the stream completes: an event without its blank line.
 
         Raises:
-            WireError: the stream ends inside a line.
+            EngineError: the stream ends inside a line: it has broken off.
         """
         if self._size:
-            raise WireError(f"the stream ends inside an event, after {self._size} bytes of it")
+            raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
         data, self._data = self._data, []
         return [b"\n".join(data)] if data else []
 

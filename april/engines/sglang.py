@@ -207,6 +207,7 @@ class _SglangStream(ServerStream):
             engine._version,
             incremental=self._stream and offer.incremental,
             labels=engine._labels if offer.weight_version is not None else None,
+            prompt_tokens=len(request.token_ids),
         )
         return reader, body
 

@@ -20,9 +20,11 @@ from april.errors import WireError
 
 
 class Finish(msgspec.Struct, gc=False):
-    """``finish_reason``; ``status_code`` is set where the server gave the request up (a time limit, for instance)."""
+    """``finish_reason``; ``matched`` is what stopped it (a string also where the model gave NaN); ``status_code`` is
+    set where the server gave the request up (a time limit, for instance)."""
 
     type: str
+    matched: int | str | list[int] | None = None
     message: str | None = None
     status_code: int | None = None
 
@@ -47,6 +49,7 @@ class Meta(msgspec.Struct):
 
     id: str
     finish_reason: Finish | None = None
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
@@ -116,9 +119,10 @@ class ReplyReader(AnswerReader[Reply]):
     __slots__ = ("_held_ids", "_held_logprobs", "_incremental")
 
     def __init__(
-        self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None
-    ) -> None:
-        super().__init__(attempt_id, version, labels, DECODER, _LIST_DECODER)
+        self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None,
+        prompt_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(attempt_id, version, labels, DECODER, _LIST_DECODER, prompt_tokens)
         self._incremental = incremental
         # tokens that came under another label than the request was sent with: the last event says whose they are.
         # They are not in ``count`` yet
@@ -133,6 +137,7 @@ class ReplyReader(AnswerReader[Reply]):
             raise WireError(f"attempt {self._attempt_id} got the answer of {quoted(meta.id)}")
         if self.finish is not None or self.failure is not None:
             raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
+        self._check_prompt(meta.prompt_tokens)
         ids, logprobs = self._fresh(reply, meta)
         if meta.finish_reason is not None:
             self._flush(chunks)
@@ -150,8 +155,11 @@ class ReplyReader(AnswerReader[Reply]):
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
         if total is None:
-            # old servers do not count for requests aborted in the queue, where nothing new comes
-            total = (had if aborted else had + len(ids)) if self._incremental else len(ids)
+            # old servers do not count for requests aborted in the queue, where nothing new comes; without a count
+            # nobody could tell new tokens from repeated ones
+            if not aborted:
+                raise self._wrong("does not say how many tokens there are")
+            total = had if self._incremental else len(ids)
         new = total - had
         if new < 0:
             raise self._wrong(f"had {had} tokens and now has {total}")
@@ -193,7 +201,8 @@ class ReplyReader(AnswerReader[Reply]):
         if reason is None:
             self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {quoted(finish.type)}")
             return chunks
-        return self._end_with(chunks, reason)
+        matched = finish.matched
+        return self._end_with(chunks, reason, None if isinstance(matched, list) else matched)
 
     def _by_version(self, meta: Meta, ids: list[int], logprobs: list[float]) -> list[Chunk]:
         if not ids and not self.count:

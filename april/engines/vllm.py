@@ -305,8 +305,9 @@ class _VllmStream(ServerStream):
         engine, request, offer = self._engine, self._request, self._engine.offer
         engine._check(request)
         self._replies = ReplyReader(
-            offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None
-        )
+            offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None,
+            prompt_tokens=len(request.token_ids),
+        )  # fmt: skip
         body = request_body(offer.route, offer.model, request, stream=self._stream, priority=offer.priorities)
         return self._replies, body
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,8 @@ class ActorSide:
         self._engine.require_idle()
 
     async def generate(self, ask: dict[str, Any]) -> Answer:
-        """One request, whole: token ids int32 [k], log-probabilities float32 [k], and why it ended."""
+        """One request, whole: token ids int32 [k], log-probabilities float32 [k], why it ended, at what, under which
+        weights."""
         request = Request(**{**ask, "sampling": SamplingParams(**ask["sampling"])})
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
@@ -60,7 +61,8 @@ class ActorSide:
             return "error", str(error)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-        return "ok", (tokens, logprobs, str(chunks[-1].finish), list(chunks[-1].version))
+        end = chunks[-1]
+        return "ok", (tokens, logprobs, str(end.finish), end.stopped_at, list(end.version))
 
     async def abort(self, attempt_ids: Sequence[str]) -> None:
         """Ask for their end."""
@@ -118,7 +120,7 @@ class ActorEngine(ServerEngine):
             self._check(request)
             ended = False
             try:
-                tokens, logprobs, finish, under = await self._ask("april_generate", asdict(request))
+                tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", asdict(request))
                 ended = True
             finally:
                 if not ended:  # given up here: nobody would ever read it
@@ -129,7 +131,7 @@ class ActorEngine(ServerEngine):
                     f"engine {self.name} generated attempt {request.attempt_id} under weights "
                     f"{PolicyVersion(*under)} and not {version}; was its actor started anew?"
                 )
-            yield chunk_of(tokens, logprobs, version, EngineFinish(finish))
+            yield replace(chunk_of(tokens, logprobs, version, EngineFinish(finish)), stopped_at=stopped_at)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """vLLM ends them with what they have."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -136,7 +137,9 @@ class VllmInProcessEngine(ServerEngine):
         except KeyError as error:
             raise WireError(f"engine {self._name}: token {said(error)} came without its log-probability") from None
         self._check_labels(request, getattr(completion, "weight_versions", None))
-        return chunk_of(tokens, logprobs, version, self._finish(completion.finish_reason))
+        finish = self._finish(completion.finish_reason)
+        stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
+        return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
 
     def _finish(self, reason: str | None) -> EngineFinish | None:
         if reason is not None and reason not in _FINISHES:
@@ -149,7 +152,7 @@ class VllmInProcessEngine(ServerEngine):
         expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
         for label in labels:
             if label != expected:
-                raise foreign_weights(request.attempt_id, expected, label)
+                raise foreign_weights(request.attempt_id, expected, label, too_late=True)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """vLLM ends them with what they have; an id that it does not know yet is to be asked for again."""

@@ -84,8 +84,10 @@ class _TextLogprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    index: int = 0
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     weight_versions: list[_Span] | None = None
 
 
@@ -98,6 +100,7 @@ class _TextChoice(_Choice):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
@@ -122,10 +125,13 @@ class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
 
     __slots__ = ()
 
-    def __init__(self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None) -> None:
+    def __init__(
+        self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None,
+        prompt_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         decoder: msgspec.json.Decoder[Any] = TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
         together: msgspec.json.Decoder[Any] = _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER
-        super().__init__(attempt_id, version, labels, decoder, together)
+        super().__init__(attempt_id, version, labels, decoder, together, prompt_tokens)
 
     def _reply(self, reply: _TokenReply | _TextReply, payload: bytes, chunks: list[Chunk]) -> None:
         if reply.choices is None:
@@ -133,14 +139,18 @@ class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
         for choice in reply.choices:
             self._choice(choice, chunks)
         if reply.usage is not None:
+            self._check_prompt(reply.usage.prompt_tokens)
             said = reply.usage.completion_tokens
             if said is not None and self.finish is not None and self.failure is None and said != self.count:
                 raise self._wrong(f"says {said} tokens and came with {self.count}")
 
     def _choice(self, choice: _TokenChoice | _TextChoice, chunks: list[Chunk]) -> None:
         ids = choice.token_ids or []
-        if ids and self.finish is not None:
-            raise self._wrong(f"has {len(ids)} tokens more after it ended")
+        if choice.index:
+            raise self._wrong(f"has a response number {choice.index}, and one was asked for")
+        if self.finish is not None and (ids or choice.finish_reason is not None):
+            again = "" if choice.finish_reason is None else "another end and "
+            raise self._wrong(f"has {again}{len(ids)} tokens more after it ended")
         logprobs = self._logprobs(choice, ids)
         if choice.finish_reason is None:
             self._gather(ids, logprobs)
@@ -175,4 +185,4 @@ class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
                 f"{quoted(choice.finish_reason)}"
             )
             return chunks
-        return self._end_with(chunks, finish)
+        return self._end_with(chunks, finish, choice.stop_reason)

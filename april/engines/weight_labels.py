@@ -9,7 +9,7 @@ from typing import Protocol
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.server_text import quoted
-from april.errors import EngineError
+from april.errors import EngineError, WireError
 
 
 class Span(Protocol):
@@ -105,9 +105,10 @@ def cover(spans: Sequence[Span], total: int) -> bool:
     return spans[0].start == 0 and spans[-1].end == total and all(a.end == b.start for a, b in pairwise(spans))
 
 
-def foreign_weights(attempt_id: str, sent_to: str, label: str) -> EngineError:
-    """For tokens of weights that april has not put there."""
-    return EngineError(
+def foreign_weights(attempt_id: str, sent_to: str, label: str, *, too_late: bool) -> EngineError:
+    """For tokens of weights that april has not put there; ``too_late``: some of them may have been handed over."""
+    error = WireError if too_late else EngineError
+    return error(
         f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {quoted(label)}: the server was "
         "started anew, or somebody else changes its weights; change them through april only"
     )

@@ -25,8 +25,8 @@ def chunk_of(
     return Chunk(int32_array(tokens), float32_array(logprobs), version, finish)
 
 
-def empty_chunk(version: PolicyVersion, finish: EngineFinish) -> Chunk:
-    """An end without tokens."""
+def empty_chunk(version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
+    """No tokens; an end, or nothing at all."""
     return Chunk(np.empty(0, np.int32), np.empty(0, np.float32), version, finish)
 
 

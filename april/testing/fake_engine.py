@@ -19,13 +19,17 @@ import numpy as np
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, LogprobKind, Request
+from april.engines.wire_arrays import empty_chunk
 from april.errors import EngineError
 from april.testing.fake_responses import FakeResponder, Lengths
 from april.testing.fake_stream import FakeStream
 from april.testing.fake_tokens import fake_logprobs
-from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, Fault, FaultKind, FaultScript
+from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord
 from april.testing.wrong_chunks import made_wrong
+
+EMPTY_CHUNK_S = 1.0
+"""Between two chunks without tokens."""
 
 
 class FakeEngine:
@@ -355,8 +359,11 @@ class FakeEngine:
         if ready and (stream.unsent or stream.sent == len(stream.tokens)):
             return self._chunk(stream)
         makes = stream.running and not self._paused
-        await stream.wait(min(stream.abort_at, stream.due_s) if makes else stream.abort_at)
-        return None
+        empty_at = now + EMPTY_CHUNK_S if stream.empty_until > now else math.inf
+        await stream.wait(min(empty_at, stream.abort_at, stream.due_s if makes else math.inf))
+        if asyncio.get_running_loop().time() < empty_at:
+            return None
+        return empty_chunk(self._version, None)
 
     def _break_here(self, stream: FakeStream, now: float) -> bool:
         """Faults that hit between two chunks; True when the stream has to look again."""
@@ -370,6 +377,8 @@ class FakeEngine:
             return False
         stream.passed = stream.sent
         fault = self._hits(stream, FaultKind.STALL)
+        if fault is None and (fault := self._hits(stream, FaultKind.EMPTY_CHUNKS)) is not None:
+            stream.empty_until = now + fault.duration_s
         if fault is not None:
             stream.made_until = now + fault.duration_s
         return fault is not None
@@ -387,6 +396,10 @@ class FakeEngine:
             stream.record.end = str(finish)
             if self._hits(stream, FaultKind.NO_FINISH):
                 finish, stream.record.end = None, "without a finish reason"
+        if not last:
+            for kind, lie in WRONG_ENDS.items():
+                if stream.sent and self._hits(stream, kind):
+                    stream.record.wrong, stream.record.end, finish = kind, str(lie), lie
         chunk = Chunk(tokens, fake_logprobs(tokens, version), version, finish)
         for kind in wrong:
             stream.record.wrong = kind

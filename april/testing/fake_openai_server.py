@@ -24,6 +24,8 @@ from april.engines.protocol import LogprobKind
 from april.testing.fake_control_faults import ControlFault, wrong_answer
 
 MODEL = "fake"
+KEEP_ALIVE_S = 0.01
+"""Between two signs of life without tokens."""
 _TENSORRT_KEYS = frozenset(
     {
         "model", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed",
@@ -55,6 +57,16 @@ class OpenAIFaultKind(StrEnum):
     """An error inside of the stream, then [DONE], as vLLM does it when its engine dies."""
     SILENCE = "silence"
     """Nothing comes any more; the connection stays."""
+    COMMENTS = "comments"
+    """Comment lines, empty events and usage come for ever, and no token."""
+    DOUBLED_EVENT = "doubled_event"
+    """An event comes twice."""
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """-9999, as which servers write minus infinity."""
+    EARLY_STOP = "early_stop"
+    """It ends with "stop", and not by a stop token."""
+    ENDS_TWICE = "ends_twice"
+    """The end comes twice, the second time without tokens."""
     CLIPPED = "clipped"
     """It ends with "length" before the budget is used, without a word."""
     ONE_BYTE_WRITES = "one_byte_writes"
@@ -275,15 +287,27 @@ class FakeOpenAIServer:
                 return "truncated_json"
             if self._hits(OpenAIFaultKind.SILENCE, number, record.sent):
                 await asyncio.get_running_loop().create_future()
+            if self._hits(OpenAIFaultKind.COMMENTS, number, record.sent):
+                while True:
+                    await out.raw(b": ping\n\n")
+                    await out.event({"choices": [{"index": 0, "token_ids": [], "finish_reason": None}]})
+                    await out.event({"choices": [], "usage": {"completion_tokens": record.sent}})
+                    await asyncio.sleep(KEEP_ALIVE_S)
             clipped = record.sent and self._hits(OpenAIFaultKind.CLIPPED, number, record.sent)
-            last = record.sent + 1 == count or bool(clipped)
+            stopped = record.sent and self._hits(OpenAIFaultKind.EARLY_STOP, number, record.sent)
+            last = record.sent + 1 == count or bool(clipped or stopped)
             record.made = made[: record.sent + 1 + (0 if last else self.tokens_ahead)]
             without = last and self._hits(OpenAIFaultKind.NO_FINISH, number)
-            reason = None if not last or without else "length" if clipped else finish
-            await out.event(self.token_event(record, made[record.sent], reason, number))
+            reason = None if not last or without else "length" if clipped else "stop" if stopped else finish
+            event = self.token_event(record, made[record.sent], reason, number)
+            await out.event(event)
+            if self._hits(OpenAIFaultKind.DOUBLED_EVENT, number, record.sent):
+                await out.event(event)
+            if last and self._hits(OpenAIFaultKind.ENDS_TWICE, number):
+                await out.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
             record.sent += 1
             self._tell()
-            if clipped:
+            if clipped or stopped:
                 made = made[: record.sent]
                 break
         if not count:
@@ -322,6 +346,8 @@ class FakeOpenAIServer:
         logprobs: list[float | None] = [self.logprob(token, record.weights, body)]
         if self._hits(OpenAIFaultKind.NAN_LOGPROB, number, record.sent):
             logprobs = [float("nan")]
+        if self._hits(OpenAIFaultKind.CLAMPED_LOGPROB, number, record.sent):
+            logprobs = [-9999.0]
         if self._hits(OpenAIFaultKind.NULL_LOGPROB, number, record.sent):
             logprobs = [None]
         if self._hits(OpenAIFaultKind.LENGTHS_DIFFER, number, record.sent):

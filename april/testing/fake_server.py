@@ -11,6 +11,9 @@ from aiohttp.typedefs import Handler
 
 from april.testing.fake_control_faults import ControlFault, PlannedControlFault, wrong_answer
 
+KEEP_ALIVE_S = 0.01
+"""Between two signs of life of a stream without tokens."""
+
 
 class Run(Protocol):
     """One request at a fake server."""
@@ -245,6 +248,16 @@ class FakeServer(Generic[R, F]):
                 await handler(request)
             return await wrong_answer(fault.kind, request)
         return await handler(request)
+
+
+async def spaces(request: web.Request, response: web.StreamResponse | None) -> web.StreamResponse:
+    """A sign of life of a plain answer, whose JSON comes later."""
+    if response is None:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+    await response.write(b" ")
+    await asyncio.sleep(KEEP_ALIVE_S)
+    return response
 
 
 def cut(request: web.Request) -> web.Response:

@@ -32,6 +32,8 @@ class SglangFault(StrEnum):
     NULL_LOGPROB = "null_logprob"
     NAN_LOGPROB = "nan_logprob"
     POSITIVE_LOGPROB = "positive_logprob"
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """The smallest number of the type, as which the server writes minus infinity."""
     OTHER_IDS = "other_ids"
     """Log-probabilities of other tokens than those of the answer."""
     UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
@@ -50,6 +52,24 @@ class SglangFault(StrEnum):
     """The last event counts fewer tokens than came before."""
     NO_FINISH = "no_finish"
     """The stream ends without a finish reason; a plain answer has none."""
+    EARLY_LENGTH = "early_length"
+    """It ends with "length" at ``after_tokens`` (at least 1), and there is room."""
+    EARLY_STOP = "early_stop"
+    """It ends with "stop" at ``after_tokens`` (at least 1), and not by a stop token."""
+    ENDS_TWICE = "ends_twice"
+    """The end of a stream comes twice, the second time without tokens."""
+    DOUBLED_EVENT = "doubled_event"
+    """An event of a stream comes twice; a plain answer has its last token twice."""
+    COMMENTS = "comments"
+    """From ``after_tokens`` on a stream has comment lines and no token, a plain answer spaces; an abort ends it."""
+    PINGS = "pings"
+    """The same with events that have a name and no data."""
+    EMPTY_EVENTS = "empty_events"
+    """The same with events that have no token, and usage alone."""
+    OTHER_PROMPT = "other_prompt"
+    """It counts one prompt token less than were sent."""
+    NAN_STOP = "nan_stop"
+    """The model gave NaN: the last token is EOS, and it has stopped at a text that says so."""
     NO_DONE = "no_done"
     """The stream ends without its mark; nothing is lost."""
     BUSY = "busy"
@@ -63,6 +83,8 @@ AT_ONCE = (SglangFault.BUSY, SglangFault.FAILS, SglangFault.REDIRECT)
 HARMLESS = (SglangFault.ABORT_UNSEEN, SglangFault.REPEATED_LAST, SglangFault.NO_DONE, SglangFault.UNASKED_ABORT,
             SglangFault.RETRACTED)  # fmt: skip
 """After these april has every token that the server handed over, without an error."""
+KEEPS_ALIVE = (SglangFault.COMMENTS, SglangFault.PINGS, SglangFault.EMPTY_EVENTS)
+"""Signs of life without tokens."""
 
 
 @dataclass(slots=True)
@@ -75,7 +97,7 @@ class PlannedFault:
     times: int = 1
 
 
-def spoiled(kind: SglangFault, answer: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+def spoiled(kind: SglangFault, answer: dict[str, Any], vocab_size: int, *, streamed: bool) -> dict[str, Any]:
     """A copy of an answer with tokens, made wrong."""
     answer = copy.deepcopy(answer)
     meta = answer["meta_info"]
@@ -92,6 +114,13 @@ def spoiled(kind: SglangFault, answer: dict[str, Any], vocab_size: int) -> dict[
             scored[-1][0] = float("nan")
         case SglangFault.POSITIVE_LOGPROB:
             scored[-1][0] = 0.5
+        case SglangFault.CLAMPED_LOGPROB:
+            scored[-1][0] = -3.4028234663852886e38
+        case SglangFault.DOUBLED_EVENT if last and not streamed:
+            ids.append(ids[-1])
+            scored.append(list(scored[-1]))
+        case SglangFault.OTHER_PROMPT if "prompt_tokens" in meta:
+            meta["prompt_tokens"] -= 1
         case SglangFault.OTHER_IDS:
             scored[-1][1] = (scored[-1][1] + 1) % vocab_size
         case SglangFault.UNKNOWN_TOKEN:

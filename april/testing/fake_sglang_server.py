@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from april.testing.fake_server import FakeServer, cut
+from april.testing.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
 from april.testing.fake_sglang_answers import answer
-from april.testing.fake_sglang_faults import AT_ONCE, PlannedFault, SglangFault, spoiled
+from april.testing.fake_sglang_faults import AT_ONCE, KEEPS_ALIVE, PlannedFault, SglangFault, spoiled
 from april.testing.fake_sglang_runs import FakeRun
 
 KNOWN_PARAMS = frozenset({
@@ -107,6 +107,17 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             self._end(run, {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
         elif run.hit(SglangFault.TIMED_OUT):
             self._end(run, {"type": "abort", "message": "Request timed out", "status_code": 503, "err_type": None})
+        elif run.hit(SglangFault.EARLY_LENGTH) and run.ids:
+            self._end(run, {"type": "length", "length": len(run.ids)})
+        elif run.hit(SglangFault.EARLY_STOP) and run.ids:
+            self._end(run, {"type": "stop", "matched": run.ids[-1]})
+        elif run.hit(SglangFault.NAN_STOP):
+            run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+            run.ids[-1] = self.eos
+            self._end(run, {"type": "stop", "matched": "NaN happened"})
+        elif run.hit(*KEEPS_ALIVE):
+            run.frozen, run.flushed = True, len(run.ids)
+            run.news.set()
         elif run.hit(SglangFault.RETRACTED):
             run.running, run.frozen = False, True
         else:
@@ -210,10 +221,14 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         return None
 
     async def _plain(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
+        alive = None
         while run.finish is None or run.running:
             if run.dead:
                 return cut(request)
-            await self._news(run)
+            if run.frozen and run.hit(*KEEPS_ALIVE):
+                alive = await spaces(request, alive)
+            else:
+                await self._news(run)
         if run.dead:
             return cut(request)
         status = (run.finish or {}).get("status_code")
@@ -221,6 +236,9 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             return web.json_response({"detail": run.finish["message"] if run.finish else ""}, status=status)
         text = self._said(run)
         run.sent = run.flushed
+        if alive is not None:
+            await alive.write(text.encode())
+            return alive
         return web.Response(text=text, content_type="application/json")
 
     async def _stream(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
@@ -228,13 +246,21 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         await response.prepare(request)
         while True:
             while run.flushed == run.sent and (run.finish is None or run.running) and not run.dead:
-                await self._news(run)
+                if run.frozen and run.hit(*KEEPS_ALIVE):
+                    await response.write(self._alive(run))
+                    await asyncio.sleep(KEEP_ALIVE_S)
+                else:
+                    await self._news(run)
             if run.dead:
                 return cut(request)
             ended = run.finish is not None and not run.running
-            event = self._said(run)
+            event, fresh = self._said(run), run.sent < run.flushed
             run.sent = run.flushed
             await response.write(f"data: {event}\n\n".encode())
+            doubled = run.hit(SglangFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens
+            if doubled or (run.hit(SglangFault.ENDS_TWICE) and ended):
+                await response.write(f"data: {event if doubled else self._said(run)}\n\n".encode())
+                run.fault = None
             if not event.endswith("}"):
                 return cut(request)
             if ended:
@@ -244,6 +270,12 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         await response.write_eof()
         return response
 
+    def _alive(self, run: FakeRun) -> bytes:
+        """A sign of life without tokens."""
+        if run.hit(SglangFault.COMMENTS):
+            return b": ping\n\n"
+        return b"event: ping\n\n" if run.hit(SglangFault.PINGS) else f"data: {self._said(run)}\n\n".encode()
+
     def _said(self, run: FakeRun) -> str:
         """The next answer as JSON, wrong if the script says so."""
         said = answer(run, label=self.label, incremental=self.incremental, spans=self.spans)
@@ -251,7 +283,7 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             aborted = run.finish is not None and run.finish["type"] == "abort"
             only_aborted = run.hit(SglangFault.REPEATED_LAST, SglangFault.UNCOUNTED_LAST)
             if aborted or not only_aborted:
-                said = spoiled(run.fault.kind, said, self.vocab_size)
+                said = spoiled(run.fault.kind, said, self.vocab_size, streamed=run.stream)
         text = json.dumps(said)
         if run.fault is not None and run.hit(SglangFault.TRUNCATED) and run.flushed >= run.fault.after_tokens:
             return text[: len(text) // 2].rstrip("}")

@@ -39,6 +39,8 @@ class FakeStream:
     sent: int = 0
     passed: int = -1
     """Faults up to this number of tokens had their chance."""
+    empty_until: float = -math.inf
+    """Chunks without tokens come before this time."""
     abort_at: float = math.inf
     deaf_until: float = -math.inf
     """Aborts have no effect before this time."""

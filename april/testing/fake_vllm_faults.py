@@ -31,6 +31,8 @@ class VllmFault(StrEnum):
     NULL_LOGPROB = "null_logprob"
     NAN_LOGPROB = "nan_logprob"
     POSITIVE_LOGPROB = "positive_logprob"
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """-9999, as which the server writes minus infinity."""
     OTHER_IDS = "other_ids"
     """Log-probabilities of other tokens than those of the answer (only the token route says of which)."""
     UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
@@ -43,6 +45,22 @@ class VllmFault(StrEnum):
     """The last answer of an aborted request repeats the last token, and does not count it."""
     NO_FINISH = "no_finish"
     """The request ends without a finish reason."""
+    EARLY_LENGTH = "early_length"
+    """It ends with "length" at ``after_tokens`` (at least 1), and there is room."""
+    EARLY_STOP = "early_stop"
+    """It ends with "stop" at ``after_tokens`` (at least 1), and not by a stop token."""
+    ENDS_TWICE = "ends_twice"
+    """The end of a stream comes twice, the second time without tokens."""
+    DOUBLED_EVENT = "doubled_event"
+    """An event of a stream comes twice; a plain answer has its last token twice."""
+    COMMENTS = "comments"
+    """From ``after_tokens`` on a stream has comment lines and no token, a plain answer spaces; an abort ends it."""
+    PINGS = "pings"
+    """The same with events that have a name and no data."""
+    EMPTY_EVENTS = "empty_events"
+    """The same with events that have no token, and usage alone."""
+    OTHER_PROMPT = "other_prompt"
+    """The usage counts one prompt token less than were sent."""
     NO_DONE = "no_done"
     """The stream ends without its mark."""
     TRICKLE = "trickle"
@@ -64,6 +82,8 @@ AT_ONCE = (VllmFault.BUSY, VllmFault.LIMITED, VllmFault.REFUSED, VllmFault.FAILS
 """The request is answered without being run."""
 HARMLESS = (VllmFault.ABORT_UNSEEN, VllmFault.UNASKED_ABORT, VllmFault.TRICKLE)
 """After these april has every token that the server handed over, without an error."""
+KEEPS_ALIVE = (VllmFault.COMMENTS, VllmFault.PINGS, VllmFault.EMPTY_EVENTS)
+"""Signs of life without tokens."""
 
 
 @dataclass(slots=True)
@@ -99,6 +119,11 @@ def spoiled_vllm(kind: VllmFault, answer: dict[str, Any], vocab_size: int, *, to
             say(float("nan"))
         case VllmFault.POSITIVE_LOGPROB:
             say(0.5)
+        case VllmFault.CLAMPED_LOGPROB:
+            say(-9999.0)
+        case VllmFault.DOUBLED_EVENT if answer.get("usage"):
+            ids.append(ids[-1])
+            scored.append(copy.deepcopy(scored[-1]))
         case VllmFault.OTHER_IDS if token_route:
             scored[-1]["token_id"] = (scored[-1]["token_id"] + 1) % vocab_size
         case VllmFault.UNKNOWN_TOKEN:
@@ -117,4 +142,6 @@ def spoiled_vllm(kind: VllmFault, answer: dict[str, Any], vocab_size: int, *, to
             choice["finish_reason"] = None
     if kind is VllmFault.WRONG_COUNT and answer.get("usage"):
         answer["usage"]["completion_tokens"] += 1
+    if kind is VllmFault.OTHER_PROMPT and answer.get("usage"):
+        answer["usage"]["prompt_tokens"] -= 1
     return answer

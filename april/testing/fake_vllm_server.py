@@ -13,8 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from april.testing.fake_server import FakeServer, cut
-from april.testing.fake_vllm_faults import AT_ONCE, PlannedVllmFault, VllmFault, spoiled_vllm
+from april.testing.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
+from april.testing.fake_vllm_faults import AT_ONCE, KEEPS_ALIVE, PlannedVllmFault, VllmFault, spoiled_vllm
 from april.testing.fake_vllm_runs import FakeVllmRun
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -112,6 +112,12 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
                 self._leave(run)
             case VllmFault.UNASKED_ABORT:
                 self._end(run)
+            case VllmFault.EARLY_LENGTH | VllmFault.EARLY_STOP as kind if run.ids:
+                run.finish = "length" if kind is VllmFault.EARLY_LENGTH else "stop"
+                self._leave(run)
+            case kind if kind in KEEPS_ALIVE:
+                run.frozen = True
+                run.news.set()
             case _:
                 return False
         return True
@@ -189,14 +195,21 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         return run
 
     async def _plain(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
+        alive = None
         while run.finish is None and not run.dead and not run.failed:
-            await self._news(run)
+            if run.frozen and run.hit(*KEEPS_ALIVE):
+                alive = await spaces(request, alive)
+            else:
+                await self._news(run)
         if run.dead:
             return cut(request)
         if run.failed:
             return _error(500, "EngineCore encountered an issue.", close=True)
         text = self._said(run)
         run.sent = len(run.ids)
+        if alive is not None:
+            await alive.write(text.encode())
+            return alive
         return web.Response(text=text, content_type="application/json")
 
     async def _stream(self, request: web.Request, run: FakeVllmRun, usage: bool) -> web.StreamResponse:
@@ -204,15 +217,24 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         await response.prepare(request)
         while True:
             while run.sent == len(run.ids) and run.finish is None and not run.dead and not run.failed:
-                await self._news(run)
+                if run.frozen and run.hit(*KEEPS_ALIVE):
+                    await response.write(self._alive(run))
+                    await asyncio.sleep(KEEP_ALIVE_S)
+                else:
+                    await self._news(run)
             if run.dead:
                 return cut(request)
             if run.failed:
                 await response.write(f"data: {_error(500, 'EngineCore encountered an issue.').text}\n\n".encode())
                 break
-            ended, event = run.finish is not None, self._said(run)
+            ended, event, fresh = run.finish is not None, self._said(run), run.sent < len(run.ids)
             run.sent = len(run.ids)
             await self._write(response, run, event)
+            if run.hit(VllmFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens:
+                await self._write(response, run, event)
+                run.fault = None
+            if run.hit(VllmFault.ENDS_TWICE) and ended:
+                await self._write(response, run, json.dumps(run.answer(self.model, spans=self.developer)))
             if not event.endswith("}"):
                 return cut(request)
             if ended:
@@ -220,11 +242,21 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         if usage and not run.failed:
             counts = run.usage()
             counts["completion_tokens"] += bool(run.hit(VllmFault.WRONG_COUNT))
+            counts["prompt_tokens"] -= bool(run.hit(VllmFault.OTHER_PROMPT))
             await self._write(response, run, json.dumps({"choices": [], "usage": counts}))
         if not run.hit(VllmFault.NO_DONE):
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def _alive(self, run: FakeVllmRun) -> bytes:
+        """A sign of life without tokens."""
+        if run.hit(VllmFault.COMMENTS):
+            return b": ping\n\n"
+        if run.hit(VllmFault.PINGS):
+            return b"event: ping\n\n"
+        said = json.dumps(run.answer(self.model, spans=self.developer))
+        return f"data: {said}\n\ndata: {json.dumps({'choices': [], 'usage': run.usage()})}\n\n".encode()
 
     async def _write(self, response: web.StreamResponse, run: FakeVllmRun, event: str) -> None:
         raw = f"data: {event}\n\n".encode()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from april.engines.protocol import Request
+from april.engines.protocol import EngineFinish, Request
 from april.testing.fake_tokens import conversation
 from april.testing.records import is_evaluation
 
@@ -27,6 +27,8 @@ class FaultKind(StrEnum):
     """All streams break; everything is refused for ``seconds``. By time (``from_s``) or when an attempt has tokens."""
     STALL = "stall"
     """No token for ``seconds`` (None: never again) after ``after_tokens``; an abort ends it."""
+    EMPTY_CHUNKS = "empty_chunks"
+    """The same, and a chunk without tokens every second."""
     ABORT_IGNORED = "abort_ignored"
     """Aborts are acknowledged and do nothing."""
     ABORT_HANGS = "abort_hangs"
@@ -41,6 +43,8 @@ class FaultKind(StrEnum):
     """The chunk that ends an aborted stream repeats the attempt's last token."""
     NAN_LOGPROB = "nan_logprob"
     POSITIVE_LOGPROB = "positive_logprob"
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """-9999, as which servers write minus infinity."""
     UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
     """A token id outside the vocabulary."""
     LENGTHS_DIFFER = "lengths_differ"
@@ -50,6 +54,10 @@ class FaultKind(StrEnum):
     FUTURE_VERSION = "future_version"
     OLDER_VERSION = "older_version"
     """A version before that of the attempt's earlier tokens; needs ``after_tokens`` >= 1."""
+    EARLY_LENGTH = "early_length"
+    """It ends with LENGTH, and budget and context have room."""
+    EARLY_STOP = "early_stop"
+    """It ends with STOP, and its last token is no stop token."""
     CHUNK_AFTER_FINISH = "chunk_after_finish"
     """The last chunk comes twice."""
     NO_FINISH = "no_finish"
@@ -63,6 +71,7 @@ class FaultKind(StrEnum):
 WRONG_CHUNKS = (
     FaultKind.NAN_LOGPROB,
     FaultKind.POSITIVE_LOGPROB,
+    FaultKind.CLAMPED_LOGPROB,
     FaultKind.UNKNOWN_TOKEN,
     FaultKind.LENGTHS_DIFFER,
     FaultKind.TOO_MANY_TOKENS,
@@ -70,12 +79,17 @@ WRONG_CHUNKS = (
     FaultKind.OLDER_VERSION,
 )
 """Numbers that cannot be true."""
-AT_TOKENS = (FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, *WRONG_CHUNKS)
+WRONG_ENDS = {FaultKind.EARLY_LENGTH: EngineFinish.LENGTH, FaultKind.EARLY_STOP: EngineFinish.STOP}
+"""Ends that cannot be true."""
+AT_TOKENS = (
+    FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, FaultKind.EMPTY_CHUNKS, *WRONG_CHUNKS, *WRONG_ENDS
+)  # fmt: skip
 """Kinds that hit when ``after_tokens`` tokens were handed over."""
 _ABOUT_THE_ENGINE = frozenset({FaultKind.ENGINE_DIES, FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE})
 _SECONDS = {
     FaultKind.ENGINE_DIES: 10.0,
     FaultKind.STALL: math.inf,
+    FaultKind.EMPTY_CHUNKS: math.inf,
     FaultKind.ABORT_HANGS: math.inf,
     FaultKind.ABORT_LATE: 5.0,
     FaultKind.ABORT_MISSED: 2.0,
@@ -102,8 +116,8 @@ class Fault:
             about an engine's other calls take no notice.
         from_s, until_s: it hits in this time only, in seconds since the engine was made on a running loop (otherwise:
             since its first call).
-        seconds: how long; None: the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall and
-            abort_hangs for ever).
+        seconds: how long; None: the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
+            empty_chunks and abort_hangs for ever).
         times: how often it may hit.
 
     Raises:

@@ -19,6 +19,8 @@ def made_wrong(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chu
             logprobs[-1] = np.nan
         case FaultKind.POSITIVE_LOGPROB:
             logprobs[-1] = 0.5
+        case FaultKind.CLAMPED_LOGPROB:
+            logprobs[-1] = -9999.0
         case FaultKind.UNKNOWN_TOKEN:
             tokens = np.append(tokens[:-1], np.int32(vocab_size))
         case FaultKind.LENGTHS_DIFFER:

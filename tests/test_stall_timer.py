@@ -1,0 +1,244 @@
+"""stall_timeout_s counts from the last token: no comment, ping, empty event or empty chunk begins it again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from real_schedulers import reward
+from sglang_fixtures import ServerThread
+from test_openai_scheduler import Served
+from test_openai_scheduler import config as openai_config
+from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+from vllm_fixtures import KNOWN
+
+import april
+from april.core.sampling import SamplingParams
+from april.core.versions import FIRST_VERSION
+from april.driver import engine_watch
+from april.driver.evaluation import Evaluator
+from april.driver.time_limits import TimeLimits
+from april.engines.protocol import Chunk, EngineFinish, Piling, Request
+from april.errors import EngineError
+from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.fake_sglang_faults import KEEPS_ALIVE as SGLANG_KEEPS_ALIVE
+from april.testing.fake_sglang_faults import PlannedFault
+from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.fake_vllm_faults import KEEPS_ALIVE, PlannedVllmFault
+from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.virtual_clock import run_virtual
+
+STALL_S = 10.0
+
+
+class _Pile(Piling):
+    """An answer by a table of (seconds after the one before, tokens of the piece); then silence until it is closed."""
+
+    def __init__(self, pieces: list[tuple[float, int]]) -> None:
+        self.pieces = list(pieces)
+        self.over, self.waiting, self.ended = False, 0, asyncio.Event()
+        self._arrived: list[int] = []
+        self._done = False
+
+    async def arrived(self) -> bool:
+        if self._done:
+            return False
+        if not self.pieces or self.ended.is_set():
+            await self.ended.wait()
+            self.over, self.waiting = True, self.waiting + 1
+            return True
+        seconds, tokens = self.pieces.pop(0)
+        await asyncio.sleep(seconds)
+        self._arrived.append(tokens)
+        self.waiting += 1
+        return True
+
+    def take(self) -> list[Chunk]:
+        self.waiting, arrived = 0, self._arrived
+        self._arrived = []
+        chunks = [Chunk(np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), FIRST_VERSION) for n in arrived if n]
+        if self.over and not self._done:
+            self._done = True
+            chunks.append(Chunk(np.empty(0, np.int32), np.empty(0, np.float32), FIRST_VERSION, EngineFinish.ABORT))
+        return chunks
+
+    def __aiter__(self) -> _Pile:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        raise AssertionError("taken in two steps")
+
+    async def aclose(self) -> None:
+        pass
+
+
+class _PilingEngine(RecordingEngine):
+    """Its first answer comes in pieces that pile up."""
+
+    def __init__(self, *args: Any, pieces: list[tuple[float, int]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pile = _Pile(pieces)
+        self.asked_s: float | None = None
+
+    def generate(self, request: Request) -> Any:
+        if self.requests:
+            return super().generate(request)
+        self.requests[request.attempt_id] = request
+        return self.pile
+
+    async def abort(self, attempt_ids: Any = None) -> None:
+        if self.asked_s is None:
+            self.asked_s = now()
+        self.pile.ended.set()
+        await super().abort(attempt_ids)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "late_s"),
+    [
+        # silence from the beginning; signs of life without a token, fewer and more of them than pile up
+        ([], 10),
+        ([(1.0, 0)] * 500, 10),
+        ([(0.1, 0)] * 5000, 10),
+        # tokens, then nothing, while they lie in the pile
+        ([(1.0, 1)] * 5, 15),
+        # slow tokens, less often than the pile is looked at, are no silence
+        ([(9.0, 1)] * 12, 118),
+        ([(0.5, 1)] * 100, 60),
+        # signs of life around a token: the pile is looked at once in stall_timeout_s, so at most twice as long
+        ([(1.0, 1)] + [(0.9, 0)] * 500, 9.1 + STALL_S),
+    ],
+)
+def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: float) -> None:
+    """The moment at which the engine is asked to end the request: stall_timeout_s after the last token."""
+
+    async def program() -> None:
+        engine = _PilingEngine(table({}, 300), pieces=pieces)
+        rollouts = Rollouts(table({}, 300), n=1, engines=[engine], stall_timeout_s=STALL_S, max_response_len=200)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(late_s + 1)
+        assert engine.asked_s == pytest.approx(late_s, abs=1e-6)
+        assert len(rollouts.sample(0, 0).tape) == sum(n for _, n in pieces)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        await rollouts.driver.close()
+
+    virtual(program)
+
+
+def test_chunks_without_tokens() -> None:
+    """An engine that yields empty chunks for ever is silent: its request is ended and continued."""
+    from april.testing import Fault, FaultScript
+    from april.testing.fake_engine import FakeEngine
+    from april.testing.same_loop import rollouts
+
+    async def program() -> None:
+        script = FaultScript(Fault("empty_chunks", sample=(0, 1), after_tokens=3))
+        config = april.Config(
+            rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=60, stall_timeout_s=STALL_S
+        )
+        engine = FakeEngine(faults=script, chunk_tokens=1)
+        async with rollouts(config, engines=[engine], prompts=[[5]], reward=lambda p, r: 1.0) as run:
+            batch = await run.next_batch()
+            assert [s.attempts for s in batch.samples if s.id == (0, 1)] == [2]
+            assert batch.metrics["stalled_attempts"] == 1
+            assert engine.attempts_of((0, 1))[0].ended_s == pytest.approx(3 + STALL_S)
+            run.audit()
+
+    run_virtual(program(), limit_s=1000)
+
+
+def test_an_evaluation_counts_tokens_too() -> None:
+    """Empty chunks do not keep an evaluation request alive."""
+
+    class Empty(RecordingEngine):
+        async def generate(self, request: Request) -> Any:
+            while True:
+                await asyncio.sleep(1.0)
+                yield Chunk(np.empty(0, np.int32), np.empty(0, np.float32), FIRST_VERSION)
+
+    async def program() -> None:
+        engine = Empty(table({}, 8))
+        rollouts = Rollouts(table({}, 8), n=1, engines=[engine], stall_timeout_s=STALL_S)
+        prompt = april.Prompt(np.array([1, 2], np.int32))
+        with pytest.raises(EngineError, match="was silent for 10 s in an evaluation"):
+            await Evaluator(rollouts.driver).evaluate([prompt], 1, SamplingParams(8), 1)
+        await rollouts.driver.close()
+
+    virtual(program)
+
+
+def test_time_limits_of_what_had_time_left() -> None:
+    """late() may give time back; stop and close end that too."""
+
+    class Work:
+        def __init__(self, *left: float | None) -> None:
+            self.left, self.late_s = list(left), []
+
+        def late(self) -> float | None:
+            self.late_s.append(now())  # type: ignore[attr-defined]
+            return self.left.pop(0)
+
+    async def program() -> None:
+        limits = TimeLimits(10.0)
+        twice, stopped, plain = Work(4.0, 2.0, None), Work(5.0, None), Work(None)
+        for work in (twice, stopped, plain):
+            limits.start(work)
+        await asyncio.sleep(12.0)
+        limits.start(twice)  # it runs: nothing happens
+        limits.stop(stopped)
+        await asyncio.sleep(20.0)
+        assert (twice.late_s, stopped.late_s, plain.late_s) == ([10.0, 14.0, 16.0], [10.0], [10.0])
+        closed = Work(5.0, None)
+        limits.start(closed)
+        await asyncio.sleep(11.0)
+        limits.close()
+        await asyncio.sleep(20.0)
+        assert len(closed.late_s) == 1
+
+    virtual(program)
+
+
+def prompts() -> list[list[int]]:
+    return [[3 + i, 7, 9] for i in range(50)]
+
+
+@pytest.mark.parametrize("loss", [None, 0], ids=["plain", "streamed"])
+@pytest.mark.parametrize("fault", [*KEEPS_ALIVE, *SGLANG_KEEPS_ALIVE], ids=lambda f: f"{type(f).__name__[:4]}-{f}")
+def test_servers_that_are_alive_and_say_nothing(fault: Any, loss: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments, pings, empty events and usage, spaces before a plain answer: the request is ended and continued."""
+    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    vllm = fault in KEEPS_ALIVE
+    server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, turns=20, mean_length=10**6)
+    with ServerThread(server):
+        config = april.Config(
+            rollout_batch_size=2, over_sampling_batch_size=2, n_samples_per_prompt=2, max_response_len=80,
+            abort_resend_s=0.05, stall_timeout_s=0.3,
+            engine={
+                "kind": "vllm" if vllm else "sglang", "urls": [server.url], "max_token_loss": loss,
+                **(KNOWN if vllm else {"eos_token_ids": (2,)}),
+            },
+        )  # fmt: skip
+        with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
+            planned = (PlannedVllmFault if vllm else PlannedFault)(fault, request=len(server.runs) + 1, after_tokens=2)
+            server.faults.append(planned)
+            batch = scheduler.next_batch()
+            assert planned.times == 0
+            assert batch.metrics["stalled_attempts"] == 1
+            assert max(sample.attempts for sample in batch.samples) == 2
+            assert not scheduler.ledger()["tokens"].dropped
+
+
+def test_an_openai_server_that_is_alive_and_says_nothing() -> None:
+    """The same for servers whose requests are ended by closing their stream."""
+    server = FakeOpenAIServer(mean_len=60)
+    with Served(server) as served:
+        config = openai_config([served.url]).model_copy(update={"stall_timeout_s": 0.3, "over_sampling_batch_size": 3})
+        with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
+            server.faults.append(OpenAIFault(OpenAIFaultKind.COMMENTS, len(server.records), after=2))
+            batch = scheduler.next_batch()
+            assert not [f for f in server.faults if f.times]
+            assert batch.metrics["stalled_attempts"] == 1
+            assert not scheduler.ledger()["tokens"].dropped
