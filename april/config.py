@@ -20,8 +20,9 @@ from april.config_values import (
     NonNegativeFloat,
     NonNegativeInt,
     Number,
-    PositiveFloat,
     PositiveInt,
+    Seconds,
+    Seed,
     one_or_more,
     without_contents,
 )
@@ -32,6 +33,8 @@ from april.driver.stop_strings import wrong_stop_strings
 from april.errors import ConfigError
 from april.refused import REFUSED
 
+MOST_ASKED = 1_000_000
+"""How often the same abort may be asked for."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -65,7 +68,7 @@ class Config(Model):
 
     rollout_batch_size: PositiveInt
     """N: prompt groups per batch."""
-    n_samples_per_prompt: PositiveInt = 8
+    n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: PositiveInt | None = None
     """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work."""
@@ -104,22 +107,22 @@ class Config(Model):
     """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
     max_failed_groups: PositiveInt = 8
     """Groups dropped for failures in a row before the step fails."""
-    function_timeout_s: PositiveFloat | None = 600.0
+    function_timeout_s: Seconds | None = 600.0
     """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
     then that is a failure. None: for ever."""
-    abort_deadline_s: PositiveFloat = 30.0
+    abort_deadline_s: Seconds = 30.0
     """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
     close."""
-    abort_resend_s: PositiveFloat = 1.0
+    abort_resend_s: Seconds = 1.0
     """Time between two requests for the same abort."""
-    stall_timeout_s: PositiveFloat | None = 1800.0
+    stall_timeout_s: Seconds | None = 1800.0
     """Longest time without a token of a request (comments and empty events do not count), or without the answer of one
     that comes whole; then its engine is asked to end it, and what came is continued."""
-    outage_deadline_s: PositiveFloat = 600.0
+    outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
     engine: EngineConfig = TransformersEngineConfig()
 
@@ -158,6 +161,11 @@ class Config(Model):
         if self.abort_resend_s > self.abort_deadline_s:
             raise ValueError(
                 f"abort_resend_s={self.abort_resend_s:g} is longer than abort_deadline_s={self.abort_deadline_s:g}"
+            )
+        if self.abort_deadline_s / self.abort_resend_s > MOST_ASKED:
+            raise ValueError(
+                f"abort_resend_s={self.abort_resend_s:g} would ask {self.abort_deadline_s / self.abort_resend_s:.0e} "
+                f"times within abort_deadline_s={self.abort_deadline_s:g}; {MOST_ASKED:,} times are the most"
             )
         if self.sampling.top_p < 1 and not self.allow_mismatch:
             raise ValueError(

@@ -6,7 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
-from april.config_values import Model, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, one_or_more
+from april.config_values import (
+    Model,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    one_or_more,
+)
 from april.engines.server_key import checked_key
 from april.engines.server_url import checked_url
 
@@ -79,9 +87,9 @@ class ServerEngineConfig(Model):
     """Ids that end every response; None: the server is asked."""
     logprobs: Literal["temperature", "processed", "raw"] | None = None
     """Of which distribution the log-probabilities are; None: april finds out by requests of one token."""
-    connect_timeout_s: PositiveFloat = 10.0
+    connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection."""
-    probe_timeout_s: PositiveFloat = 60.0
+    probe_timeout_s: Seconds = 60.0
     """Longest wait at the start for a server to say what it can do."""
 
     @field_validator("api_key")

@@ -20,13 +20,22 @@ def one_or_more(value: Any) -> Any:
 
 def without_contents(value: Any) -> str:
     """A wrong value, for a message; of a collection only what it is, for there may be a key in it."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print those that are long enough
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
+MOST = 2**31 - 1
+"""Of anything that is counted: beyond it, arrays, clocks and files begin to fail one by one."""
+LONGEST_S = 1e9
+"""Of any wait: thirty years."""
+
 # pydantic takes true for 1
 Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(ge=1), Number]
-NonNegativeInt = Annotated[int, Field(ge=0), Number]
+PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
+Seed = Annotated[int, Field(ge=0), Number]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
 

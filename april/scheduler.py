@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from april.config import Config
+from april.config_values import MOST, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import SampleId
@@ -238,6 +239,8 @@ class RolloutScheduler:
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
+            if value > MOST and name != "seed":
+                raise ConfigError(f"evaluate: {name} must be at most {MOST:,}, got {without_contents(value)}")
         base = self.config.sampling_params()
         sampling = replace(
             base,
