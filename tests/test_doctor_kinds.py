@@ -22,6 +22,7 @@ from april.engines.openai_wire import TokenShape
 from april.engines.protocol import LogprobKind
 from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
 from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.fake_vllm_server import FakeVllmServer
 
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
@@ -241,6 +242,41 @@ def test_vllm_with_the_files_of_its_model_elsewhere() -> None:
     assert report.verdict is Verdict.LIMITED
     assert limits(report) == ["ends"]
     assert report.servers[0].flags == []
+
+
+@pytest.mark.parametrize(
+    ("options", "subject", "flag"),
+    [
+        ({"device": "cpu", "chunked_prefill": True}, "chunks", "--no-enable-chunked-prefill"),
+        ({"copies": 2}, "copies", None),
+        ({"speculation": {"method": "ngram", "num_speculative_tokens": 4}}, "speculation", None),
+        ({"device": "cpu"}, "reload", None),
+    ],
+    ids=["chunked prefill on a CPU", "data-parallel copies", "speculation", "tied embeddings on a CPU"],
+)
+@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
+def test_vllm_with_a_trap(options: dict[str, Any], subject: str, flag: str | None, there: bool, tmp_path: Path) -> None:
+    """A server with every flag is not exact with one of them, and is without; what it shows tells them apart."""
+    tied = subject == "reload" and there
+    files = {"eos_token_id": 2, "vocab_size": 512, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(files), "utf-8")
+    harmless = {"device": "cpu"} if "device" in options else {}
+    server = FakeVllmServer(root=str(tmp_path), **(options if there else harmless))
+
+    report = report_of(server)
+
+    assert report.verdict is (Verdict.LIMITED if there else Verdict.EXACT)
+    expected = [] if not there else ["new weights", "reload"] if tied else [subject]
+    assert limits(report) == expected
+    assert (flag in report.servers[0].flags) == (there and flag is not None)
+
+
+def test_sglang_that_speculates() -> None:
+    """It says so in its settings: what the log-probabilities are of was not tried."""
+    for algorithm in (None, "NGRAM"):
+        server = FakeSglangServer()
+        server.speculation = algorithm
+        assert ("speculation" in limits(report_of(server))) == (algorithm is not None)
 
 
 def test_the_example_in_the_documents(tmp_path: Path) -> None:

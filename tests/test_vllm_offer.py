@@ -12,7 +12,9 @@ from sglang_fixtures import read, request, run, until
 from vllm_fixtures import KNOWN, connected, served
 
 from april.config_engines import VllmEngineConfig
+from april.core.engine_table import EngineTable
 from april.core.versions import PolicyVersion
+from april.driver.rollout_driver import limits_of
 from april.engines.http_client import HttpClient
 from april.engines.protocol import AbortMeans, LogprobKind
 from april.engines.vllm_offer import VllmOffer, probe_vllm
@@ -175,5 +177,55 @@ def test_what_is_wrong_with_the_configuration() -> None:
         async with served() as (server, _):
             with pytest.raises(ConfigError, match="it serves: fake"):
                 await probed(server, model="other", **KNOWN)
+
+    run(program)
+
+
+def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
+    """It would die of them; its limit of requests is that of all its copies together."""
+
+    async def program() -> None:
+        async with served(device="cpu", chunked_prefill=True, copies=2, max_running=8) as (server, engine):
+            assert not engine.capabilities.honours_seeds
+            assert engine.capabilities.max_in_flight == 16
+            got = await read(engine, request(seed=7))
+            assert got.error is None
+            assert server.alive
+        async with served(device="cpu") as (server, engine):
+            assert engine.capabilities.honours_seeds
+            assert (await read(engine, request(seed=7))).error is None
+            assert server.runs[-1].params["seed"] == 7
+
+    run(program)
+
+
+def test_a_tied_model_is_not_reloaded_on_a_cpu(tmp_path: Path) -> None:
+    """A directory is refused by name before the server is asked; the engine says that it loads none."""
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    async def program() -> None:
+        async with served(root=str(tmp_path), device="cpu") as (server, engine):
+            assert not engine.capabilities.updates_from_disk
+            await engine.pause()
+            with pytest.raises(EngineError, match="tied embeddings"):
+                await engine.update_weights(PolicyVersion(0, 1), str(tmp_path))
+            assert server.weights == "w0"
+            await engine.resume()
+
+    run(program)
+
+
+@pytest.mark.parametrize("developer", [True, False])
+def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
+    """Said by the engine, and so by every batch."""
+
+    async def program() -> None:
+        async with served(developer=developer, scale_out=False) as (_, engine):
+            assert engine.capabilities.verifies_weights is developer
+            table = EngineTable([limits_of(engine)], PolicyVersion(0, 0))
+            said = {f"engine/{engine.name}/unverified_weights": 1.0}
+            assert said.items() <= table.metrics({}).items() or developer
+            assert not (developer and said.items() & table.metrics({}).items())
 
     run(program)

@@ -110,6 +110,8 @@ class EngineTable:
             out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
             if (cap := state.cap.value) is not None:
                 out[f"engine/{name}/cap"] = float(cap)
+            if state.limits.unverified:
+                out[f"engine/{name}/unverified_weights"] = 1.0
             if state.kv_usage is not None:
                 out[f"engine/{name}/kv_usage"] = state.kv_usage
         return out

@@ -67,3 +67,5 @@ class EngineLimits:
     logprob_kind: str = "temperature"
     vocab_size: int = 2**31 - 1
     """Token ids are below."""
+    unverified: bool = False
+    """It does not show which weights it has."""

@@ -26,6 +26,32 @@ _LOGPROBS = {
     LogprobKind.UNKNOWN: (Level.LIMITED, "of an unknown distribution: train with temperature 1 only"),
 }
 
+_TRAPS = (
+    (
+        "data-parallel", "copies",
+        "several data-parallel copies of the model behind this address: april sees one server, with one load and one "
+        "label of weights, and was not tried with them",
+        "what april sees of the server holds for each of its copies",
+    ),
+    (
+        "speculates", "speculation",
+        "the server speculates: drafts were seen to become tokens that the model gives no chance",
+        "tokens and log-probabilities are those of the model",
+    ),
+    (
+        "chunked prefill", "chunks",
+        "a request with a seed whose prompt is read in chunks kills this server (a CPU): april sends it no seeds, "
+        "others may",
+        "the server lives through the requests of others, and runs repeat",
+    ),
+    (
+        "tied embeddings", "reload",
+        "output layer and embeddings are tied: on a CPU such a model is not reloaded rightly",
+        "log-probabilities are right after an update from a directory",
+    ),
+)
+"""What words of a note mean: the finding's subject, its sentence, and what april does not promise then."""
+
 
 def abilities(
     offer: Offer, kind: ServerKind, temperature: float | None = None, *, ends_given: bool = False
@@ -47,8 +73,11 @@ def abilities(
         _seeds(c),
         _size(c),
     ]
-    if any("data-parallel" in note for note in c.notes):
-        found.append(_copies(kind))
+    found += [
+        _limited(kind, subject, sentence, promise)
+        for word, subject, sentence, promise in _TRAPS
+        if any(word in note for note in c.notes)
+    ]
     return found
 
 
@@ -83,8 +112,8 @@ def _versions(offer: Offer, kind: ServerKind) -> Finding:
     if offer.weight_version is None:
         return _limited(
             kind, "versions",
-            "known from when a request was sent; the weights have no label, so a server that was started anew with "
-            "other weights is found by the start of its process only, where it tells that",
+            "known from when a request was sent; the weights have no label, so new ones are unverified, and a server "
+            "that was started anew with other weights is found by the start of its process only, where it tells that",
             "every restart of the server is noticed",
         )  # fmt: skip
     if offer.capabilities.version_spans:
@@ -114,15 +143,6 @@ def _ends(c: Capabilities, kind: ServerKind, given: bool) -> Finding:
         "not known which ids end a response, only that the server says so: one that is cut right behind its end, "
         "before that is said, would be continued",
         "no response is continued behind its end",
-    )  # fmt: skip
-
-
-def _copies(kind: ServerKind) -> Finding:
-    return _limited(
-        kind, "copies",
-        "several data-parallel copies of the model behind this address: april sees one server, with one load and one "
-        "label of weights, and was not tried with them",
-        "what april sees of the server holds for each of its copies",
     )  # fmt: skip
 
 

@@ -40,6 +40,11 @@ _REMEDIES = {
     "not set, set engine.logprobs: temperature",
     (ServerKind.SGLANG, "new weights"): "upgrade SGLang",
     (ServerKind.SGLANG, "copies"): "start one server per copy, each with --dp-size 1, and name all of them",
+    (ServerKind.VLLM, "speculation"): "start the server without --speculative-config",
+    (ServerKind.SGLANG, "speculation"): "start the server without --speculative-algorithm",
+    (ServerKind.VLLM, "chunks"): "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens "
+    "of at least its context",
+    (ServerKind.VLLM, "reload"): "save the model with tie_word_embeddings false, and start the server with that",
     (ServerKind.VLLM, "copies"): "start one server per copy, and name all of them",
     (ServerKind.OPENAI, "log-probabilities"): "set engine.logprobs in april's configuration, if you know them better",
 }

@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 _FLAG = re.compile(
-    r"--enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+|--(?:api-server-count|dp-size) \d+"
+    r"--(?:no-)?enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+"
+    r"|--(?:api-server-count|dp-size) \d+"
     r"|--stream-interval|--scheduling-policy [a-z]+|--return-tokens-as-token-ids|\b[A-Z]+(?:_[A-Z]+)+=\d+"
 )
 """Flags and variables of servers, as sentences name them."""

@@ -472,5 +472,6 @@ def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     c = engine.capabilities
     return EngineLimits(
-        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size
-    )
+        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
+        unverified=not c.verifies_weights,
+    )  # fmt: skip

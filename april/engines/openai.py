@@ -63,6 +63,7 @@ class OpenAIEngine(ServerEngine):
             abort_means=AbortMeans.CLOSE,
             version_spans=False,
             remote=True,
+            verifies_weights=False,
             honours_seeds=offer.honours_seeds,
             notes=offer.notes,
         )

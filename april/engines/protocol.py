@@ -100,6 +100,8 @@ class Capabilities:
     remote: bool = False
     """Behind a server, which others may load and which may be started anew: it is asked for its load and its weights
     from time to time while it works."""
+    verifies_weights: bool = True
+    """It shows which weights it has; if not, new ones are unverified: taken on the word of whoever put them there."""
     honours_seeds: bool = True
     """The same request with the same seed gives the same tokens."""
     notes: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from april.engines.wire_errors import error_text
 from april.errors import ConfigError, EngineError, WireError
 
 PAUSE_S = 3.0
-"""Longest wait for the answer to a pause that a server must refuse, and as long again for its end if it does not."""
+"""Longest wait for the answer to a pause that a server must refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class SglangOffer:
             remote=True,
             # events that repeat everything cost more than what they save
             streams=self.incremental or config.max_token_loss is not None,
+            verifies_weights=self.weight_version is not None,
             honours_seeds=self.deterministic,
             notes=self.missing,
         )
@@ -125,7 +126,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     missing = _missing(
         spans=probe.spans, labels=labels, incremental=incremental, interval=probe.stream_interval, modes=modes,
         disk=disk, kind=probe.kind, deterministic=deterministic, loads=loads is not None, eos=eos, paused=paused,
-        data_parallel=int(server.get("dp_size") or 1),
+        data_parallel=int(server.get("dp_size") or 1), speculation=bool(server.get("speculative_algorithm")),
     )  # fmt: skip
     return SglangOffer(
         url=client.url,
@@ -168,7 +169,7 @@ async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tup
 
     async def undo() -> None:
         if not said and not paused:
-            await client.call("POST", "/continue_generation", {}, timeout_s=PAUSE_S, retry=True)
+            await client.call("POST", "/continue_generation", {}, timeout_s=PROBE_S, retry=True)
 
     async with standing_still(ask, undo):
         pass
@@ -291,6 +292,7 @@ def _scored(answer: GenerateReply) -> tuple[int, float]:
 def _missing(
     *, spans: bool, labels: bool, incremental: bool, interval: bool, modes: tuple[str, ...], disk: bool,
     kind: LogprobKind, deterministic: bool, loads: bool, eos: tuple[int, ...] | None, paused: bool, data_parallel: int,
+    speculation: bool,
 ) -> tuple[str, ...]:  # fmt: skip
     """What is not as it should be, in plain sentences."""
     said = []
@@ -306,8 +308,8 @@ def _missing(
         )
     if not labels:
         said.append(
-            "Versions cannot be set (/update_weight_version is missing): april cannot see that the server was "
-            "restarted with other weights; upgrade SGLang."
+            "Versions cannot be set (/update_weight_version is missing): new weights are unverified, and april cannot "
+            "see that the server was restarted with other weights; upgrade SGLang."
         )
     if not incremental:
         said.append(
@@ -345,6 +347,11 @@ def _missing(
         said.append("The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9).")
     if eos is None:
         said.append(NO_EOS + "if budgets of thinking or stop ids depend on them.")
+    if speculation:
+        said.append(
+            "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then "
+            "was not tried; start it without."
+        )
     if data_parallel > 1:
         said.append(f"The server runs {data_parallel} data-parallel copies, with which april was not tried.")
     return tuple(said)

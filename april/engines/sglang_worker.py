@@ -17,6 +17,7 @@ from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient
 from april.engines.protocol import EngineLoad
 from april.engines.server_json import NotJson, read_json
 from april.engines.server_pause import standing_still
+from april.engines.server_text import said
 from april.engines.server_words import control, nothing, require_words, says, text_under, words_of
 from april.engines.sglang_offer import SglangOffer
 from april.engines.weight_labels import WeightLabels, another_process, marked
@@ -111,7 +112,7 @@ class SglangWorker:
         await control(self.client, "/update_weight_version", says("success", True), body=body)
         now = await self.label()
         if now != label:
-            raise HalfUpdated(f"{self.client.url} says its weights are {now} after april called them {label}")
+            raise HalfUpdated(f"{self.client.url} says its weights are {said(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """See :func:`~april.engines.weight_labels.marked`."""
@@ -167,8 +168,8 @@ class SglangWorker:
     async def _process(self) -> Any:
         """What no two processes have in common: how long each part of its start took; None: it does not say."""
         reply = await self.client.call("GET", "/server_info", retry=True)
-        said = words_of(reply) if reply.ok else None
-        return said.get("startup_time") if isinstance(said, dict) else None
+        answer = words_of(reply) if reply.ok else None
+        return answer.get("startup_time") if isinstance(answer, dict) else None
 
     def _is_another(self, shown: str, paused_as: str | None, labels: WeightLabels) -> bool:
         return another_process(shown, paused_as, labels, self.offer.weight_version)
@@ -209,14 +210,14 @@ class SglangWorker:
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
         }  # fmt: skip
         reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
-        said = words_of(reply)
-        if reply.ok and says("success", True)(said):
+        answer = words_of(reply)
+        if reply.ok and says("success", True)(answer):
             return True
         text = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
         if reply.status == 404:
             raise EngineError(f"{text}; this server has no /update_weights_from_disk")
-        refused = reply.status == 400 and says("success", False)(said)
-        if refused and (str(said.get("message")).startswith(_KEPT_CACHE) or await self._moved(label)):
+        refused = reply.status == 400 and says("success", False)(answer)
+        if refused and (str(answer.get("message")).startswith(_KEPT_CACHE) or await self._moved(label)):
             return False
         if refused or reply.status == 422:
             if before is not None and before != label and await self.label() != before:

@@ -137,6 +137,12 @@ class VllmEngine(ServerEngine):
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
+        if self.offer.developer_routes and self.offer.label is not None and not self.offer.updates_from_disk:
+            raise EngineError(
+                f"engine {self.name} was not asked to load {path}: {self._client.url} runs on a CPU, where vLLM does "
+                "not reload a model with tied embeddings rightly; save the model with tie_word_embeddings false, and "
+                "start the server with that"
+            )
         if not self.offer.updates_from_disk:
             raise EngineError(
                 f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
@@ -308,7 +314,9 @@ class _VllmStream(ServerStream):
             offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None,
             prompt_tokens=len(request.token_ids),
         )  # fmt: skip
-        body = request_body(offer.route, offer.model, request, stream=self._stream, priority=offer.priorities)
+        body = request_body(
+            offer.route, offer.model, request, stream=self._stream, priority=offer.priorities, seeds=offer.seeds
+        )
         return self._replies, body
 
     def _again(self) -> bool:

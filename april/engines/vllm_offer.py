@@ -29,6 +29,7 @@ from april.engines.server_probe import (
     probe_id,
 )
 from april.engines.server_text import said
+from april.engines.server_text import said as shown
 from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.engines.wire_errors import error_text
 from april.errors import ConfigError, EngineError
@@ -62,6 +63,8 @@ class VllmOffer:
     """Replies say which weights made which token."""
     updates_from_disk: bool
     logprob_kind: LogprobKind
+    seeds: bool
+    """Requests may have seeds."""
     priorities: bool
     """Requests are scheduled by priority."""
     max_running: int | None
@@ -96,6 +99,8 @@ class VllmOffer:
             abort_means=self.abort_means,
             version_spans=self.spans,
             remote=True,
+            verifies_weights=self.label is not None,
+            honours_seeds=self.seeds,
             streams=config.max_token_loss is not None or self.abort_means is AbortMeans.CLOSE,
             notes=self.missing,
         )
@@ -136,6 +141,10 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     developer = developer_abort and rpc
     on_cpu = _on_cpu(settings, str(version.get("version", "")))
     processes = _processes(settings, metrics)
+    copies, running = _count(settings, "data_parallel_size") or 1, _count(settings, "max_num_seqs")
+    # seeds are dropped where they would kill the server
+    chunks = bool(on_cpu) and settings.get("enable_chunked_prefill") is True
+    tied = developer and on_cpu is not False and _tied(files)
     spans = token_route and name is not None
     abort_route = (
         # answers when it is done; the other one at once, and does it later
@@ -155,16 +164,17 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         processes=processes,
         label=name,
         spans=spans,
-        updates_from_disk=developer and name is not None,
+        updates_from_disk=developer and name is not None and not (tied and on_cpu),
         logprob_kind=kind,
+        seeds=not chunks,
         priorities=settings.get("policy") == "priority",
-        max_running=settings.get("max_num_seqs"),
+        max_running=None if running is None else running * copies,
         paused=is_paused,
         started_s=metrics.started_s,
         missing=_missing(
             client.url, token_route=token_route, developer=developer, abort=bool(abort_route), processes=processes,
-            kind=kind, eos=eos, paused=is_paused, spans=spans, tied=developer and on_cpu is not False and _tied(files),
-            on_cpu=bool(on_cpu),
+            kind=kind, eos=eos, paused=is_paused, spans=spans, tied=tied, on_cpu=bool(on_cpu), chunks=chunks,
+            copies=copies, speculation=settings.get("speculation", ""),
         ),
     )  # fmt: skip
 
@@ -198,7 +208,8 @@ def _context(client: HttpClient, config: VllmEngineConfig, card: dict[str, Any])
 
 
 _SETTINGS = (
-    "logprobs_mode", "policy", "max_num_seqs", "data_parallel_size", "_api_process_count", "device_type",
+    "logprobs_mode", "policy", "max_num_seqs", "enable_chunked_prefill", "data_parallel_size", "_api_process_count",
+    "device", "device_type",
 )  # fmt: skip
 
 
@@ -210,6 +221,10 @@ def _settings(info: Any) -> dict[str, Any]:
         values = config.get(part) if isinstance(config, dict) else None
         if isinstance(values, dict):
             found |= {name: values[name] for name in _SETTINGS if name in values}
+    speculative = config.get("speculative_config") if isinstance(config, dict) else None
+    if speculative:
+        method = speculative.get("method") if isinstance(speculative, dict) else None
+        found["speculation"] = method if isinstance(method, str) else "of some kind"
     return found
 
 
@@ -223,10 +238,16 @@ def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
     return 1
 
 
+def _count(settings: dict[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
 def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
     """None: the server does not say, as its settings are not shown."""
-    if "device_type" in settings:
-        return bool(settings["device_type"] == "cpu")
+    for name in ("device_type", "device"):
+        if isinstance(settings.get(name), str):
+            return bool(settings[name].partition(":")[0] == "cpu")
     return True if "cpu" in version else None
 
 
@@ -310,7 +331,8 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
 
 def _missing(
     url: str, *, token_route: bool, developer: bool, abort: bool, processes: int, kind: LogprobKind,
-    eos: tuple[int, ...] | None, paused: bool, spans: bool, tied: bool, on_cpu: bool,
+    eos: tuple[int, ...] | None, paused: bool, spans: bool, tied: bool, on_cpu: bool, chunks: bool, copies: int,
+    speculation: str,
 ) -> tuple[str, ...]:  # fmt: skip
     """What is not as it should be, in plain sentences."""
     said = []
@@ -324,8 +346,9 @@ def _missing(
         )
     elif not spans:
         said.append(
-            "The server's weights have no label: every token gets the version at submission, and a restart of the "
-            "server is seen only by the time at which its process began; set VLLM_SERVER_DEV_MODE=1 at the server."
+            "The server's weights have no label: every token gets the version at submission, new weights are "
+            "unverified, and a restart of the server is seen only by the time at which its process began; set "
+            "VLLM_SERVER_DEV_MODE=1 at the server."
         )
     if not developer:
         said.append(
@@ -356,10 +379,27 @@ def _missing(
         said.append(UNKNOWN_KIND)
     if eos is None:
         said.append(NO_EOS + "to be sure that no response is continued behind its end.")
+    if copies > 1:
+        said.append(
+            f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one "
+            "API process on a CPU, nothing else was tried; start one server per copy, and name all of them."
+        )
+    if chunks:
+        said.append(
+            "The server runs on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in "
+            "chunks, so april sends no seeds, and runs do not repeat; start it with --no-enable-chunked-prefill and "
+            "with --max-num-batched-tokens of at least its context."
+        )
+    if speculation:
+        said.append(
+            f"The server speculates ({shown(speculation)}): on a CPU n-gram speculation gave wrong tokens at "
+            "temperatures above 0, with log-probabilities of -9999, and nothing else was tried; start it without "
+            "--speculative-config."
+        )
     if tied:
         said.append(
             f"{'The server runs on a CPU' if on_cpu else 'If the server runs on a CPU, mind'}: vLLM does not reload a "
-            "model with tied embeddings rightly there (log-probabilities were wrong by 1.2 nats after an update of its "
-            "weights); save the model with tie_word_embeddings false, or do not update its weights."
+            "model with tied embeddings rightly there (log-probabilities were wrong by 0.35 to 1.2 nats after an "
+            "update of its weights); save the model with tie_word_embeddings false, or do not update its weights."
         )
     return tuple(said)

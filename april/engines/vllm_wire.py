@@ -28,7 +28,9 @@ def engine_id(route: str, attempt_id: str) -> str:
     return f"generate-tokens-{attempt_id}" if route == TOKEN_ROUTE else f"cmpl-{attempt_id}-0"
 
 
-def request_body(route: str, model: str, request: Request, *, stream: bool, priority: bool) -> bytes:
+def request_body(
+    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True
+) -> bytes:
     """JSON for either route.
 
     Everything that changes the distribution is explicit, or the server would take the model's own defaults;
@@ -50,7 +52,7 @@ def request_body(route: str, model: str, request: Request, *, stream: bool, prio
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.seed is not None:
+    if sampling.seed is not None and seeds:
         params["seed"] = sampling.seed
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": stream}
     if priority:

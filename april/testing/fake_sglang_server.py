@@ -55,6 +55,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         """Bodies of the weight updates that worked."""
         self.relabels = True
         """A weight update sets the label that it names; older servers do not."""
+        self.speculation: str | None = None
+        """Its ``speculative_algorithm``."""
         self.any_mode = False
         """It pauses whatever the mode is."""
         self.kept_caches = 0
@@ -395,7 +397,7 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             "version": "0.5.23", "context_length": self.context, "max_req_input_len": self.context - 6, "dp_size": 1,
             "max_running_requests": self.max_running, "max_total_num_tokens": 65536,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
-            "startup_time": {"total": self.starts},
+            "startup_time": {"total": self.starts}, "speculative_algorithm": self.speculation,
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:

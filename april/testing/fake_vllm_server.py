@@ -37,6 +37,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         mean_length: mean of the (geometric) response lengths.
         turns: of the event loop per token.
         root: directory of the model, as its card says it.
+        chunked_prefill: prompts are read in chunks, which on a CPU kills it at the first request with a seed.
+        copies: data-parallel ones, behind one API process.
+        speculation: ``speculative_config`` as ``/server_info`` shows it.
         without: routes that this version does not have.
     """
 
@@ -45,13 +48,15 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
         logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
         turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
-        without: tuple[str, ...] = (),
+        without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
+        speculation: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
         self.model, self.vocab_size, self.eos, self.context = model, vocab_size, eos, context
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs, self.mean_length = logprobs, says_logprobs, mean_length
         self.root, self.device, self.without = root, device, without
+        self.chunked_prefill, self.copies, self.speculation = chunked_prefill, copies, speculation
         self._key = api_key
         self.aborts: list[tuple[str, dict[str, Any]]] = []
         """(route, body) of the calls that abort by id."""
@@ -146,6 +151,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         if refused is not None:
             return refused
         run = self._run_of(body, token_route, request.headers.get("X-Request-Id"))
+        if self.chunked_prefill and self.device == "cpu" and run.params.get("seed") is not None:
+            self.violations.append(f"{run.engine_id} has a seed, which kills the server")
+            self.die()
         if run.hit(*AT_ONCE):
             return _at_once(run)
         if self.stale_cache:
@@ -352,13 +360,16 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
     async def _server_info(self, request: web.Request) -> web.Response:
         model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
         return web.json_response({"vllm_config": {
-            "model_config": model, "scheduler_config": {"policy": "fcfs", "max_num_seqs": self.max_running},
-            "parallel_config": {"data_parallel_size": 1, "_api_process_count": self.processes},
-            "device_config": {"device": self.device, "device_type": self.device},
+            "model_config": model,
+            "scheduler_config": {
+                "policy": "fcfs", "max_num_seqs": self.max_running, "enable_chunked_prefill": self.chunked_prefill,
+            },
+            "parallel_config": {"data_parallel_size": self.copies, "_api_process_count": self.processes},
+            "device_config": {"device": self.device}, "speculative_config": self.speculation,
         }})  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self.model, "root": self.root, "parent": None, "max_model_len": self.context}
+        card = {"id": self.model, "owned_by": "vllm", "root": self.root, "parent": None, "max_model_len": self.context}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _version(self, request: web.Request) -> web.Response:
