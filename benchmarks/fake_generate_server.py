@@ -50,6 +50,8 @@ HOST = "127.0.0.1"
 LISTENING_SOCKETS = 8
 BACKLOG = 4_096
 MAX_BODY = 16 * 2**20
+KEEP_ALIVE_S = 3_600.0
+"""Longer than a client leaves a connection idle."""
 
 _Body = TypeVar("_Body", GenerateBody, AbortBody)
 _body_decoder = msgspec.json.Decoder(GenerateBody)
@@ -197,7 +199,10 @@ def _bind(port: int) -> socket.socket:
 async def serving(server: FakeGenerateServer, port: int = 0) -> AsyncIterator[int]:
     """Serve inside the running loop; yields the port, 0 meaning any free one."""
     # handler_cancellation: a client that hangs up is no longer in flight
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
+        keepalive_timeout=KEEP_ALIVE_S,
+    )
     await runner.setup()
     sockets: list[socket.socket] = []
     try:

@@ -103,6 +103,10 @@ class TimedSglangServer(FakeSglangServer):
         )  # fmt: skip
         return await super().start()
 
+    def _runner_options(self) -> dict[str, Any]:
+        # longer than any training step: slime's own client knows no other end of a connection
+        return super()._runner_options() | {"keepalive_timeout": 3_600.0}
+
     def _routes(self) -> list[web.RouteDef]:
         return [
             *super()._routes(), web.get("/workers", self._workers), web.get("/readiness", self._ready),

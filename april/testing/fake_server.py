@@ -91,9 +91,9 @@ class FakeServer(Generic[R, F]):
         """Open the port (the same one again after a death); returns the URL."""
         app = web.Application(client_max_size=1 << 26, middlewares=[self._see])
         app.add_routes(self._routes())
-        self._runner = web.AppRunner(
-            app, keepalive_timeout=5.0, access_log=None, shutdown_timeout=0.1, **self._runner_options()
-        )
+        # idle connections are closed as early as the real servers do it
+        options = {"keepalive_timeout": 5.0, "access_log": None, "shutdown_timeout": 0.1} | self._runner_options()
+        self._runner = web.AppRunner(app, **options)
         await self._runner.setup()
         assert self._runner.server is not None
         self._listener = await asyncio.get_running_loop().create_server(

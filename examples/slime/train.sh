@@ -114,7 +114,7 @@ COMMAND+=(
     --actor-num-nodes 1 --actor-num-gpus-per-node "$NUM_GPUS" --colocate
     --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.6
 )
-ENVIRONMENT='"CUDA_DEVICE_MAX_CONNECTIONS": "1"'
+ENVIRONMENT='"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": "3600"'
 case $PLATFORM in
     nvidia) MEGATRON_DIR=${MEGATRON_DIR:-/root/Megatron-LM} ;;
     amd)

@@ -42,11 +42,11 @@ esac
 case $SERVER in
     vllm)
         # docs/servers.md says what each of them is for
-        SERVE=(env VLLM_SERVER_DEV_MODE=1 VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 vllm serve "$PATH_OR_NAME" --max-model-len 18432)
+        SERVE=(env VLLM_SERVER_DEV_MODE=1 VLLM_HTTP_TIMEOUT_KEEP_ALIVE=3600 vllm serve "$PATH_OR_NAME" --max-model-len 18432)
         SERVE+=(--logprobs-mode processed_logprobs --enable-scale-out --enable-prefix-caching)
         ;;
     sglang)
-        SERVE=(python3 -m sglang.launch_server --model-path "$PATH_OR_NAME" --context-length 18432)
+        SERVE=(env SGLANG_TIMEOUT_KEEP_ALIVE=3600 python3 -m sglang.launch_server --model-path "$PATH_OR_NAME" --context-length 18432)
         SERVE+=(--incremental-streaming-output)
         ;;
     none) NUM_GPUS=1 ;;

@@ -7,7 +7,6 @@ minutes.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Annotated
@@ -21,9 +20,6 @@ from tests.real_engines.servers import ServerFailed, free_ports, running, until_
 
 IN_FLIGHT = 256
 """Room for all that abort_latency sends; the schedules of real_engines need 64."""
-KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60", "SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
-"""Seconds. Both servers close an idle connection after 5 s; where the machine stands still for some of them, they do so
-with a request on its way, which april survives and the bare requests of a benchmark do not."""
 
 
 def main(
@@ -37,7 +33,6 @@ def main(
     models = make_models(out / "models", eos=False)
     (port,) = free_ports(1)
     log = out / f"{kind}.log"
-    os.environ.update(KEEP_ALIVE)
     try:
         if kind == "sglang":
             server = sglang_server(

@@ -24,6 +24,11 @@ TOLD_EVERY_S = 15.0
 SHOWN_LINES = 30
 
 
+KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600", "SGLANG_TIMEOUT_KEEP_ALIVE": "3600"}
+"""Seconds, more than any training step takes. Both servers close an idle connection after 5 s, at worst with a request
+on its way, which april survives, and the bare requests of a benchmark or of another trainer do not."""
+
+
 class ServerFailed(Exception):
     """A server did not start; the message has the end of its log."""
 
@@ -58,7 +63,7 @@ class Server:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | self.environment,
+                env=os.environ | KEEP_ALIVE | self.environment,
             )  # fmt: skip
 
     def is_ready(self) -> bool:
