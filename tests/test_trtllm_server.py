@@ -264,3 +264,24 @@ def test_a_pause_in_a_step_costs_no_group() -> None:
         assert not books["tokens"].dropped.total()
         assert server.asked["/metrics"] == 0
     assert_nothing_is_left()
+
+
+def test_a_stop_before_min_tokens_is_not_believed() -> None:
+    """It holds back its tokenizer's EOS and no other id: such answers are dropped by name, and asked for again."""
+    server, stops, fewest = FakeTrtllmServer(mean_len=10_000, seeds_alone=False), tuple(range(100, 110)), 20
+    with Served(server) as served:
+        config = scheduler_config([served.url]).model_dump() | {
+            "sampling": {"min_tokens": fewest, "stop_token_ids": stops}, "max_response_len": 60,
+            "allow_mismatch": True, "max_attempt_failures": 50,
+        }  # fmt: skip
+        with RolloutScheduler(config=Config(**config), prompts=endless(), reward=reward, check=True) as rollouts:
+            for _ in range(3):
+                for sample in rollouts.next_batch().samples:
+                    assert len(sample.tokens) >= fewest
+                    assert not {*sample.tokens[: fewest - 1].tolist()} & {*stops}
+                rollouts.weight_update(transfer=lambda: None)
+            books = rollouts.ledger()
+        assert books["tokens"].balanced
+        assert books["tokens"].dropped["corrupt"] > 0
+        assert not books["prompts"].dropped.total()
+    assert_nothing_is_left()

@@ -33,12 +33,13 @@ _KEYS = frozenset(
 class FakeTrtllmServer(FakeOpenAIServer):
     """Args:
         prometheus: it was started with ``return_perf_metrics``, and has a Prometheus page.
+        seeds_alone: it honours the seed of a request that runs alone; older ones honour none.
         more: as of :class:`FakeOpenAIServer`.
     """
 
-    def __init__(self, *, prometheus: bool = False, **more: Any) -> None:
+    def __init__(self, *, prometheus: bool = False, seeds_alone: bool = True, **more: Any) -> None:
         super().__init__(TokenShape.DETOKENIZE, **more)
-        self.prometheus = prometheus
+        self.prometheus, self.seeds_alone = prometheus, seeds_alone
         self.paused = False
         """Somebody has called pause_generation() of its engine."""
         self.resumes_after: int | None = None
@@ -98,7 +99,7 @@ class FakeTrtllmServer(FakeOpenAIServer):
 
     def _generate(self, record: CompletionRecord) -> tuple[str, int]:
         # requests that run together are drawn by one seed, that of the first of them
-        self.honours_seeds = self.open <= 1
+        self.honours_seeds = self.seeds_alone and self.open <= 1
         finish, count = super()._generate(record)
         if finish == "stop" and record.made[-1] != self.eos and not record.body.get("include_stop_str_in_output"):
             count -= 1
