@@ -13,13 +13,14 @@ QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "
 
 
 def vllm_server(
-    name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256
-) -> Server:
+    name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256,
+    dtype: str = "float32",
+) -> Server:  # fmt: skip
     """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes; else as a plain user has it."""
     where = environment(VLLM)
     command = [
         str(where / "bin" / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--max-model-len", str(context), "--max-num-seqs", str(in_flight),
+        "--port", str(port), "--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(in_flight),
         "--enable-prefix-caching", "--enforce-eager",
         # a seeded request whose prefill is cut into chunks kills vLLM 0.32 on a CPU (its generators have no offset)
         "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, 16384)),
@@ -36,13 +37,14 @@ def vllm_server(
 
 
 def sglang_server(
-    name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536
-) -> Server:
+    name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536,
+    dtype: str = "float32",
+) -> Server:  # fmt: skip
     """One SGLang worker, with key-value memory for ``room`` tokens."""
     where = environment(SGLANG)
     command = [
         str(where / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
-        "--attention-backend", "torch_native", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port),
+        "--attention-backend", "torch_native", "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port),
         "--context-length", str(context), "--max-total-tokens", str(room), "--max-running-requests", str(in_flight),
         "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
         # or it keeps one of two cores busy while it waits
