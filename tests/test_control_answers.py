@@ -260,3 +260,18 @@ def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, fault:
             assert not (await engine.health()).ok
 
     run(program)
+
+
+@pytest.mark.parametrize("developer", [True, False])
+def test_a_page_is_no_health(developer: bool) -> None:
+    """A proxy that answers for a server which is gone."""
+
+    async def program() -> None:
+        async with vllm_fixtures.served(developer=developer, scale_out=False) as (server, engine):
+            assert (await engine.health()).ok
+            server.control_faults.append(PlannedControlFault(ControlFault.HTML, "/health"))
+            health = await engine.health()
+            assert not health.ok
+            assert "answers a page" in health.detail
+
+    run(program)

@@ -21,6 +21,7 @@ from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish
 from april.engines.server_engine import ServerEngine
 from april.engines.server_pool import connect_all
 from april.engines.server_process import UNSAID, Confirmation, ServerProcess
+from april.engines.server_words import is_page
 from april.engines.wire_arrays import empty_chunk
 from april.errors import EngineError
 
@@ -169,8 +170,9 @@ class OpenAIEngine(ServerEngine):
                 reply = await self._client.call("GET", "/v1/models", retry=True)
         except EngineError as error:
             return Health(False, str(error))
-        if not reply.ok:
-            return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
+        if not reply.ok or is_page(reply):
+            what = "a page" if reply.ok else str(reply.status)
+            return Health(False, f"{self._client.url} answers {what} to a health probe")
         same, metrics = await self._process.look()
         detail = {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
         counters = {"open_streams": float(len(self._open))}

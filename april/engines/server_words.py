@@ -53,6 +53,11 @@ def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -
         )
 
 
+def is_page(reply: Reply) -> bool:
+    """Whether an answer is a page of a proxy or a web site, whatever its status."""
+    return reply.body.lstrip()[:1] == b"<"
+
+
 async def control(
     client: HttpClient, route: str, *words: Words, body: object = None, params: dict[str, str] | None = None
 ) -> None:

@@ -26,7 +26,7 @@ from april.engines.server_pool import connect_all
 from april.engines.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.server_stream import ServerStream
 from april.engines.server_text import quoted
-from april.engines.server_words import control, nothing, says, text_under, words_of
+from april.engines.server_words import control, is_page, nothing, says, text_under, words_of
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.engines.vllm_wire import ReplyReader, engine_id, request_body
 from april.engines.weight_directories import why_unloadable
@@ -250,8 +250,9 @@ class VllmEngine(ServerEngine):
         """``/health``, the label of the weights (or the start of the process), and the load of ``/metrics``."""
         try:
             reply = await self._client.call("GET", "/health", retry=True)
-            if not reply.ok:
-                return Health(False, f"{self._client.url} answers {reply.status} to a health probe")
+            if not reply.ok or is_page(reply):
+                what = "a page" if reply.ok else str(reply.status)
+                return Health(False, f"{self._client.url} answers {what} to a health probe")
             label = await self.label()
             paused = await self._is_paused()
         except EngineError as error:
