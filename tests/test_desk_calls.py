@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from april.core.tape import Int32
+from april.core import events as ev
+from april.core.sampling import SamplingParams
+from april.core.tape import AttemptTape, Int32, TokenTape
+from april.core.versions import PolicyVersion
 from april.desk.answers import Answer, Done, GivenUp, Go, Result
 from april.desk.calls import SampleGivenUp, Session, generate
+from april.desk.results import take
 from april.errors import RolloutError
 from april.testing import VirtualClockLoop
 
@@ -112,3 +118,17 @@ def test_one_call_at_a_time() -> None:
         loop.run_until_complete(two())
     loop.run_until_complete(asyncio.sleep(2.0))
     loop.close()
+
+
+def test_a_response_without_a_token_is_no_response() -> None:
+    """A server that ends a request at once, unasked, has failed; one that was asked hands over what it has."""
+    version = PolicyVersion(0, 0)
+    sample: Any = SimpleNamespace(tape=TokenTape())
+    attempt: Any = SimpleNamespace(
+        id="a", token_ids=GO.token_ids, sampling=SamplingParams(5), tape=AttemptTape(), sample=sample
+    )
+    event = take(attempt, replace(NOTHING, aborted=False), version)
+    assert isinstance(event, ev.AttemptFailed)
+    assert event.corrupt
+    assert "ended without a token" in event.error
+    assert take(attempt, NOTHING, version) == ev.AttemptEnded("a", "abort")

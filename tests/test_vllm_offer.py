@@ -17,6 +17,7 @@ from april.core.versions import PolicyVersion
 from april.driver.rollout_driver import limits_of
 from april.engines.http_client import HttpClient
 from april.engines.protocol import AbortMeans, LogprobKind
+from april.engines.server_probe import eos_of, model_files
 from april.engines.vllm_offer import VllmOffer, probe_vllm
 from april.errors import ConfigError, EngineError
 from april.testing.fake_vllm_server import FakeVllmServer
@@ -229,3 +230,25 @@ def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
             assert not (developer and said.items() & table.metrics({}).items())
 
     run(program)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json", "nowhere"])
+def test_all_ids_that_end_a_response(where: str, tmp_path: Path) -> None:
+    """The model's, those of its generation configuration, and the tokenizer's: servers stop at each of them."""
+    token = {"content": "<|im_end|>", "special": True}
+    files: dict[str, Any] = {
+        "config.json": {"eos_token_id": 2, "text_config": {"eos_token_id": 5}},
+        "generation_config.json": {"eos_token_id": [2, 3]},
+        "tokenizer_config.json": {"eos_token": "<|im_end|>" if where != "tokenizer.json" else token},
+        "tokenizer.json": {"added_tokens": [{"id": 8, "content": "<|other|>"}]},
+    }
+    if where == "tokenizer_config.json":
+        files[where]["added_tokens_decoder"] = {"8": {"content": "<|other|>"}, "9": token}
+    if where == "tokenizer.json":
+        files[where]["added_tokens"].append(token | {"id": 9})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content), "utf-8")
+    assert eos_of(model_files(tmp_path)) == ((2, 3, 5) if where == "nowhere" else (2, 3, 5, 9))
+    assert eos_of(model_files(tmp_path / "elsewhere")) is None
+    (tmp_path / "tokenizer_config.json").write_text("[]", "utf-8")
+    assert eos_of(model_files(tmp_path)) == (2, 3, 5)

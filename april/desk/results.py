@@ -30,6 +30,8 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
             raise WireError(f"an answer to {result.offset} tokens came where {len(attempt.token_ids)} were sent")
         chunk = Chunk(result.tokens, result.logprobs, version)
         check_chunk(chunk, ANY_TOKEN, room, attempt.sample.tape.newest_version, current)
+        if not len(result.tokens) and not result.aborted:
+            raise WireError("a response ended without a token, and nobody had asked for its end")
     except WireError as error:
         return ev.AttemptFailed(attempt.id, str(error), corrupt=True, rejected=len(result.tokens))
     attempt.tape.append(result.tokens, result.logprobs, version)

@@ -37,7 +37,8 @@ class EvaluationPool:
         """A request that ended in order, its engine, and why it ended.
 
         An engine that is busy is left alone for a while; one that breaks off is quarantined, and the request begins
-        again on another one, as it does when its engine was found without its weights meanwhile.
+        again on another one, as it does when its engine was found without its weights meanwhile. It begins again, too,
+        where an answer cannot be true.
 
         Raises:
             EngineError: no engine is left, or the request failed again and again.
@@ -58,13 +59,14 @@ class EvaluationPool:
             except WeightsInUse as error:
                 driver.weights.refuse(str(error))
                 raise
-            except (WireError, RequestRefused):
+            except RequestRefused:
                 if state.life == before:
                     raise
             except (EngineError, OSError) as error:
                 failures += 1
                 failure = error if isinstance(error, EngineError) else EngineError(f"engine {name}: {error!r}")
-                driver.post(ev.EngineFailed(name))
+                if not isinstance(error, WireError):  # who sends nonsense now and then is well
+                    driver.post(ev.EngineFailed(name))
                 if failures >= driver.core.settings.max_attempt_failures:
                     raise failure from error
             else:

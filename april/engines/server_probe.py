@@ -66,14 +66,37 @@ def probe_id() -> str:
 
 
 def model_files(root: Any) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too."""
-    found = []
-    for name in ("config.json", "generation_config.json"):
-        try:
-            found.append(json.loads((Path(str(root)) / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError, RecursionError):
-            continue
-    return [f for f in found if isinstance(f, dict)]
+    """The model's configuration files, if its directory is on this machine too; the tokenizer's EOS is one more."""
+    found = [_json_file(root, name) for name in ("config.json", "generation_config.json")]
+    # servers stop at the tokenizer's EOS as well, which need not be the model's (that of a chat format, say)
+    eos = _tokenizer_eos(root)
+    return [f for f in found if f] + ([] if eos is None else [{"eos_token_id": eos}])
+
+
+def _json_file(root: Any, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((Path(str(root)) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tokenizer_eos(root: Any) -> int | None:
+    """The id of the tokenizer's EOS by its files; None: they are not there, or do not say."""
+    config = _json_file(root, "tokenizer_config.json")
+    eos = config.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(text, str):
+        return None
+    decoder = config.get("added_tokens_decoder")
+    named = list(decoder.items()) if isinstance(decoder, dict) else []
+    if not named:
+        added = _json_file(root, "tokenizer.json").get("added_tokens")
+        named = [(t.get("id"), t) for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+    for number, token in named:
+        if isinstance(token, dict) and token.get("content") == text and str(number).isdecimal():
+            return int(number)
+    return None
 
 
 def eos_of(files: list[dict[str, Any]]) -> tuple[int, ...] | None:

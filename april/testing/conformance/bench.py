@@ -18,8 +18,8 @@ import numpy as np
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Chunk, Engine, EngineFinish, Float32, Int32, Request
+from april.driver.wire_checks import check_chunk, check_end
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Float32, Int32, Request
 from april.errors import EngineError, WireError
 from april.testing.conformance.lost import compare
 from april.testing.conformance.outcomes import Broken, NotTested
@@ -83,14 +83,14 @@ class Reading:
         """Tokens so far."""
         return sum(len(c.tokens) for c in self.chunks)
 
-    def check(self, vocab_size: int, newest: PolicyVersion) -> None:
-        """Raise Broken unless the chunks keep the contract."""
+    def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
+        """Raise Broken unless the chunks keep the contract, and the response has ended where it can have."""
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
                 raise Broken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
             try:
-                check_chunk(chunk, vocab_size, room, oldest, newest)
+                check_chunk(chunk, limits.vocab_size, room, oldest, newest)
             except WireError as error:
                 raise Broken(f"request {self.id}: {error}") from None
             oldest, room, finish = chunk.version, room - len(chunk.tokens), chunk.finish
@@ -98,6 +98,12 @@ class Reading:
             raise Broken(f"request {self.id}: {finish!r} is no finish reason")
         if self.task.done() and self.error is None and finish is None:
             raise Broken(f"request {self.id}: the stream ended after {self.count} tokens without a finish reason")
+        if finish is not None and self.count:
+            last, eos = int(self.tokens[-1]), limits.eos_token_ids
+            try:
+                check_end(self.chunks[-1], self.request, self.count, last, limits.max_context, eos)
+            except WireError as error:
+                raise Broken(f"request {self.id}: {error}") from None
 
 
 class Bench:
@@ -215,7 +221,7 @@ class Bench:
                 f"of them {late[0].id} with {late[0].count} tokens"
             )
         for reading in readings:
-            reading.check(self.engine.capabilities.vocab_size, self.version)
+            reading.check(self.engine.capabilities, self.version)
 
     async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
         """Abort requests, asking again as april does, until all have ended."""
