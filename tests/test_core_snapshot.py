@@ -14,8 +14,9 @@ from core_machine import EOS, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.engine_table import EngineTable
 from april.core.sampling import SamplingParams
-from april.core.settings import CoreSettings
+from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import FinishReason, OnStale, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
@@ -470,6 +471,34 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
     """Something else altogether."""
     with pytest.raises(CheckpointError, match="not a state that april's"):
         load(state)
+
+
+@pytest.mark.parametrize("engine", ["e0", "another"])
+def test_nothing_is_generated_behind_the_end_of_a_response(engine: str) -> None:
+    """EOS in the middle of a call cannot be, also where its engine is gone; as the last token of a call it can."""
+    m, _ = two_turns()
+    state = save(m)
+    (sample,) = state["waiting"][0]["samples"]
+    tokens = np.frombuffer(sample["tokens"], "<i4").copy()
+    assert sample["calls"] == [[0, 6, "length"]]
+    for place, refused in ((5, False), (8, False), (4, True), (7, True)):
+        changed = tokens.copy()
+        changed[place] = EOS
+        sample["tokens"] = changed.tobytes()
+        for segment in sample["segments"]:
+            segment[5] = engine if segment[3] == "generated" else ""
+        if refused:
+            with pytest.raises(CheckpointError, match=f"tokens behind the end-of-sequence token at {place}"):
+                restored(state, ALONE, lambda g, i: 500, auto_call=False)
+        else:
+            restored(state, ALONE, lambda g, i: 500, auto_call=False)
+
+
+def test_ends_of_an_engine_that_is_gone_are_those_on_which_all_agree() -> None:
+    """Another server may end responses by more tokens than the one that had generated these."""
+    table = EngineTable([EngineLimits("a", 99, None, (1, 2)), EngineLimits("b", 99, None, (2, 3))], PolicyVersion(0, 0))
+
+    assert [set(table.ends_of(name)) for name in ("a", "b", "gone")] == [{1, 2}, {2, 3}, {2}]
 
 
 def test_only_a_fresh_core_takes_a_state() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 from saved_rollouts import LENGTHS, check, new, plain, resealed, until_the_end
 from virtual_rollouts import RecordingEngine, virtual
@@ -61,6 +62,58 @@ def sealed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda state: resealed(change(state))
 
 
+def damage_finished(**values: Any) -> Callable[[Any], Any]:
+    """Values of the finished samples, in a state whose checksum fits all the same."""
+
+    def change(state: Any) -> Any:
+        for part in ("ready", "waiting"):
+            for sample in (s for g in state["core"][part] for s in g["samples"] if s["finished"]):
+                sample.update(values)
+        return resealed(state)
+
+    return change
+
+
+def numbers(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change of fields of the samples that have tokens, in a state whose checksum fits all the same."""
+
+    def change(state: Any) -> Any:
+        for part in ("ready", "waiting"):
+            for sample in (s for g in state["core"][part] for s in g["samples"] if s["tokens"]):
+                for name, made in changes.items():
+                    sample[name] = made(sample[name])
+        return resealed(state)
+
+    return change
+
+
+def all_of(value: float, dtype: str) -> Callable[[bytes], bytes]:
+    """Every number of an array."""
+    return lambda data: np.full(len(data) // 4, value, dtype).tobytes()
+
+
+NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "NaN": (numbers(logprobs=all_of(np.nan, "<f4")), "is damaged: .* log-probability nan is not a finite number <= 0"),
+    "positive": (numbers(logprobs=all_of(4.0, "<f4")), "is damaged: .* log-probability 4 is not a finite number"),
+    "infinite": (numbers(logprobs=all_of(-np.inf, "<f4")), "is damaged: .* log-probability -inf is not a finite"),
+    "ids": (numbers(tokens=all_of(2**31 - 1, "<i4")), "does not fit these engines: token id 2147483647 is outside"),
+    "negative ids": (numbers(tokens=all_of(-1, "<i4")), "does not fit these engines: token id -1 is outside"),
+    "calls": (numbers(calls=lambda calls: [], open_call=lambda start: None), "is damaged: .*nobody asked for"),
+    "call": (numbers(open_call=lambda start: 1, calls=lambda calls: []), "is damaged: .*nobody asked for"),
+    "backwards": (numbers(calls=lambda calls: [[5, 2, "stop"]]), "is damaged: .* a call of tokens 5 to 2 after 0"),
+    "attempts": (numbers(attempts=lambda count: 0), "is damaged: .* of 0 attempts"),
+    "finished": (numbers(finished=lambda yes: 1), "is damaged: .* finished is 1"),
+    "segments": (numbers(segments=lambda s: [[*s[0][:4], "me", *s[0][5:]], *s[1:]]), "is damaged: .* of attempt 'me'"),
+    "temperature": (numbers(segments=lambda s: [[*p[:6], -1.0] for p in s]), "is damaged: .* a temperature of -1.0"),
+    "version": (numbers(segments=lambda s: [[p[0], 0, 7, *p[3:]] for p in s]), "is damaged: .* is newer than the"),
+    "huge version": (numbers(segments=lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]), "is damaged: "),
+    "reward": (
+        damage_finished(reward=1e39), r"is damaged: .* its reward is 1e\+39, which no float32 holds"
+    ),
+    "no reward": (damage_finished(reward=float("nan")), "is damaged: .* its reward is nan; expected a finite number"),
+    "open and finished": (damage_finished(open_call=0), "is damaged: "),
+}
+
 DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
@@ -89,6 +142,9 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "prompts": (sealed(damage(["prompts"], [])), "is damaged"),
     "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, the configuration has epochs=1"),
 }
+
+
+DAMAGED |= NUMBERS
 
 
 @pytest.mark.parametrize("kind", list(DAMAGED))

@@ -129,7 +129,10 @@ class Batch:
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
 ) -> DeliveredSample:
-    """Freeze a finished sample; tokens older than ``max_staleness`` (None: no bound) get loss mask 0."""
+    """Freeze a finished sample; tokens older than ``max_staleness`` (None: no bound) get loss mask 0.
+
+    Its arrays are copies: the trainer may write into them, and what a state delivers again is what was sampled.
+    """
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
     tape = sample.tape
@@ -143,9 +146,9 @@ def deliver_sample(
                 mask[segment.start : segment.start + segment.count] = 0
     return DeliveredSample(
         id=sample.id,
-        prompt=sample.group.prompt,
-        tokens=tape.tokens,
-        logprobs=tape.logprobs,
+        prompt=sample.group.prompt.copy(),
+        tokens=tape.tokens.copy(),
+        logprobs=tape.logprobs.copy(),
         loss_mask=mask,
         segments=tuple(tape.segments),
         staleness=staleness,

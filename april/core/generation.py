@@ -75,7 +75,7 @@ class Generation:
                 "append to the conversation, never rewrite it"
             )
         added = token_ids[len(have) : len(prompt) + self._books.attempts.room(sample)]
-        sample.tape.add_environment(np.asarray(added, np.int32), self._books.clock.current)
+        sample.tape.add_environment(np.array(added, np.int32), self._books.clock.current)
         return None
 
     def _replay(self, sample: Sample, event: ev.CallMade) -> None:

@@ -84,18 +84,17 @@ def _restore(core: RolloutCore, state: State) -> None:
     books = core.books
     branches = {int(i): count_of(n) for i, n in state["branches"].items()}
     clock = VersionClock(version_of(state["version"]), branches)
-    current = clock.restart(clock.current.n)
     ready = [_group_in(core, g, ready=True) for g in state["ready"]]
     waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
-    core.clock.current, core.clock.branches = current, clock.branches
+    for group in (*ready, *waiting):
+        for version in (group.drawn_under, *(part.version for s in group.samples for part in s.tape.segments)):
+            clock.staleness(version)  # raises for a version that cannot have been
+    core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
     books.groups_drawn, books.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
     core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
         if group.id >= books.groups_drawn or group.id in core.buffer.groups:
             raise ValueError(f"group {group.id} of {books.groups_drawn}")
-        stamped = [part.version for sample in group.samples for part in sample.tape.segments]
-        for version in (group.drawn_under, *stamped):
-            clock.staleness(version)  # raises for a version that cannot have been
         core.buffer.add(group)
     for group in [*ready, *waiting]:
         books.event_number += 1  # completed one after the other: batches are delivered again in their order

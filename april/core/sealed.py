@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from april.errors import CheckpointError
@@ -118,9 +119,21 @@ def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
         _add(item, put)
 
 
-def unchecked_in(data: Mapping[Any, Any]) -> list[str]:
-    """Names of the entries of a prompt's data that have no checksum."""
-    return sorted(_text(name) for name, value in data.items() if not (is_plain(name) and is_plain(value)))
+def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:
+    """A prompt's data for a state, and the names of its entries that have no checksum.
+
+    Those that have are copies: functions may go on writing into theirs while the state is on its way to the disk.
+    """
+    out, unchecked = {}, []
+    for name, value in data.items():
+        plain = is_plain(name) and is_plain(value)
+        try:
+            out[name] = deepcopy(value) if plain else value
+        except Exception:  # a tensor in the middle of a graph has no copy
+            out[name], plain = value, False
+        if not plain:
+            unchecked.append(_text(name))
+    return out, sorted(unchecked)
 
 
 def _key(key: Any) -> bytes:

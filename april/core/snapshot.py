@@ -15,7 +15,7 @@ import numpy as np
 
 from april.core.ledger import Ledger
 from april.core.restoring import require_fresh, restore, settings_out
-from april.core.sealed import State, unchecked_in
+from april.core.sealed import State, data_out
 from april.core.tape import TokenTape
 from april.core.types import Attempt, DropReason, FinishReason, Group, RecordedCall, Sample, SampleState
 from april.errors import CheckpointError
@@ -91,13 +91,14 @@ def _newest_committed(core: RolloutCore) -> int:
 
 def _group_out(core: RolloutCore, group: Group) -> State:
     prompt = group.prompt
+    data, unchecked = data_out(prompt.data)
     return {
         "id": group.id,
         "epoch": prompt.epoch,
         "position": prompt.position,
         "prompt": _packed(prompt.token_ids, "<i4"),
-        "data": dict(prompt.data),
-        "unchecked": unchecked_in(prompt.data),
+        "data": data,
+        "unchecked": unchecked,
         "drawn_under": list(group.drawn_under),
         "samples": [_sample_out(core, sample) for sample in group.samples],
     }

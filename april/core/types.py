@@ -137,6 +137,10 @@ class Prompt:
     epoch: int = 0
     position: int = 0
 
+    def copy(self) -> Prompt:
+        """The same prompt for whoever may write into its array; ``data`` is the same object."""
+        return Prompt(self.token_ids.copy(), self.data, self.epoch, self.position)
+
 
 @dataclass(slots=True)
 class GenerateCall:

@@ -146,7 +146,7 @@ class SampleFunctions:
                 why = f"{describe(error)}; {_ABANDONED}" if abandoned else describe(error)
                 self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}"))
 
-        arguments = (sample.group.prompt, LLM(sample.id, self._sampling, generate))
+        arguments = (sample.group.prompt.copy(), LLM(sample.id, self._sampling, generate))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.id, ended)
 
     def call_completed(self, command: do.CallCompleted) -> None:
@@ -182,7 +182,7 @@ class SampleFunctions:
 
     def _score(self, samples: list[Sample]) -> None:
         runners = [self._runners.setdefault(s.id, _Runner(s)) for s in samples]
-        first, prompt = samples[0].id, samples[0].group.prompt
+        first, prompt = samples[0].id, samples[0].group.prompt.copy()
         responses = [response_of(r.sample, r.output, self._detokenizer) for r in runners]
         in_groups = self._functions.group_reward is not None
         function = self._functions.group_reward if in_groups else self._functions.reward
@@ -228,7 +228,7 @@ class SampleFunctions:
                 wrong = f"the filter failed: {describe(error)}"
             self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
 
-        self._calls.begin(function, (group.prompt, responses), f"group {group.id}", answered)
+        self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
 
 
 _ABANDONED = (

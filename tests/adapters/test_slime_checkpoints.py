@@ -128,9 +128,12 @@ def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
     trained = {g[0].group_index for r in (0, 1) for g in process(r)}
     files: list[tuple[bytes, bytes]] = []
     one_by_one = threading.Lock()
+    over: list[bool] = []
 
     def save() -> None:
         with one_by_one:
+            if over:  # a reward that the rollout did not wait for
+                return
             process.data.save(1)
             written = sorted((tmp_path / "rollout").iterdir())
             files.append((written[0].read_bytes(), written[1].read_bytes()))
@@ -140,6 +143,8 @@ def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
         process(2)
     finally:
         user.at_reward.clear()
+    with one_by_one:
+        over.append(True)
     process.end()
     names = sorted((tmp_path / "rollout").iterdir())
     for carry, state in files[:: max(1, len(files) // 4)]:
