@@ -8,9 +8,10 @@ tokens and comparing their log-probabilities with a full forward pass without a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,26 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
 
 
 def refuse_unsupported(model: Any, max_len: int) -> None:
-    """Raise ConfigError, in one sentence, if what the configuration says rules the model out."""
+    """Raise ConfigError, in one sentence, if what the model says of itself rules it out."""
     config = text_config(model)
     kind = config.model_type
+    if how := _sharded_by(model):
+        raise ConfigError(
+            f"the parameters of {kind} are sharded over ranks ({how}), so every rank would have to take part in every "
+            "decode step: use an engine behind a server (vllm, sglang), or give this engine a plain copy of the model, "
+            "into which every rank gathers the weights (get_model_state_dict with full_state_dict=True) before "
+            "weight_update()"
+        )
+    if dynamic := _dynamically_quantised(model):
+        raise ConfigError(
+            f"{kind} has layers that quantise their inputs as they come ({dynamic}), by a scale of the whole batch, so "
+            "a token would depend on its neighbours: generate with the model as it was before quantize_dynamic"
+        )
+    if any(getattr(c, "is_prompt_learning", False) for c in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            f"{kind} has a PEFT adapter of the kind prompt learning, which puts virtual tokens before every prompt: "
+            "the transformers engine resumes by the tokens there are; use LoRA, or a served engine (vllm, sglang)"
+        )
     if getattr(model, "_is_stateful", False):
         raise ConfigError(
             f"{kind} keeps recurrent state: the transformers engine keeps keys and values only; "
@@ -98,6 +116,43 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
             f"the parameters of {kind} are on {sorted(map(str, devices))}: the transformers engine wants all of them "
             "on one real device"
         )
+
+
+def _sharded_by(model: Any) -> str:
+    """What has spread the parameters over ranks; empty if they are whole."""
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        return "DTensor, as of FSDP2's fully_shard or tensor parallelism"
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return "FullyShardedDataParallel"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return "DeepSpeed's ZeRO-3"
+    return ""
+
+
+def _dynamically_quantised(model: Any) -> str:
+    """Name of a layer type of torch's dynamic quantisation; empty if there is none."""
+    types = {type(module) for module in model.modules()}
+    return next((t.__qualname__ for t in types if t.__module__.startswith("torch.ao.nn.quantized.dynamic")), "")
+
+
+def why_not_exact(model: Any) -> str:
+    """What is known of a model that may explain why it failed the trial, to be put into that sentence; or empty."""
+    known = []
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        known.append(
+            "it is compiled: give the engine the model from before torch.compile, which has the same weights"
+        )
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    if method is not None:
+        known.append(f"it is quantised ({getattr(method, 'value', method)}): give the engine whole weights")
+    return "".join(f"; {sentence}" for sentence in known)
+
+
+def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the autocast that is on in this thread for ``device``, in another thread; nothing if there is none."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=torch.get_autocast_dtype(device.type))
 
 
 def context_of(model: Any) -> int:

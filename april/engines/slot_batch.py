@@ -308,8 +308,8 @@ class SlotDecoder:
             use_cache=True,
             logits_to_keep=self._upload(kept),
         ).logits
-        if self._cache.dtype is not None:
-            self._masks.use(self._cache.dtype)
+        if self._cache.key_dtype is not None:
+            self._masks.use(self._cache.key_dtype)
         if logits.shape[1] != kept.size:  # a model that does not know ``logits_to_keep`` returns all positions
             last = lengths - 1
         logits = logits[self._upload(of_request), self._upload(last[of_request])]

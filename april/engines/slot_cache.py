@@ -119,10 +119,16 @@ class SlotCache(Cache):
 
     # ------------------------------------------------------------------ rows
 
+    # not ``dtype``: accelerate takes whatever has one for a tensor
     @property
-    def dtype(self) -> torch.dtype | None:
+    def key_dtype(self) -> torch.dtype | None:
         """Of the stored keys; None before the first model call."""
         return next((store.keys.dtype for store in self._stores.values()), None)
+
+    @property
+    def stored_dtypes(self) -> set[torch.dtype]:
+        """Of all keys and values."""
+        return {cells.dtype for store in self._stores.values() for cells in (store.keys, store.values)}
 
     def move(self, to: Tensor, source: Tensor) -> None:
         """Copy whole rows: ``to[i]`` becomes ``source[i]``; int64 [k] each, no row in both."""

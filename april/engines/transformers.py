@@ -69,6 +69,9 @@ class TransformersEngine:
     counters and addresses of the tensors: every request ends with that error, without the tokens of that tick, and
     nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` alone move neither.
 
+    It generates in the precision of the model: that of its weights, or of an autocast, be it around its ``forward`` or
+    around the line that makes the engine.
+
     Args:
         model: the model, on its final device; not copied.
         slots: most requests decoded at the same time; further ones wait.
@@ -100,8 +103,7 @@ class TransformersEngine:
         _require("torch", "transformers")
         import torch
 
-        from april.engines.model_check import check_model
-        from april.engines.model_support import context_of, eos_ids_of, refuse_unsupported, text_config
+        from april.engines.model_support import autocast_here, context_of, eos_ids_of, refuse_unsupported, text_config
         from april.engines.optimizer_guard import guard_optimizers
         from april.engines.slot_batch import SlotDecoder
 
@@ -120,8 +122,14 @@ class TransformersEngine:
         self._model = model
         self._max_len = context_of(model) if max_len is None else max_len
         refuse_unsupported(model, self._max_len)
+        self._autocast = autocast_here(next(model.parameters()).device)
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
         if check:
-            check_model(model, self._max_len)
+            try:
+                self._thread.submit(self._try_out).result()
+            except BaseException:
+                self._thread.shutdown(wait=False)
+                raise
         self.stats = EngineStats()
         self._decoder = SlotDecoder(model, slots, self._max_len, self.stats)
         self._name = name
@@ -138,7 +146,6 @@ class TransformersEngine:
         self._stream_interval = stream_interval
         self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
         self._seeds = random.Random(seed)
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
         self._streams: dict[str, _Stream] = {}
         # Requests, and lists of attempts to end, that came while a tick was running.
         self._inbox: list[SlotRequest | list[str]] = []
@@ -383,6 +390,13 @@ class TransformersEngine:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
         return outputs, error
 
+    def _try_out(self) -> None:
+        """In the worker thread, as ticks are: what autocast keeps there never meets the trainer's gradients."""
+        from april.engines.model_check import check_model
+
+        with self._autocast():
+            check_model(self._model, self._max_len)
+
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:
         """In the worker thread: one tick, looked at from both sides."""
         from april.engines.model_support import generation_mode
@@ -392,7 +406,7 @@ class TransformersEngine:
         if not decoder.active:
             self._stamp = self._weights_stamp()
         try:
-            with generation_mode(self._model):
+            with generation_mode(self._model), self._autocast():
                 outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
             if self._stamp == self._weights_stamp():
                 return outputs + decoder.partials(), None

@@ -1,0 +1,179 @@
+"""The trial run of the embedded engine: exact in float32, the model's own noise and no bug below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, tiny_model
+
+from april.core.sampling import SamplingParams
+from april.engines.model_check import check_model
+from april.engines.model_support import DecodeMasks, refuse_unsupported
+from april.engines.protocol import Request
+from april.engines.slot_cache import SlotCache
+from april.engines.transformers import TransformersEngine
+from april.errors import ConfigError
+
+MIXTURE = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+MODELS = [*((name, {}) for name in (*ARCHITECTURES, "cohere2")), ("glm4_moe", MIXTURE)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads wait for each other longer than such models compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+PRECISIONS = {
+    "float32": (torch.float32, nullcontext),
+    "bfloat16": (torch.bfloat16, nullcontext),
+    "float16": (torch.float16, nullcontext),
+    "bfloat16 autocast": (torch.float32, _autocast),
+}
+
+
+def _shifted(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Each decode step is one position late."""
+    forward = model.forward
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        if named.get("attention_mask") is not None:
+            named["position_ids"] = named["position_ids"] + 1
+        return forward(*arguments, **named)
+
+    model.forward = late
+
+
+def _stale(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """A request that moves to a freed slot finds the keys and values of the one before it there."""
+    patch.setattr(SlotCache, "move", lambda *_: None)
+
+
+def _blind(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """No token sees itself."""
+    at = DecodeMasks.at
+    patch.setattr(DecodeMasks, "at", lambda self, positions, window: at(self, positions - 1, window))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("architecture", "changes"), MODELS, ids=[name for name, _ in MODELS])
+def test_models_pass_in_their_own_precision(architecture: str, changes: dict[str, Any], precision: str) -> None:
+    """Below float32 a model differs from itself by more than the float32 bound: that is no fault of the decoder."""
+    dtype, context = PRECISIONS[precision]
+    with context():
+        difference = check_model(tiny_model(architecture, **changes).to(dtype), 64)
+    assert difference <= (1e-5 if precision == "float32" else 0.1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bug", [_shifted, _stale, _blind])
+@pytest.mark.parametrize("architecture", ["qwen3", "cohere2"])
+def test_a_bug_is_no_noise(
+    architecture: str, bug: Callable[..., None], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shifted position, a stale key, a wrong mask: refused in every precision."""
+    dtype, context = PRECISIONS[precision]
+    model = tiny_model(architecture).to(dtype)
+    bug(model, monkeypatch)
+    with pytest.raises(ConfigError, match="differs from a full forward pass"), context():
+        check_model(model, 64)
+
+
+def test_noise_is_no_excuse_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a thousandth of a nat, which bfloat16 would explain, is refused in float32."""
+    update = SlotCache.update
+
+    def off(self: Any, keys: Any, values: Any, layer: int, *rest: Any, **named: Any) -> Any:
+        return update(self, keys * (1 + 2e-3), values, layer, *rest, **named)
+
+    monkeypatch.setattr(SlotCache, "update", off)
+    with pytest.raises(ConfigError, match="differs from a full forward pass"):
+        check_model(tiny_model(), 64)
+    check_model(tiny_model().to(torch.bfloat16), 64)
+
+
+def test_nothing_that_the_model_returns_looks_like_a_tensor() -> None:
+    """Accelerate calls ``.float()`` on whatever has a bfloat16 ``dtype``, the cache in a model's output included."""
+    model = tiny_model().to(torch.bfloat16)
+    seen = []
+    model.register_forward_hook(lambda *call: seen.append(call[-1].past_key_values))
+    check_model(model, 64)
+    assert any(isinstance(cache, SlotCache) for cache in seen)
+    assert not any(hasattr(cache, "dtype") for cache in seen if cache is not None)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_generates_in_the_precision_in_which_it_was_made() -> None:
+    """An autocast around the trainer's lines is the engine's too, in its own thread, and spoils no gradients."""
+    model, request = tiny_model(), Request("a", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=20, seed=3))
+    dtypes: set[torch.dtype] = set()
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
+    with _autocast():
+        engine = TransformersEngine(model, slots=2, max_len=64, eos_token_ids=())
+    dtypes.clear()
+    (chunk,) = [c async for c in engine.generate(request)]
+    assert dtypes == {torch.bfloat16}
+    with _autocast():
+        ids = torch.tensor([[*request.token_ids.tolist(), *chunk.tokens.tolist()]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            logprobs = model.eval()(input_ids=ids).logits[0, 2:-1].float().log_softmax(-1)
+    expected = logprobs.gather(1, ids[0, 3:, None])[:, 0].numpy()
+    assert np.abs(expected - chunk.logprobs).mean() < 0.03
+    await engine.close()
+
+
+class DTensor(torch.Tensor):
+    """As FSDP2 leaves them, as far as a name goes."""
+
+
+def test_what_the_engine_cannot_drive_is_refused_by_its_name() -> None:
+    """Sharded, dynamically quantised, with prompt learning: the sentence names the cause and what to do."""
+    sharded = tiny_model()
+    weight = sharded.lm_head.weight
+    sharded.lm_head.weight = torch.nn.Parameter(weight.detach().as_subclass(DTensor))
+    with pytest.raises(ConfigError, match=r"qwen3 are sharded over ranks \(DTensor, .*get_model_state_dict"):
+        refuse_unsupported(sharded, 64)
+
+    partitioned = tiny_model()
+    partitioned.lm_head.weight.ds_id = 1
+    with pytest.raises(ConfigError, match=r"sharded over ranks .DeepSpeed's ZeRO-3"):
+        TransformersEngine(partitioned)
+
+    prompted = tiny_model()
+    prompted.peft_config = {"default": type("PromptTuningConfig", (), {"is_prompt_learning": True})()}
+    with pytest.raises(ConfigError, match=r"of the kind prompt learning, .*; use LoRA"):
+        TransformersEngine(prompted)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_dynamic_quantisation_is_named() -> None:
+    """Its scales are of the whole batch: no slot decoder can be exact with it."""
+    quantised = torch.ao.quantization.quantize_dynamic(tiny_model().eval(), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ConfigError, match="generate with the model as it was before quantize_dynamic"):
+        TransformersEngine(quantised)
+
+
+def test_a_compiled_model_that_fails_is_told_of_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled models are tried like others; the sentence says what to give instead."""
+    compiled = torch.compile(tiny_model(), backend="eager")
+    check_model(compiled, 64)
+    monkeypatch.setattr(SlotCache, "move", lambda *_: None)
+    with pytest.raises(ConfigError, match="it is compiled: give the engine the model from before"):
+        check_model(compiled, 64)
+
