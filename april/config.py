@@ -35,6 +35,8 @@ from april.refused import REFUSED
 
 MOST_ASKED = 1_000_000
 """How often the same abort may be asked for."""
+RETRY_PAUSE_S = 4.0
+"""Before a reward function or filter that failed is asked again, the first time; 8 times as long the next time."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -258,6 +260,7 @@ class Config(Model):
             has_filter=has_filter,
             max_filtered_groups=self.max_filtered_groups,
             max_attempt_failures=self.max_attempt_failures,
+            retry_pause_s=RETRY_PAUSE_S,
             max_failed_groups=self.max_failed_groups,
             abort_deadline_s=self.abort_deadline_s,
             abort_resend_s=self.abort_resend_s,

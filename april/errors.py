@@ -56,6 +56,10 @@ class RolloutError(AprilError, RuntimeError):
     """A rollout or reward function failed; the sample is named in the message."""
 
 
+class UsageError(RolloutError, ValueError):
+    """A rollout or reward function asks april for what cannot be, or returns it; it would do so again."""
+
+
 class InvariantError(AprilError, AssertionError):
     """april's own books do not balance; carries the story of the sample concerned."""
 

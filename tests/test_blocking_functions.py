@@ -19,7 +19,7 @@ from april.core.types import DropReason, FinishReason
 from april.driver.rewards import Response
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Request
-from april.errors import RolloutError, SchedulerClosed
+from april.errors import RolloutError, SchedulerClosed, UsageError
 
 
 def workers() -> list[threading.Thread]:
@@ -303,7 +303,7 @@ def test_misuse_in_a_thread_is_a_named_failure() -> None:
     with one_group(GateEngine(holds), rollout, over_sampling_batch_size=2) as rollouts:
         sample = delivered(rollouts, (0, 0))
         assert sample.tokens.tolist() == [*HEAD, *TAIL]
-    assert [type(e) for e in errors] == [ValueError, ValueError, TypeError, RolloutError]
+    assert [type(e) for e in errors] == [UsageError, UsageError, TypeError, RolloutError]
     assert "while another call of the same sample was running" in str(errors[3])
 
 

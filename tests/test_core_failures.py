@@ -11,7 +11,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
-from april.core.types import OnLongPrompt, SampleId, SampleState
+from april.core.types import DropReason, OnLongPrompt, SampleId, SampleState
 from april.errors import InvariantError
 
 TWO_ENGINES = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
@@ -361,3 +361,46 @@ def test_lost_tokens_are_found_by_validate() -> None:
     m.core.tokens.held -= 1
     with pytest.raises(InvariantError, match=r"a recount finds|lost or made up"):
         m.core.validate()
+
+
+# ---------------------------------------------------------------- pauses between tries
+
+
+def retry_timers(commands: list[do.Command]) -> list[tuple[int, float]]:
+    return [(c.timer, c.seconds) for c in commands if isinstance(c, do.StartTimer) and c.timer < 0]
+
+
+def test_a_reward_is_asked_again_after_a_pause() -> None:
+    """Longer each time; the group is given up only after the last of them."""
+    m = CoreMachine(
+        settings(n=1, samples=1, max_attempt_failures=4, retry_pause_s=4.0), lambda g, i: 3, auto_score=False
+    )
+    m.post(ev.StepRequested())
+    m.end(min(m.in_flight))
+    pauses = []
+    for _ in range(3):
+        commands = m.post(ev.SampleFailed(SampleId(0, 0), "no answer"))
+        assert not any(isinstance(c, do.ScoreSample) for c in commands)
+        ((timer, seconds),) = retry_timers(commands)
+        pauses.append(seconds)
+        assert [type(c) for c in m.post(ev.TimerFired(timer))] == [do.ScoreSample]
+        assert m.post(ev.TimerFired(timer)) == []  # once
+    assert pauses == [4.0, 32.0, 32.0]
+    m.post(ev.SampleFailed(SampleId(0, 0), "no answer"))
+    assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
+
+
+def test_a_pause_that_is_overtaken() -> None:
+    """Rewards of a group are not asked for while one of its samples has begun again since."""
+    m = CoreMachine(settings(n=1, samples=2, group_reward=True, retry_pause_s=4.0), lambda g, i: 3)
+    m.post(ev.StepRequested())
+    group = m.core.buffer.groups[0]
+    for key in [(0, 0), (0, 1)]:
+        attempt_id = next(a.id for a in m.in_flight.values() if a.sample.id == key)
+        m.tokens(attempt_id, 3)
+        m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, "stop"))
+        m.core.handle(ev.SampleReturned(SampleId(*key)))
+    ((first, _),) = retry_timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")))
+    m.core._setbacks.begin_again(group.samples[1], DropReason.STALE)
+    commands = m.core.handle(ev.TimerFired(first))
+    assert not any(isinstance(c, do.ScoreGroup) for c in commands)  # the other one is to return first

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
 from april.core.types import FinishReason, OnStale, Refill, SampleId, SampleState
@@ -31,7 +32,7 @@ class Life(CoreMachine):
                 n=n, samples=samples, over=over, refill=rng.choice(list(Refill)), max_in_flight=rng.randint(1, 12),
                 max_staleness=bound, on_stale=rng.choice(list(OnStale)), max_response_len=rng.choice([30, 1000]),
                 group_reward=rng.random() < 0.3, max_attempt_failures=rng.randint(1, 3), max_failed_groups=50,
-                max_held_tokens=rng.choice([None, None, 200]),
+                max_held_tokens=rng.choice([None, None, 200]), retry_pause_s=rng.choice([0.0, 4.0]),
             ),
             lambda g, i: table.setdefault((g, i), rng.choice([1, 2, 3, 8, 40, 200])),
             prompts,
@@ -41,6 +42,14 @@ class Life(CoreMachine):
         self.rejected = 0
         self.stopped: set[SampleId] = set()
         """Samples that completed a stop string (and may have begun again since)."""
+
+        self.pauses: list[int] = []
+        """Timers after which a reward is asked for again."""
+
+    def _execute(self, command: do.Command) -> None:
+        super()._execute(command)
+        if isinstance(command, do.StartTimer) and command.timer in self.core.books.retries:
+            self.pauses.append(command.timer)
 
     def one_event(self) -> None:
         """Something happens."""
@@ -132,6 +141,8 @@ class Life(CoreMachine):
         self.post(ev.PauseRequested() if not self.core.paused else ev.Resumed())
 
     def _probe(self) -> None:
+        if self.pauses:
+            self.post(ev.TimerFired(self.pauses.pop(self.rng.randrange(len(self.pauses)))))
         for name, state in self.core.engines.states.items():
             if state.quarantined:
                 self.post(ev.EngineReady(name))

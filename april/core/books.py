@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from april.core.abort_controller import AbortController
 from april.core.attempt_book import AttemptBook
-from april.core.commands import Command
+from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
 from april.core.history import History
@@ -46,6 +46,10 @@ class Books:
         self.history = History()
         self.event_number = 0
         self.out: list[Command] = []
+        self.last_timer = 0
+        """Timers of the core count downwards, the abort controller's upwards."""
+        self.retries: dict[int, Sample | tuple[Group, int]] = {}
+        """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
         self.failure: str | None = None
         """Why the step cannot go on."""
         self.without_room: list[Group] = []
@@ -88,6 +92,12 @@ class Books:
     def impossible(self, sample: Sample, what: str) -> InvariantError:
         """The error for an event that cannot happen to this sample."""
         return InvariantError(f"{sample.id} {what} (it is {sample.state}); {self.history.story(sample.id)}")
+
+    def start_timer(self, seconds: float, why: str = "") -> int:
+        """A new timer of the core's own; returns its number."""
+        self.last_timer -= 1
+        self.out.append(StartTimer(self.last_timer, seconds, why))
+        return self.last_timer
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
         """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""

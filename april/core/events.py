@@ -91,10 +91,14 @@ class TokensUnused:
 
 @dataclass(frozen=True, slots=True)
 class SampleFailed:
-    """A rollout or reward function raised, or returned what cannot be."""
+    """A rollout or reward function raised, or returned what cannot be.
+
+    ``mistake``: it would do so for every sample.
+    """
 
     sample: SampleId
     error: str
+    mistake: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class GroupJudged:
-    """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none."""
+    """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
+
+    ``mistake``: as in SampleFailed.
+    """
 
     group: int
     judgement: int
     keep: bool
     error: str | None = None
+    mistake: bool = False
 
 
 @dataclass(frozen=True, slots=True)

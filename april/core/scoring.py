@@ -83,8 +83,22 @@ class Scoring:
             return None
         return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
 
+    def ask_again(self, timer: int) -> bool:
+        """A pause after a failure is over, if the timer is one of those: ask once more what is still wanted."""
+        books = self._books
+        what = books.retries.pop(timer, None)
+        if isinstance(what, Sample):
+            if what.retry == timer:
+                self._setbacks.ask_reward(what)
+        elif what is not None:
+            group, judgement = what
+            if group.judged_since == judgement and group.id in books.buffer.groups:
+                books.out.append(do.JudgeGroup(group, judgement))
+        return what is not None
+
     def _finish(self, sample: Sample) -> None:
         books = self._books
+        sample.retry = 0
         books.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
         if books.monitor.sample_finished(sample.group):
             self.complete(sample.group)
@@ -117,6 +131,9 @@ class Scoring:
             books.note(group.samples[0], f"filter failed: {event.error}")
             if group.filter_failures >= books.settings.max_attempt_failures:
                 self._setbacks.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
+            elif pause_s := self._setbacks.pause_s(group.filter_failures):
+                group.judged_since = books.event_number
+                books.retries[books.start_timer(pause_s)] = group, group.judged_since
             else:
                 self._ask_filter(group)
         elif event.keep:

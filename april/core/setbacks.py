@@ -14,6 +14,9 @@ from april.core.over_sampler import WAITING
 from april.core.tape import TokenTape
 from april.core.types import DropReason, Group, OnStale, Replay, Sample, SampleState
 
+PAUSE_GROWTH = 8.0
+LONGEST_PAUSE_S = 32.0
+
 
 class Setbacks:
     """Trying again, beginning again, giving up."""
@@ -30,21 +33,30 @@ class Setbacks:
     # ---------------------------------------------------------------- one sample
 
     def fail(self, sample: Sample, error: str) -> None:
-        """Try again what failed, the reward or the whole sample, until it has failed too often."""
+        """Try again what failed, the reward (after a pause) or the whole sample, until it has failed too often."""
         books = self._books
         sample.failures += 1
         books.counters["failed_samples"] += 1
         books.note(sample, f"failed: {error}")
         if sample.failures >= books.settings.max_attempt_failures:
             self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
-        elif sample.state is SampleState.SCORING:
-            self.ask_reward(sample)
-        else:
+        elif sample.state is not SampleState.SCORING:
             self.begin_again(sample, DropReason.FAILED)
+        elif pause_s := self.pause_s(sample.failures):
+            sample.retry = books.start_timer(pause_s)
+            books.retries[sample.retry] = sample
+        else:
+            self.ask_reward(sample)
+
+    def pause_s(self, failures: int) -> float:
+        """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
+        return min(self._books.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
         """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
         books = self._books
+        for sibling in sample.group.samples if books.settings.group_reward else (sample,):
+            sibling.retry = 0
         if not books.settings.group_reward:
             books.out.append(do.ScoreSample(sample))
         elif all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in sample.group.samples):
@@ -88,6 +100,7 @@ class Setbacks:
             books.over_sampler.forget(sample)
         if sample.state is SampleState.STARTED:
             books.starting -= 1
+        sample.retry = 0
         if sample.state is SampleState.IN_FLIGHT:
             attempt = books.attempts.in_flight[sample.attempt_id]
             attempt.dropped_for = reason

@@ -34,6 +34,8 @@ class CoreSettings:
     """Groups that the filter rejected in a row, without one accepted, after which the step fails."""
     max_attempt_failures: int = 3
     """Failures of a sample (attempts in a row at the same token; or its functions, in all) that give its group up."""
+    retry_pause_s: float = 0.0
+    """Pause before a reward function or filter that failed is asked again, the first time; 0: there is none."""
     max_failed_groups: int = 8
     """Groups that failed in a row, without one completed, after which the step fails."""
     abort_deadline_s: float = 30.0

@@ -65,14 +65,13 @@ class RolloutCore:
         self._check = check
         self._pause_asked = False
         self._long_in_a_row = 0
-        self._last_timer = 0
         self._outage_timer = 0
         self._outage = False
         self._rests: dict[int, str] = {}
         setbacks = Setbacks(books)
         generation = Generation(books, setbacks)
         scoring = Scoring(books, setbacks, generation)
-        self._setbacks, self._generation = setbacks, generation
+        self._setbacks, self._generation, self._scoring = setbacks, generation, scoring
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
@@ -83,9 +82,9 @@ class RolloutCore:
             ev.AttemptFailed: self._attempt_failed,
             ev.SampleReturned: scoring.sample_returned,
             ev.TokensUnused: self._tokens_unused,
-            ev.SampleFailed: scoring.sample_failed,
+            ev.SampleFailed: self._sample_failed,
             ev.Scored: scoring.scored,
-            ev.GroupJudged: scoring.group_judged,
+            ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
             ev.PauseRequested: self._pause_requested,
             ev.Resumed: self._resumed,
@@ -326,6 +325,18 @@ class RolloutCore:
     def _source_extended(self, event: ev.SourceExtended) -> None:
         self.over_sampler.exhausted = False
 
+    # ---------------------------------------------------------------- functions that were written wrongly
+
+    def _sample_failed(self, event: ev.SampleFailed) -> None:
+        if event.mistake and self.step is not None:  # the others that fail so say the same
+            self.books.failure = f"{event.sample}: {event.error}"
+        self._scoring.sample_failed(event)
+
+    def _group_judged(self, event: ev.GroupJudged) -> None:
+        if event.mistake and self.step is not None:
+            self.books.failure = event.error
+        self._scoring.group_judged(event)
+
     # ---------------------------------------------------------------- pauses, versions, engines
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
@@ -355,6 +366,8 @@ class RolloutCore:
                     self.over_sampler.push(sample)
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
+        if self._scoring.ask_again(event.timer):
+            return
         if event.timer < 0:
             resting = self._rests.pop(event.timer, None)
             if resting is None:
@@ -423,9 +436,7 @@ class RolloutCore:
         seconds = self.engines.busy(name, asked_s, event.in_flight)
         if seconds is not None:
             why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
-            self._last_timer -= 1
-            self._rests[self._last_timer] = name
-            self.books.out.append(do.StartTimer(self._last_timer, seconds, "" if state.has_rested else why))
+            self._rests[self.books.start_timer(seconds, "" if state.has_rested else why)] = name
             state.has_rested = True
         elif not state.resting:
             self._engine_failed(ev.EngineFailed(name))
@@ -437,9 +448,7 @@ class RolloutCore:
         """No engine is well and has the current weights: wait for one, but not for ever."""
         if not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
-            self._last_timer -= 1  # the abort controller counts upwards
-            self._outage_timer = self._last_timer
-            self.books.out.append(do.StartTimer(self._outage_timer, self.settings.outage_deadline_s))
+            self._outage_timer = self.books.start_timer(self.settings.outage_deadline_s)
 
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:

@@ -198,7 +198,8 @@ class Sample:
 
     __slots__ = (
         "attempt_failures", "attempt_id", "attempts", "avoid", "cached_on", "cached_under", "call", "calls", "failures",
-        "finish", "group", "id", "outlived", "replay", "restarts", "resumes", "reward", "state", "tape", "ticket",
+        "finish", "group", "id", "outlived", "replay", "restarts", "resumes", "retry", "reward", "state", "tape",
+        "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group) -> None:
@@ -224,6 +225,8 @@ class Sample:
         self.cached_under: tuple[PolicyVersion | None, int] | None = None
         self.failures = 0
         """Failures of its rollout and reward functions."""
+        self.retry = 0
+        """Timer after which its reward is asked for again; 0: none."""
         self.restarts = 0
         """How often it began again from nothing."""
         self.finish: FinishReason | None = None

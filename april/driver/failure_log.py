@@ -18,12 +18,13 @@ class FailureLog:
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def warn(self, error: BaseException, what: str, *where: object) -> None:
-        """``what % where``, and what is wrong."""
+    def warn(self, error: BaseException, what: str, *where: object, once: bool = False) -> None:
+        """``what % where``, and what is wrong; ``once``: the first of its kind only."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
-        log.warning(what + ": %s", *where, describe(error), exc_info=error if first and trace is not None else None)
+        if first or not once:
+            log.warning(what + ": %s", *where, describe(error), exc_info=error if first and trace is not None else None)

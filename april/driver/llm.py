@@ -18,7 +18,7 @@ from april.core.sampling import SamplingParams
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.driver.stop_strings import wrong_stop_strings
-from april.errors import RolloutError
+from april.errors import RolloutError, UsageError
 from april.refused import REFUSED
 
 
@@ -88,7 +88,7 @@ class LLM:
 
         Raises:
             TypeError: an argument that april does not know; the message says which there are.
-            ValueError: an argument out of range.
+            UsageError: an argument out of range, or of the wrong type (a ValueError, too).
             RolloutError: another call of this sample is not complete, or ``token_ids`` rewrite what was said before.
         """
         if others:
@@ -119,22 +119,22 @@ def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
     try:
         return tuple(values)
     except TypeError:
-        raise ValueError(f"llm.generate: {name} must be a list, got {values!r}") from None
+        raise UsageError(f"llm.generate: {name} must be a list, got {values!r}") from None
 
 
 def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
-    """A conversation as int32 [T], a copy; raises ValueError for anything but a flat list of integers."""
+    """A conversation as int32 [T], a copy; raises UsageError for anything but a flat list of integers."""
     try:
         array = np.asarray(token_ids)
     except ValueError:
         array = np.empty(0)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
+        raise UsageError(
             f"llm.generate: token_ids must be a flat list of integers, got {type(token_ids).__name__} of "
             f"{array.dtype}; give prompt.token_ids or Completion.conversation, and what your tokenizer makes of text"
         )
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
-        raise ValueError("llm.generate: token_ids must be in [0, 2**31)")
+        raise UsageError("llm.generate: token_ids must be in [0, 2**31)")
     return np.array(array, np.int32)
 
 
@@ -180,9 +180,9 @@ def checked_call(
     """
     wrong = wrong_sampling(sampling, vocab_size)
     if wrong is not None:
-        raise ValueError(f"llm.generate: {wrong}")
+        raise UsageError(f"llm.generate: {wrong}")
     if sampling.stop and not can_stop:
-        raise ValueError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
+        raise UsageError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
     if token_ids is None:
         return None
     have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.told]))
@@ -193,17 +193,17 @@ def checked_call(
         )
     new = token_ids[len(have) :]
     if len(new) and new.max() >= vocab_size:
-        raise ValueError(f"llm.generate: token id {new.max()} is outside the engine's vocabulary of {vocab_size}")
+        raise UsageError(f"llm.generate: token id {new.max()} is outside the engine's vocabulary of {vocab_size}")
     return token_ids[:longest]
 
 
 def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_temperature: bool = True) -> None:
-    """Raise ValueError for a call whose log-probabilities a trainer cannot recompute, where the configuration can.
+    """Raise UsageError for a call whose log-probabilities a trainer cannot recompute, where the configuration can.
 
     Without ``any_temperature`` the engines' log-probabilities are right at temperature 1 only.
     """
     if not any_temperature and sampling.temperature != 1:
-        raise ValueError(
+        raise UsageError(
             f"llm.generate: temperature={sampling.temperature} needs log-probabilities that follow the temperature, "
             "which those of these engines do not; leave it at 1, or set allow_mismatch: true if your trainer accounts "
             "for it"
@@ -211,7 +211,7 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
     for name, neutral in (("top_p", 1.0), ("min_tokens", 0), ("temperature", None)):
         value = getattr(sampling, name)
         if value != getattr(configured, name) and (value == 0 if neutral is None else value != neutral):
-            raise ValueError(
+            raise UsageError(
                 f"llm.generate: {name}={value} gives log-probabilities that a trainer cannot recompute; "
                 "leave it out, or set allow_mismatch: true if your trainer accounts for it"
             )

@@ -14,7 +14,7 @@ from april.core.numbers import wrong_reward
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.driver.detokenizer import Detokenizer
-from april.errors import RolloutError
+from april.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Response:
     def text(self, special_tokens: bool = False) -> str:
         """The whole response as text, tool results included; with special tokens (EOS is one) or without.
 
-        Raises RolloutError without a tokenizer.
+        Raises UsageError without a tokenizer.
         """
         if self.detokenizer is None:
-            raise RolloutError("response.text() needs a tokenizer; give the scheduler tokenizer=...")
+            raise UsageError("response.text() needs a tokenizer; give the scheduler tokenizer=...")
         return self.detokenizer.text_of(self.tokens, special_tokens)
 
 
@@ -71,28 +71,28 @@ def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
 
 
 def checked_verdict(value: Any, group: int) -> bool:
-    """``value`` as a bool; raises RolloutError naming the group."""
+    """``value`` as a bool; raises UsageError naming the group."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise RolloutError(
+    raise UsageError(
         f"the filter of group {group} returned {value!r} ({type(value).__name__}); expected True or False"
     )
 
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:
-    """``value`` as a finite float that a float32 holds; raises RolloutError naming the sample."""
+    """``value`` as a finite float that a float32 holds; raises UsageError naming the sample."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         what = "a coroutine that was not awaited" if isawaitable(value) else f"{value!r} ({type(value).__name__})"
-        raise RolloutError(f"the reward of {sample_id} is {what}; expected a number") from None
+        raise UsageError(f"the reward of {sample_id} is {what}; expected a number") from None
     if wrong := wrong_reward(number):
-        raise RolloutError(f"the reward of {sample_id} is {wrong}")
+        raise UsageError(f"the reward of {sample_id} is {wrong}")
     return number
 
 
 def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
-    """One finite float per sample of a group; raises RolloutError naming the group."""
+    """One finite float per sample of a group; raises UsageError naming the group."""
     # iterating over these would give keys, characters, or any order
     unordered = isinstance(values, (Mapping, Set, str, bytes))
     try:
@@ -100,7 +100,7 @@ def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
     except TypeError:
         count = -1
     if unordered or count != len(sample_ids):
-        raise RolloutError(
+        raise UsageError(
             f"the group reward of group {sample_ids[0].group} returned {values!r}; "
             f"expected {len(sample_ids)} numbers, one per sample"
         )

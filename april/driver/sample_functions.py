@@ -29,6 +29,7 @@ from april.driver.llm import (
     completion_of,
     single_turn,
 )
+from april.driver.mistakes import Mistakes
 from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import describe
@@ -94,6 +95,7 @@ class SampleFunctions:
         self._detokenizer = detokenizer
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
+        self._mistakes = Mistakes()
 
     def forget(self, samples: Iterable[SampleId]) -> None:
         """These samples are delivered."""
@@ -140,11 +142,13 @@ class SampleFunctions:
             if error is None and runner.call is not None:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
+                self._mistakes.worked("rollout")
                 self._post(ev.SampleReturned(sample.id))
             else:
-                self._failures.warn(error, "rollout function failed for %s", sample.id)
+                mistake = self._mistakes.made("rollout", error, sample.id.group)
+                self._failures.warn(error, "rollout function failed for %s", sample.id, once=mistake.likely)
                 why = f"{describe(error)}; {_ABANDONED}" if abandoned else describe(error)
-                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}"))
+                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}", mistake.sure))
 
         arguments = (sample.group.prompt.copy(), LLM(sample.id, self._sampling, generate))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.id, ended)
@@ -195,12 +199,14 @@ class SampleFunctions:
                     ids = [s.id for s in samples]
                     rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
                 except (Exception, SystemExit) as raised:
-                    error = raised
+                    error = raised.with_traceback(None)  # it would show april's own lines
             if error is None:
+                self._mistakes.worked("reward")
                 self._post(ev.Scored(first.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             else:
-                self._failures.warn(error, "reward failed for %s", first)
-                self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}"))
+                mistake = self._mistakes.made("reward", error, first.group)
+                self._failures.warn(error, "reward failed for %s", first, once=mistake.likely)
+                self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}", mistake.sure))
 
         call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
         for runner in runners:
@@ -217,16 +223,20 @@ class SampleFunctions:
         ]
 
         def answered(value: Any, error: BaseException | None) -> None:
-            verdict, wrong = False, None
+            verdict, wrong, sure = False, None, False
             if error is None:
                 try:
                     verdict = checked_verdict(value, group.id)
                 except (Exception, SystemExit) as raised:
-                    error = raised
-            if error is not None:
-                self._failures.warn(error, "filter failed for group %d", group.id)
+                    error = raised.with_traceback(None)
+            if error is None:
+                self._mistakes.worked("filter")
+            else:
+                mistake = self._mistakes.made("filter", error, group.id)
+                self._failures.warn(error, "filter failed for group %d", group.id, once=mistake.likely)
+                sure = mistake.sure
                 wrong = f"the filter failed: {describe(error)}"
-            self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong))
+            self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong, sure))
 
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
 
