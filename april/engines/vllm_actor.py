@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
@@ -40,6 +41,7 @@ class ActorSide:
 
     def __init__(self, llm: Any) -> None:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
+        self._life = secrets.token_hex(8)
 
     def capabilities(self) -> dict[str, Any]:
         """As plain values, for :func:`capabilities_of`."""
@@ -68,18 +70,20 @@ class ActorSide:
         """Ask for their end."""
         await self._engine.abort(attempt_ids)
 
-    async def update_weights(self, version: Sequence[int]) -> Answer:
-        """The weights that the trainer has put here are ``version``."""
+    async def update_weights(self, version: Sequence[int], life: str | None = None) -> Answer:
+        """The weights that the trainer has put here are ``version``; ``life``: into which actor, if that is known."""
+        if life not in (None, self._life):
+            return "error", "its actor was started anew while weights were handed over; hand them over again"
         try:
             await self._engine.update_weights(PolicyVersion(*version))
         except EngineError as error:
             return "error", str(error)
         return "ok", None
 
-    async def health(self) -> tuple[bool, str]:
-        """Whether vLLM's engine lives, and what is wrong."""
+    async def health(self) -> tuple[bool, str, list[int], str]:
+        """Whether vLLM's engine lives, what is wrong, the version of its weights, and which actor this is."""
         health = await self._engine.health()
-        return health.ok, health.detail
+        return health.ok, health.detail, list(self._engine._version), self._life
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
@@ -104,6 +108,8 @@ class ActorEngine(ServerEngine):
     def __init__(self, actor: Any, name: str, capabilities: Capabilities) -> None:
         super().__init__(name, capabilities)
         self._actor = actor
+        self._life: str | None = None
+        """Of the actor that was paused for an update; None: it was not asked, or did not say."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """One request, in one chunk; see the protocol.
@@ -139,6 +145,19 @@ class ActorEngine(ServerEngine):
         if ids:
             await self._call("april_abort", ids)
 
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the actor is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        self._life = None
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+            async with asyncio.timeout(HEALTH_DEADLINE_S):
+                self._life = (await self._call("april_health"))[3]
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._life = None
+        await super().resume()
+
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """While paused, and after the trainer has put them there: from now on the weights are ``version``.
 
@@ -148,19 +167,21 @@ class ActorEngine(ServerEngine):
         if path is not None:
             raise EngineError(f"engine {self.name}: the trainer puts the weights into its engines itself")
         self.require_idle()
-        await self._ask("april_update_weights", list(version))
+        await self._ask("april_update_weights", list(version), self._life)
         self._labels.present = version
 
     async def health(self) -> Health:
         """Whether the actor answers and its vLLM lives."""
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                ok, detail = await self._call("april_health")
+                ok, detail, version, _ = await self._call("april_health")
         except TimeoutError:
             return Health(False, f"its actor has not answered in {HEALTH_DEADLINE_S:g} s")
         except EngineError as error:
             return Health(False, str(error))
-        return Health(ok, detail, counters={"open_requests": float(len(self._admission.inside))})
+        current = tuple(version) == tuple(self._version)
+        told = detail if current else "its actor was started anew, with the weights of its start"
+        return Health(ok, told, {"open_requests": float(len(self._admission.inside))}, current)
 
     async def close(self) -> None:
         """End all requests; the actor is the trainer's to end."""

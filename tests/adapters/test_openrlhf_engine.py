@@ -186,9 +186,29 @@ async def test_an_actor_that_was_started_anew(monkeypatch: pytest.MonkeyPatch) -
     """Its weights are those of its start: no token of it is believed."""
     async with world(monkeypatch) as (llm, actor, engine):
         await engine.update_weights(PolicyVersion(0, 1))
+        assert (await engine.health()).current
         actor.side = ActorSide(llm)
         with pytest.raises(EngineError, match=r"under weights 0\.0 and not 0\.1; was its actor started anew"):
             await collect(engine, request())
+        health = await engine.health()
+        assert (health.ok, health.current) == (True, False)
+        assert "started anew" in health.detail
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_was_started_anew_during_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has written into one that is gone: the update is refused, and the next one is whole."""
+    async with world(monkeypatch) as (llm, actor, engine):
+        await engine.pause()
+        actor.side = ActorSide(llm)
+        with pytest.raises(EngineError, match="started anew while weights were handed over"):
+            await engine.update_weights(PolicyVersion(0, 1))
+        await engine.resume()
+        await engine.pause()
+        await engine.update_weights(PolicyVersion(0, 1))
+        await engine.resume()
+        (chunk,) = await collect(engine, request())
+        assert chunk.version == PolicyVersion(0, 1)
 
 
 @pytest.mark.asyncio
