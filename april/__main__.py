@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 
+from april.extras import install
+
 
 def main() -> None:
     """Run the command line, or say what is missing to run it."""
     try:
         from april.cli import app
     except ModuleNotFoundError as error:
-        sys.exit(f"april's command line needs {error.name}: pip install 'april-rl[cli]'")
+        sys.exit(f"april's command line needs {error.name}: {install('cli')}")
     try:
         app()
     except ModuleNotFoundError as error:
-        sys.exit(f"this command needs {error.name}: pip install 'april-rl[demo]'")
+        sys.exit(f"this command needs {error.name}: {install('demo')}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,30 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import april
 from april.core.types import OnStale
 from april.errors import AprilError, ConfigError, RolloutError
+from april.extras import install
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,
     pretty_exceptions_enable=False,
 )  # fmt: skip
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"april {april.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print april's version.")
+    ] = False,
+) -> None:
+    """Active partial rollouts for LLM reinforcement learning."""
 
 
 class DemoEngine(StrEnum):
@@ -207,5 +224,5 @@ def simulate(
         written.append(out / "simulate.png")
         draw(report, runs, written[1])
     else:
-        console.print("no picture: that needs matplotlib, pip install 'april-rl[plot]'", highlight=False)
+        console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)

@@ -31,6 +31,7 @@ from april.core.settings import CoreSettings
 from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
 from april.driver.stop_strings import wrong_stop_strings
 from april.errors import ConfigError
+from april.extras import install
 from april.refused import REFUSED
 
 MOST_ASKED = 1_000_000
@@ -279,7 +280,7 @@ def read_yaml(path: str | Path) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("reading YAML needs PyYAML: pip install 'april-rl[yaml]'") from None
+        raise ConfigError(f"reading YAML needs PyYAML: {install('yaml')}") from None
     try:
         return yaml.safe_load(Path(path).read_text("utf-8"))
     except OSError as error:

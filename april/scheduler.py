@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +38,15 @@ from april.engines.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 
+log = logging.getLogger("april")
+
+
+class NotGiven(Enum):
+    """Stands for an argument that was left out, where None says something."""
+
+    REWARD = "no reward"
+
+
 _ASKING = threading.RLock()
 """Held for two assignments: of what is to be one step for other threads. A signal handler may be inside it again."""
 
@@ -45,9 +56,10 @@ class RolloutScheduler:
 
     Args:
         config: see :class:`april.Config`.
-        prompts: iterable of :class:`april.Prompt`, mappings with ``token_ids``, or lists of token ids.
+        prompts: iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (what a tokenizer or
+            ``apply_chat_template`` returns for one prompt), or of lists of token ids.
         reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
-            function all rewards of a batch are 0.
+            function all rewards of a batch are 0, which the log warns of; ``reward=None`` says that it is meant.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
         filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
             groups it accepts count and are delivered, the others are dropped by name and replaced. See
@@ -71,7 +83,7 @@ class RolloutScheduler:
         config: Config,
         *,
         prompts: Iterable[Any],
-        reward: Callable[..., Any] | None = None,
+        reward: Callable[..., Any] | NotGiven | None = NotGiven.REWARD,
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
@@ -85,6 +97,13 @@ class RolloutScheduler:
                 f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
                 "Config.from_yaml make one"
             )
+        if isinstance(reward, NotGiven):
+            reward = None
+            if group_reward is None:
+                log.warning(
+                    "no reward function is given: the rewards of all batches are 0; give reward= or group_reward=, or "
+                    "reward=None if that is meant"
+                )
         check_functions(config, rollout, reward, group_reward, filter)
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")

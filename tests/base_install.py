@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import april
+from april.extras import install
 
 for package in ("torch", "transformers", "typer", "rich", "matplotlib", "yaml"):
     assert importlib.util.find_spec(package) is None, f"{package} is in the base install"
@@ -28,9 +29,10 @@ try:
     april.RolloutScheduler(april.Config(rollout_batch_size=1, max_response_len=4), prompts=[], model=object())
 except april.ConfigError as error:
     refusal = str(error)
-assert "pip install 'april-rl[transformers]'" in refusal, refusal
+assert f"needs torch: {install('transformers')}" in refusal, refusal
+assert install("transformers").endswith("[transformers]'"), refusal
 
 run = subprocess.run([sys.executable, "-m", "april", "demo"], capture_output=True, text=True, check=False)
 assert run.returncode == 1, run
-assert "pip install 'april-rl[cli]'" in run.stderr, run.stderr
+assert install("cli") in run.stderr, run.stderr
 print("base install: ok")

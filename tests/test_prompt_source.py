@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from tiny_tokenizers import END, tokenizer
 
 from april.core.types import Prompt
 from april.driver.prompt_source import PromptSource, as_prompt
@@ -29,6 +32,11 @@ def ids(prompts: list[Prompt]) -> list[list[int]]:
         Prompt(np.array([1, 2, 3], np.int32)),
         {"token_ids": [1, 2, 3]},
         MappingProxyType({"token_ids": np.array([1, 2, 3])}),
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        UserDict(input_ids=[[1, 2, 3]], attention_mask=[[1, 1, 1]]),
+        {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)},
+        [[1, 2, 3]],
+        torch.tensor([1, 2, 3]),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -46,6 +54,29 @@ def test_the_rest_of_a_mapping_is_data() -> None:
     assert as_prompt({"token_ids": [1], "answer": answer, 7: "x"}, 10, 0).data == {"answer": answer, 7: "x"}
     assert as_prompt(Prompt(np.array([1], np.int32), {"a": 1}), 10, 0).data == {"a": 1}
     assert as_prompt([1], 10, 0).data == {}
+
+
+def test_what_a_tokenizer_returns() -> None:
+    """``input_ids`` are the prompt; its mask is no data, and other keys are. With token_ids beside it, it is data."""
+    made = as_prompt({"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "answer": 4}, 10, 0)
+    assert (made.token_ids.tolist(), made.data) == ([1, 2], {"answer": 4})
+    made = as_prompt({"token_ids": [3], "input_ids": [1], "attention_mask": [0]}, 10, 0)
+    assert (made.token_ids.tolist(), made.data) == ([3], {"input_ids": [1], "attention_mask": [0]})
+    with pytest.raises(ConfigError, match="prompt 5 is padded"):
+        as_prompt({"input_ids": [[0, 2]], "attention_mask": [[0, 1]]}, 10, 5)
+
+
+def test_a_chat_template_of_transformers() -> None:
+    """``apply_chat_template`` gives a BatchEncoding since transformers 5, a list before: both are prompts."""
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("byte level"), eos_token=END)
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = [{"role": "user", "content": "Hello world!"}]
+    expected = fast("Hello world!")["input_ids"]
+    for more in ({}, {"return_dict": True}, {"return_dict": False}, {"return_tensors": "pt"}):
+        prompt = as_prompt(fast.apply_chat_template(chat, **more), 1000, 0)
+        assert prompt.token_ids.tolist() == expected
+        assert not prompt.data
 
 
 def test_a_prompt_is_a_copy() -> None:
@@ -70,7 +101,7 @@ def test_a_prompt_is_a_copy() -> None:
         ({"token_ids": 5}, "prompt 4: token_ids must be a non-empty flat list"),
         ([1, 10], "prompt 4: token id 10 is outside the engine's vocabulary of 10"),
         ([1, -1], "prompt 4: token id -1 is outside"),
-        ({"prompt": "hi", "id": 1}, r"prompt 4 has no token_ids; its keys are \['id', 'prompt'\]"),
+        ({"prompt": "hi", "id": 1}, r"prompt 4 has neither token_ids nor input_ids; its keys are \['id', 'prompt'\]"),
         ("hello", "prompt 4 is of type str.*apply your chat template"),
         (b"hello", "prompt 4 is of type bytes"),
         (7, "prompt 4 is of type int"),

@@ -473,7 +473,7 @@ from april.engines.decode_cost import DecodeCost
 from april.engines.simulated import SimulatedEngine
 engine = SimulatedEngine("e", DecodeCost(1e-3, 0, 0), lambda r: 10 + 1000 * r.sample_key[0], max_running=8)
 config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
-rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], engines=[engine])
+rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], reward=None, engines=[engine])
 print(len(rollouts.next_batch()))
 sys.exit(3)
 """

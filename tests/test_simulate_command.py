@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from april import cli
 from april.cli import app
+from april.extras import install
 from april.simulate import workload
 
 SMALL = [
@@ -73,7 +74,7 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, [*arguments, "--lengths", str(lengths), "--no-sweep", "--out", str(tmp_path)])
 
     assert result.exit_code == 0, result.output
-    assert "pip install 'april-rl[plot]'" in result.output
+    assert install("plot") in result.output
     report = json.loads((tmp_path / "simulate.json").read_text("utf-8"))
     assert report["lengths"]["longest"] == 400
     assert report["workload"]["lengths_file"] == str(lengths)

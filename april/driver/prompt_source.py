@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import tee
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Way(NamedTuple):
 
 
 class PromptSource:
-    """Draws from an iterable of :class:`Prompt`, mappings with ``token_ids``, or sequences of token ids.
+    """Draws from an iterable of :class:`Prompt`, mappings with ``token_ids`` or ``input_ids``, or lists of token ids.
 
     Args:
         prompts: iterated once per epoch. If it has ``set_epoch(epoch)``, as samplers that shuffle have, that is called
@@ -96,6 +97,8 @@ class PromptSource:
         self._epochs = epochs
         self._prompts = prompts
         self._error: str | None = None
+        self.first: Prompt | None = None
+        """The first prompt that was drawn in this process."""
         self._bad = 0
         """1 while the prompt at ``position`` is unusable and nobody was told; it counts as drawn from then on."""
         self.epoch = 0
@@ -162,6 +165,8 @@ class PromptSource:
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
         """What was fetched counts as drawn from now on; more prompts may have come meanwhile."""
         self._stand = draw.stand
+        if self.first is None and draw.prompts:
+            self.first = draw.prompts[0]
         return draw.prompts, draw.exhausted and not self._more, draw.error
 
     def fetch(self, count: int) -> Draw:
@@ -389,20 +394,20 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
     if isinstance(item, Prompt):
         ids, data = item.token_ids, item.data
     elif isinstance(item, Mapping):
-        if "token_ids" not in item:
-            raise ConfigError(f"prompt {position} has no token_ids; its keys are {sorted(map(str, item))}")
-        ids, data = item["token_ids"], {k: v for k, v in item.items() if k != "token_ids"}
+        ids, data = _of_mapping(item, position)
     elif (isinstance(item, Sequence) or hasattr(item, "__array__")) and not isinstance(item, (str, bytes)):
         ids = item
     else:
         raise ConfigError(
-            f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids, "
-            "or april.Prompt (apply your chat template and tokenizer first)"
+            f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids or "
+            "input_ids, or april.Prompt (apply your chat template and tokenizer first)"
         )
     try:
         array = np.asarray(ids)
     except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor on a GPU
         array = np.empty(0)
+    if array.ndim == 2 and len(array) == 1:
+        array = array[0]  # a tokenizer's batch of one
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise ConfigError(
             f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU"
@@ -412,3 +417,21 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")
     # a copy: a data loader may use its buffer again
     return Prompt(np.array(array, np.int32), data, epoch, position)
+
+
+def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[str, Any]]:
+    """Token ids and data of a mapping; what a tokenizer returns is one, under a name of its own."""
+    name = next((name for name in ("token_ids", "input_ids") if name in item), None)
+    if name is None:
+        raise ConfigError(
+            f"prompt {position} has neither token_ids nor input_ids; its keys are {sorted(map(str, item))}"
+        )
+    taken = {name}
+    if name == "input_ids" and "attention_mask" in item:
+        taken.add("attention_mask")
+        whole = True
+        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, and refused as such
+            whole = bool(np.asarray(item["attention_mask"]).all())
+        if not whole:
+            raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")
+    return item[name], {k: v for k, v in item.items() if k not in taken}

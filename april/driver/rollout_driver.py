@@ -40,6 +40,7 @@ from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine, SharesModel
 from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
+from april.ranks import warn_of_equal_rollouts
 
 log = logging.getLogger("april")
 
@@ -92,6 +93,7 @@ class RolloutDriver:
         self._draining = False
         self._broken: AprilError | None = None
         self._loading = False
+        self._ranks_told = False
         self.handed_out: int | None = None
         """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
@@ -427,6 +429,9 @@ class RolloutDriver:
         self._samples.forget(sample.id for sample in batch.samples)
         times = self._busy.step_ended(asyncio.get_running_loop().time())
         batch = replace(batch, metrics={**batch.metrics, **times})
+        if self._source.first is not None and not self._ranks_told:
+            self._ranks_told = True
+            warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
         if self._waiting.batch is not None:
             self._waiting.batch.set_result(batch)
 

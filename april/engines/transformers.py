@@ -31,6 +31,7 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, LogprobKind, Request
 from april.engines.stats import EngineStats
 from april.errors import ConfigError, EngineError, WeightsInUse
+from april.extras import install
 
 if TYPE_CHECKING:
     from april.engines.slot_batch import SlotOutput, SlotRequest
@@ -536,7 +537,7 @@ def _require(*packages: str) -> None:
     """ConfigError naming the first package that is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the transformers engine needs {package}: pip install 'april-rl[transformers]'")
+            raise ConfigError(f"the transformers engine needs {package}: {install('transformers')}")
 
 
 def load_weights(model: Any, path: str) -> None:

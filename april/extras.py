@@ -1,0 +1,38 @@
+"""How to install what an optional part of april needs: a command that works where april came from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+NAME = "april-rl"
+
+
+def install(extra: str) -> str:
+    """``pip install ...`` for one of april's extras, from its checkout, its archive or the index it came from."""
+    return f"pip install {shlex.quote(_origin(extra))}"
+
+
+def _origin(extra: str) -> str:
+    try:
+        said = distribution(NAME).read_text("direct_url.json")
+    except PackageNotFoundError:
+        said = None  # it runs from its checkout
+    else:
+        if said is None:
+            return f"{NAME}[{extra}]"  # from an index
+    if said is not None:
+        origin = json.loads(said)
+        url = urlsplit(origin["url"])
+        if url.scheme != "file":
+            version_control = origin.get("vcs_info", {}).get("vcs")
+            return f"{NAME}[{extra}] @ {version_control + '+' if version_control else ''}{origin['url']}"
+        path = Path(unquote(url.path))
+        if path.exists():
+            return f"{path}[{extra}]"
+    checkout = Path(__file__).resolve().parent.parent
+    # where the sources were deleted after the installation, the user knows where there are others
+    return f"{checkout}[{extra}]" if (checkout / "pyproject.toml").is_file() else f".[{extra}]"
