@@ -96,3 +96,23 @@ def test_the_context_is_asked_where_it_is_told() -> None:
     """Both ways, vLLM's list of models says it."""
     assert probed(FakeOpenAIServer(max_context=2048), max_len=None).max_context == 2048
     assert probed(FakeOpenAIServer(max_context=2048), max_len=1000).max_context == 1000
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_events_that_repeat_the_tokens_before_them_are_refused(counted: bool) -> None:
+    """Cumulative streams, with and without a count at their end: of a stream that april closes nobody would notice."""
+
+    class Cumulative(FakeOpenAIServer):
+        def token_event(self, record: Any, token: int, reason: str | None, number: int) -> dict[str, Any]:
+            event = super().token_event(record, token, reason, number)
+            (choice,) = event["choices"]
+            so_far = record.made[: record.sent + 1]
+            choice["token_ids"] = so_far
+            choice["logprobs"]["token_logprobs"] = [-1.0] * len(so_far)
+            return event
+
+        def usage_event(self, record: Any, said: int) -> dict[str, Any]:
+            return super().usage_event(record, said) if counted else {"choices": []}
+
+    with pytest.raises(ConfigError, match="do its events repeat the tokens before them"):
+        probed(Cumulative(mean_len=10**6))

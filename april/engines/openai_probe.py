@@ -139,6 +139,10 @@ async def _model(client: HttpClient, name: str | None) -> _ModelCard:
     return cards[0] if name is None else cards[names.index(name)]
 
 
+SEVERAL = 4
+"""Tokens of a request that shows whether events repeat them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     tokens: list[int]
@@ -178,12 +182,27 @@ async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenSha
             said.append(f"{shape}: {error}")
             continue
         if len(answer.tokens) == 1:
+            await _refuse_repeated_tokens(_Probe(client, model, shape))
             return shape
         said.append(f"{shape}: {len(answer.tokens)} token ids for max_tokens=1")
     raise ConfigError(
         f"{client.url} gives no token ids with log-probabilities, which april cannot do without, in any way that it "
         f"knows ({'; '.join(said)}); use a server that does, such as vLLM or trtllm-serve"
     )
+
+
+async def _refuse_repeated_tokens(probe: _Probe) -> None:
+    """Each event must have its own tokens only: of a stream that is cut off, nobody else would notice."""
+    try:
+        count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
+        wrong = f"{count} token ids for max_tokens={SEVERAL}" if count > SEVERAL else ""
+    except WireError as error:
+        wrong = str(error)
+    if wrong:
+        raise ConfigError(
+            f"{probe.client.url} does not hand over each token once ({wrong}); do its events repeat the tokens before "
+            "them? april cannot use such a server"
+        )
 
 
 async def _refuse_without_stop_ids(probe: _Probe) -> None:
