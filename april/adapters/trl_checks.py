@@ -151,8 +151,20 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             "num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap"
         )
     embedded = isinstance(config.engine, TransformersEngineConfig)
-    if hasattr(trainer.model, "peft_config"):
-        yield "PEFT models were not tried: servers would be given the adapter alone; train the whole model"
+    adapters = getattr(trainer.model, "peft_config", None)
+    if adapters is not None and not embedded:
+        yield (
+            "PEFT model: servers would be given the adapter alone; train the whole model, or generate with the "
+            "embedded engine, which reads adapters in place"
+        )
+    if adapters is not None and getattr(trainer.model.config, "quantization_config", None) is not None:
+        yield "PEFT model over a quantised base: not held against TRL's log-probabilities; load the base unquantised"
+    for name, adapter in (adapters or {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield (
+                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt, "
+                "and april resumes by the tokens there are; use LoRA"
+            )
     for name in ("deepspeed", "fsdp"):
         if getattr(trainer, f"is_{name}_enabled", False):
             yield (

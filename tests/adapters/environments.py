@@ -11,7 +11,7 @@ TRL = Recipe(
     (
         # first: what follows would bring a build for CUDA along
         ("install", TORCH),
-        ("install", f"trl=={TRL_VERSION}", "transformers==5.23.0", "accelerate", "datasets"),
+        ("install", f"trl=={TRL_VERSION}", "transformers==5.23.0", "accelerate", "datasets", "peft"),
         ("install", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),

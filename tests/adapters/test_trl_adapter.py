@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,7 +323,7 @@ def test_wrong_use_is_refused_when_the_trainer_is_made(
 
 
 def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
-    """Streams, images, tools, PEFT models, and a directory for weights that nobody reads."""
+    """Streams, images, tools, sharded models, and a directory for weights that nobody reads."""
 
     class Tools(trl.GRPOTrainer):
         def __init__(self, *args: Any) -> None:
@@ -344,8 +345,22 @@ def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
 
     with pytest.raises(april.ConfigError, match="fsdp moves parameters about"):
         adapter.april_trainer(Sharded)(model, adapter.rollout(), trl.prompts(4))
-    model.peft_config = {}
-    with pytest.raises(april.ConfigError, match="PEFT models were not tried"):
+
+
+def test_peft_models_are_for_the_embedded_engine() -> None:
+    """It reads adapters in place; servers, quantised bases and virtual tokens are refused by name."""
+    model = tiny_model()
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False)}
+    Trainer(model, adapter.rollout(), trl.prompts(4))
+    servers = adapter.rollout(weights_dir="somewhere", engine={"kind": "vllm", "urls": ["http://127.0.0.1:1"]})
+    with pytest.raises(april.ConfigError, match="PEFT model: servers would be given the adapter alone"):
+        Trainer(model, servers, trl.prompts(4))
+    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+    with pytest.raises(april.ConfigError, match="PEFT model over a quantised base"):
+        Trainer(model, adapter.rollout(), trl.prompts(4))
+    del model.config.quantization_config
+    model.peft_config["soft"] = SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(april.ConfigError, match="PEFT adapter soft is of the kind prompt learning"):
         Trainer(model, adapter.rollout(), trl.prompts(4))
 
 

@@ -111,12 +111,15 @@ def trainer(
     reward_funcs: Any = reward,
     data: Any = None,
     held_out: Any = None,
+    model: Any = None,
+    peft_config: Any = None,
     **changes: Any,
 ) -> Watched:
-    """A trainer of the tiny model; ``changes`` are of GRPOConfig."""
+    """A trainer of the tiny model, or of ``model``; ``changes`` are of GRPOConfig."""
     torch.set_num_threads(1)
     return Watched(
-        model=tiny.model(),
+        model=tiny.model() if model is None else model,
+        peft_config=peft_config,
         reward_funcs=reward_funcs,
         args=arguments(folder, **changes),
         train_dataset=tiny.dataset(ROWS) if data is None else data,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE, EOS = 64, 1
 
@@ -32,6 +32,22 @@ def model(seed: int = 0) -> Any:
             bos_token_id=0, eos_token_id=EOS, pad_token_id=2,
         )
     )  # fmt: skip
+
+
+def other_model(architecture: str, seed: int = 0) -> Any:
+    """float32, as :func:`model`; of Cohere2 (sliding windows, rotary embeddings of its own) or Glm4Moe (experts)."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 2,
+    }  # fmt: skip
+    if architecture == "glm4_moe":
+        shape |= {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }  # fmt: skip
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape))
 
 
 def dataset(rows: int, conversational: bool = False) -> Dataset:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import short_runs
 import tiny
+import torch
+from peft import LoraConfig, PromptTuningConfig
+
+import april
 
 LOSSES = {
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -110,3 +115,49 @@ def test_bfloat16_autocast(tmp_path: Path) -> None:
 
     print(f"\nbf16: log-probabilities of the present weights differ by at most {max(trainer.logprob_errors):.1e}")
     assert max(trainer.logprob_errors) <= 0.1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["qwen3", "cohere2", "glm4_moe"])
+def test_precisions_of_architectures(architecture: str, precision: str, tmp_path: Path) -> None:
+    """TRL's default is bf16=True, over weights of whatever precision the checkpoint has."""
+    model = tiny.model() if architecture == "qwen3" else tiny.other_model(architecture)
+    if precision == "bfloat16":
+        model = model.to(torch.bfloat16)
+    trainer = short_runs.trainer(tmp_path, model=model, bf16=precision != "float32", max_steps=3)
+    trainer.train()
+
+    print(f"\n{architecture} in {precision}: at most {max(trainer.logprob_errors):.1e} nats at the present weights")
+    assert sum(trainer.delivered.values()) == 3 * short_runs.GROUPS
+    assert trainer.resumed
+    assert max(trainer.logprob_errors) <= (1e-4 if precision == "float32" else 0.1)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 16},
+    "DoRA": {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "all linear": {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_peft(adapter: str, beta: float, tmp_path: Path) -> None:
+    """Adapters are read in place, under gradient checkpointing too; the reference of beta switches them off and on."""
+    settings = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False, **ADAPTERS[adapter]}
+    trainer = short_runs.trainer(
+        tmp_path, peft_config=LoraConfig(**settings), beta=beta, gradient_checkpointing=True, max_steps=4
+    )
+    trainer.train()
+
+    print(f"\n{adapter}, beta {beta}: at most {max(trainer.logprob_errors):.1e} nats at the present weights")
+    assert trainer.resumed
+    assert max(trainer.stale_differences) > 1e-3  # the adapters have moved, and the old tokens have not
+    assert max(trainer.logprob_errors) <= 1e-4
+
+
+def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
+    """Prompt learning, when the trainer is made."""
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(april.ConfigError, match="of the kind prompt learning"):
+        short_runs.trainer(tmp_path, peft_config=prompts)
