@@ -15,6 +15,8 @@ import april
 from april.core.batch import Batch
 from april.driver import engine_watch
 from april.driver.rewards import Response
+from april.engines import server_process
+from april.testing.fake_control_faults import ControlFault, PlannedControlFault
 from april.testing.fake_vllm_faults import KEEPS_ALIVE, PlannedVllmFault, VllmFault
 from april.testing.fake_vllm_runs import fake_vllm_response
 from april.testing.fake_vllm_server import FakeVllmServer
@@ -136,3 +138,43 @@ def test_a_killed_server_is_lived_without(monkeypatch: pytest.MonkeyPatch) -> No
                 assert sample.tokens.tolist() == whole
             assert scheduler.ledger()["tokens"].balanced
         assert not servers[0].alive
+
+
+@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
+@pytest.mark.parametrize("well_again", [True, False], ids=["well again", "failing"])
+def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch with tokens of the start's weights: the step fails by name, and goes on after the next update."""
+    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
+    monkeypatch.setattr(server_process, "LOOKS_APART_S", 0.0)
+    monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)
+    server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
+
+    def hand_over(n: int) -> None:
+        server.weights = f"w{n}"
+
+    def until_refused() -> None:
+        for _ in range(20):
+            check(scheduler.next_batch())
+
+    async def restart() -> None:
+        server._restart_at_once()
+        times = 15 if well_again else 10**6
+        server.control_faults.append(PlannedControlFault(ControlFault.HTML, "/metrics", times=times))
+
+    with ServerThread(server) as thread:
+        settings = config([server]).model_copy(update={"outage_deadline_s": 1.0})
+        with april.RolloutScheduler(settings, prompts=prompts(), reward=reward, check=True) as scheduler:
+            check(scheduler.next_batch())
+            scheduler.weight_update(transfer=lambda: hand_over(1))
+            check(scheduler.next_batch())
+            thread.call(restart())
+            with pytest.raises(april.AprilError, match="no engine with the current weights"):
+                until_refused()
+            server.control_faults.clear()
+            scheduler.weight_update(transfer=lambda: hand_over(2))
+            for _ in range(3):
+                batch = scheduler.next_batch()
+                check(batch)
+                assert batch.metrics[f"engine/{server.url.partition('//')[2]}/unverified_weights"] == 1.0
+            assert scheduler.ledger()["tokens"].balanced

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http_client import HttpClient
 from april.engines.openai_metrics import ServerMetrics, read_metrics
 from april.errors import EngineError
 
+PAUSE_LOOK_S = 5.0
+"""Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""
 LOOKS_APART_S = 0.1
 """Between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
 PATIENCE_S = 10.0
@@ -57,8 +60,10 @@ class ServerProcess:
 
     async def pause(self) -> None:
         """Remember the process: the trainer may write weights into it."""
-        metrics = await read_metrics(self._client, self._route)
-        self._seen = metrics.started_s or self._seen
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_LOOK_S):
+                metrics = await read_metrics(self._client, self._route)
+                self._seen = metrics.started_s or self._seen
         self._paused = self._seen, self._client.refusals
 
     def resume(self) -> None:

@@ -17,6 +17,7 @@ from april.engines.http_client import CONTROL_TIMEOUT_S, HttpClient
 from april.engines.protocol import EngineLoad
 from april.engines.server_json import NotJson, read_json
 from april.engines.server_pause import standing_still
+from april.engines.server_process import PAUSE_LOOK_S
 from april.engines.server_text import said
 from april.engines.server_words import control, nothing, require_words, says, text_under, words_of
 from april.engines.sglang_offer import SglangOffer
@@ -116,7 +117,8 @@ class SglangWorker:
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """See :func:`~april.engines.weight_labels.marked`."""
-        return await marked(self, labels, self.offer.weight_version)
+        async with asyncio.timeout(PAUSE_LOOK_S):
+            return await marked(self, labels, self.offer.weight_version)
 
     async def update(
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,

@@ -23,7 +23,7 @@ from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinis
 from april.engines.server_engine import ServerEngine
 from april.engines.server_pause import standing_still
 from april.engines.server_pool import connect_all
-from april.engines.server_process import UNSAID, Confirmation, ServerProcess
+from april.engines.server_process import PAUSE_LOOK_S, UNSAID, Confirmation, ServerProcess
 from april.engines.server_stream import ServerStream
 from april.engines.server_text import quoted
 from april.engines.server_words import control, is_page, nothing, says, text_under, words_of
@@ -98,8 +98,9 @@ class VllmEngine(ServerEngine):
         await super().pause()
         await self._process.pause()
         self._paused_as = None
-        with suppress(EngineError):  # if it does not answer, the update will say so
-            self._paused_as = await marked(self, self._labels, self.offer.label)
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+            async with asyncio.timeout(PAUSE_LOOK_S):
+                self._paused_as = await marked(self, self._labels, self.offer.label)
 
     async def resume(self) -> None:
         """Let requests in again."""
