@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,20 @@ def test_other_mistakes_have_tracebacks_of_their_own(caplog: pytest.LogCaptureFi
         failures.warn(error, "reward failed for %s", "g0.s0")
     assert [bool(r.exc_info) for r in caplog.records] == [True, False, False, False]
     assert caplog.messages[2] == "reward failed for g0.s0: KeyError: 'c'"
+
+
+def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """april's own sentence says what is wrong; the log adds where it was asked for, and no lines of april's."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        await llm.generate("hello")  # type: ignore[arg-type]
+
+    failure = pytest.raises(RolloutError, match=r"^g\d+\.s\d: the rollout function failed: llm.generate: token_ids must")
+    with scheduler(rollout=rollout, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
+        rollouts.next_batch()
+    assert len(caplog.records) == 1
+    assert re.search(r"of text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
+    assert not caplog.records[0].exc_info
 
 
 @pytest.mark.asyncio

@@ -96,11 +96,11 @@ class Setbacks:
     def _leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
         books = self._books
+        sample.retry = 0
         if sample.state in WAITING:
             books.over_sampler.forget(sample)
         if sample.state is SampleState.STARTED:
             books.starting -= 1
-        sample.retry = 0
         if sample.state is SampleState.IN_FLIGHT:
             attempt = books.attempts.in_flight[sample.attempt_id]
             attempt.dropped_for = reason

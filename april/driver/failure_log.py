@@ -6,10 +6,15 @@ One mistake in a reward function fails every sample, three times each: hundreds 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from types import TracebackType
 
 from april.driver.user_code import describe
+from april.errors import UsageError
 
 log = logging.getLogger("april")
+
+_HOUSE = str(Path(__file__).parent.parent)
 
 
 class FailureLog:
@@ -20,11 +25,22 @@ class FailureLog:
 
     def warn(self, error: BaseException, what: str, *where: object, once: bool = False) -> None:
         """``what % where``, and what is wrong; ``once``: the first of its kind only."""
-        trace = error.__traceback__
+        trace, place = error.__traceback__, ""
         while trace is not None and trace.tb_next is not None:
+            place = _place_of(trace) or place
             trace = trace.tb_next
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
+        if isinstance(error, UsageError):  # its sentence says all, but where; what follows would be april's own lines
+            trace = None
         if first or not once:
-            log.warning(what + ": %s", *where, describe(error), exc_info=error if first and trace is not None else None)
+            what += ": %s%s" if trace is None else ": %s"
+            told = (describe(error), place) if trace is None else (describe(error),)
+            log.warning(what, *where, *told, exc_info=error if first and trace is not None else None)
+
+
+def _place_of(trace: TracebackType) -> str:
+    """The line, if it is not april's."""
+    file = trace.tb_frame.f_code.co_filename
+    return "" if file.startswith(_HOUSE) else f" (line {trace.tb_lineno} of {Path(file).name})"
