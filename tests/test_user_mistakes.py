@@ -100,7 +100,7 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
         await llm.generate("hello")  # type: ignore[arg-type]
 
-    failure = pytest.raises(RolloutError, match=r"^g\d+\.s\d: the rollout function failed: llm.generate: token_ids must")
+    failure = pytest.raises(RolloutError, match=r"^g\d+\.s\d: the rollout function failed: llm.generate: token_ids")
     with scheduler(rollout=rollout, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
         rollouts.next_batch()
     assert len(caplog.records) == 1
