@@ -155,14 +155,16 @@ class RolloutScheduler:
 
         Raises:
             DataExhausted: the source has ended and every prompt is settled.
-            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting.
+            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting. Or
+                more than ``max_staleness`` batches are out, delivered and not trained: what is generated now would be
+                too old when it is trained, so train first.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
         me = object()
         try:
             self._ask(me)
-            batch = self._thread.run(self._driver.wait_batch)
+            batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
             # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
             self._driver.handed_out = batch.id
             return batch
@@ -171,7 +173,12 @@ class RolloutScheduler:
                 self._asking = None
 
     async def anext_batch(self) -> Batch:
-        """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing."""
+        """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing.
+
+        It may be asked for while the trainer trains on the batches before. Each of those brings one weight update, and
+        this batch is planned for the weights after them: ``max_staleness`` holds when it is trained. While more batches
+        than ``max_staleness`` are out, it waits for a weight update.
+        """
         await asyncio.sleep(0)  # a call that was cancelled just now leaves first
         me = object()
         try:
@@ -194,14 +201,19 @@ class RolloutScheduler:
             "next_batch was called while another call waits for the same batch; ask for one batch after the other"
         )
 
-    def weight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
-        """Tell april that the trainer has updated: commits the leased batches and raises the policy version.
+    def weight_update(
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
+    ) -> PolicyVersion:
+        """Tell april that the trainer has updated: commits what was trained and raises the policy version.
 
         Args:
             path: directory from which the engines load the new weights, where they can; servers get it as an absolute
                 path.
             transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
                 Neither: the engines read the model in place, as embedded ones do. Servers do not, so this is refused.
+            trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
+                are committed. None: the oldest batch that is out, as each update is made of one batch, in the order of
+                delivery. Name it if one update trains several.
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if
@@ -210,7 +222,8 @@ class RolloutScheduler:
             out, and gets no requests until a later call has reached it.
 
         Raises:
-            ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has happened.
+            ConfigError: an argument has a wrong type, there are servers and neither is given, or there is no such
+                batch; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
 
@@ -218,11 +231,25 @@ class RolloutScheduler:
         it is as any other exception there. Called again with the same arguments before the next batch, it waits for
         that end instead of updating twice; :attr:`version` tells what is in force. See docs/signals.md.
         """
-        return self._with_weights("weight_update", self._driver.update_weights, path, transfer)
+        update = partial(self._driver.update_weights, trained=trained)
+        return self._with_weights("weight_update", update, path, transfer, trained)
 
-    async def aweight_update(self, path: str | None = None, transfer: Callable[[], Any] | None = None) -> PolicyVersion:
+    async def aweight_update(
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
+    ) -> PolicyVersion:
         """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
-        return await asyncio.to_thread(self.weight_update, path, transfer)
+        return await asyncio.to_thread(self.weight_update, path, transfer, trained)
+
+    def commit(self, batch_id: int) -> None:
+        """The trainer is done with this batch and those before it, and no weight update of their own follows.
+
+        For whoever only generates, and for gradients that are accumulated over batches: the batch is no longer out, and
+        no state has it. Does not wait for anything.
+
+        Raises:
+            ConfigError: there is no such batch.
+        """
+        self._thread.call(lambda: self._driver.commit(batch_id))
 
     def evaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,

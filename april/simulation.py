@@ -155,9 +155,8 @@ class Simulation:
         batch: Batch = self._batch
         after = self._totals()
         self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
-        self._post(ev.BatchCommitted(batch.id))
         current = self.core.clock.current
-        self._post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
+        self._post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1), trained=batch.id))
 
     def _totals(self) -> tuple[float, ...]:
         for decoder in self.decoders.values():

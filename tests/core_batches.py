@@ -19,6 +19,7 @@ def check_batch(player: CorePlayer, batch: Batch) -> None:
     player.stop_step()
     assert batch.id == world.batches
     assert batch.version == world.version
+    assert batch.trained_at == (world.version[0], world.version[1] + len(world.leased))
     assert set(batch.group_sizes) == {n}
     leased = {}
     for row, sample in enumerate(batch.samples):
@@ -29,7 +30,7 @@ def check_batch(player: CorePlayer, batch: Batch) -> None:
             world.settle(leased[key[0]].prompt, f"delivered in {batch.id}")
             assert leased[key[0]].accepted
         assert sample.prompt.data["k"] == sample.prompt.position == leased[key[0]].prompt
-        check_sample(player, sample, leased[key[0]].lives[key[1]])
+        check_sample(player, sample, leased[key[0]].lives[key[1]], batch.trained_at.n)
         player.functions.discard(key)
     if len(leased) != player.chosen["n"]:
         assert len(leased) < player.chosen["n"]
@@ -41,7 +42,7 @@ def check_batch(player: CorePlayer, batch: Batch) -> None:
     world.fresh = False
 
 
-def check_sample(player: CorePlayer, sample: Any, life: Life) -> None:
+def check_sample(player: CorePlayer, sample: Any, life: Life, trained_at: int) -> None:
     """One delivered response against what was handed over."""
     bound, s = player.settings.max_staleness, player.settings
     assert life.where == "finished"
@@ -53,9 +54,8 @@ def check_sample(player: CorePlayer, sample: Any, life: Life) -> None:
     assert [v for v in own if v] == sorted(v for v in own if v)
     assert sample.reward == life.reward
     assert sample.staleness == player.world.age(life)
-    now = player.world.version[1]
     masks = s.on_stale in (OnStale.MASK, OnStale.FINISH)
-    assert sample.loss_mask.tolist() == [v is not None and not (masks and now - v[1] > bound) for v in own]
+    assert sample.loss_mask.tolist() == [v is not None and not (masks and trained_at - v[1] > bound) for v in own]
     if player.strict and s.on_stale is not OnStale.MASK:
         assert sample.staleness <= bound
     player.world.delivered += generated(life.tape)

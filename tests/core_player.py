@@ -555,25 +555,24 @@ class CorePlayer:
 
     # ---------------------------------------------------------------- the trainer
 
-    def update_weights(self, engines: list[str] | None) -> None:
-        """New weights, on all engines or some."""
-        world = self.world
-        self.old_version = world.version
-        world.version, world.fresh = (world.version[0], world.version[1] + 1), True
-        self.give_version(engines)
+    def request_batch(self) -> None:
+        """The trainer wants a batch; it will be trained after those that are out."""
+        self.stepping = True
+        self.world.drop_too_old(self.settings)
+        self.send(ev.StepRequested())
 
-    def give_version(self, engines: list[str] | None) -> None:
+    def update_weights(self, engines: list[str] | None, trained: int | None = None) -> None:
+        """New weights, on all engines or some; they are trained on the batches up to ``trained``."""
+        self.old_version = self.world.version
+        self.world.new_weights(trained)
+        self.give_version(engines, trained)
+
+    def give_version(self, engines: list[str] | None, trained: int | None = None) -> None:
         """Engines confirm the present version; what is too old for it is treated as the settings say."""
-        world, on_stale = self.world, self.settings.on_stale
         self.confirmed = {e.name for e in self.engines} if engines is None else set(engines)
-        if on_stale in (OnStale.RESTART, OnStale.DROP):
-            for key in world.too_old(self.settings.max_staleness):
-                if on_stale is OnStale.RESTART:
-                    world.begin_again(key, "stale")
-                elif key[0] in world.held:
-                    world.drop_group(key[0], "stale")
+        self.world.drop_too_old(self.settings)
         self.is_outage_over()
-        self.send(ev.WeightsUpdated(PolicyVersion(*world.version), engines))
+        self.send(ev.WeightsUpdated(PolicyVersion(*self.world.version), engines, trained))
 
     # ---------------------------------------------------------------- looking
 

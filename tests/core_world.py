@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings
+from april.core.types import OnStale
 
 EOS = 1
 Key = tuple[int, int]
@@ -167,15 +169,26 @@ class World:
             self._abandon(life, reason)
         self.settle(group.prompt, f"dropped ({reason})")
 
+    def drop_too_old(self, settings: CoreSettings) -> None:
+        """What is too old is treated as the settings say."""
+        if settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
+            return
+        for key in self.too_old(settings.max_staleness):
+            if settings.on_stale is OnStale.RESTART:
+                self.begin_again(key, "stale")
+            elif key[0] in self.held:
+                self.drop_group(key[0], "stale")
+
     def too_old(self, bound: int) -> list[Key]:
-        """Samples whose oldest token is more than ``bound`` updates old."""
+        """Samples whose oldest token is more than ``bound`` updates old when the next batch is trained."""
         return [
             (g, i) for g, group in self.held.items() for i, life in enumerate(group.lives) if self.age(life) > bound
         ]
 
     def age(self, life: Life) -> int:
-        """Updates since the oldest token."""
-        return max((self.version[1] - t.version[1] for t in life.tape if t.version is not None), default=0)
+        """Updates between the oldest token and the training of the next batch: one for each batch that is out."""
+        at = self.version[1] + len(self.leased)
+        return max((at - t.version[1] for t in life.tape if t.version is not None), default=0)
 
     # ---------------------------------------------------------------- the end of a request
 
@@ -191,6 +204,15 @@ class World:
         if running.dropped is None:
             self.life(running.key).attempt = None
         return running
+
+    # ---------------------------------------------------------------- the trainer
+
+    def new_weights(self, trained: int | None) -> None:
+        """An update; with ``trained``, from this batch and those before."""
+        self.version, self.fresh = (self.version[0], self.version[1] + 1), True
+        for out in [b for b in self.leased if trained is not None and b <= trained]:
+            del self.leased[out]
+            self.committed = max(self.committed, out)
 
     # ---------------------------------------------------------------- restarts
 
@@ -211,11 +233,10 @@ class World:
                 world.held[group_id] = group
                 del world.settled[group.prompt]
                 world.delivered -= sum(generated(life.tape) for life in group.lives)
+        trained = len(world.leased) - len(again)
         world.leased.clear()
-        n = world.version[1]
-        if last > world.committed:  # the trainer's weights are those of the next update
-            n, world.fresh = n + 1, True
-        elif again:
+        n = world.version[1] + trained  # the trainer's weights are those of the updates that follow from these
+        if trained or again:
             world.fresh = True
         world.version = (world.version[0] + 1, n)
         world.batches, world.committed, world.exhausted = last + 1, last, False

@@ -189,8 +189,9 @@ def test_every_prompt_is_settled_once_troubles_end(seed: int) -> None:
             break
         life._probe()
         life._score()
-        if life.core.step is None:
+        if life.core.step is None or life.core.train_first:
             life.update()
+        if life.core.step is None:
             life.post(ev.StepRequested())
         life._end()
     life.audit()

@@ -53,18 +53,21 @@ def test_finish_keeps_the_bound_whatever_the_lengths(
 
 
 def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
-    """Group 0 gains 10 tokens a step and never ends; one short group is delivered per step."""
+    """Group 0 gains 10 tokens an update and never ends; weights change while the step waits for it. It is paused."""
     m = CoreMachine(
         settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=bound),
         lambda g, i: 500 if g == 0 else 3,
     )
     for _ in range(bound + 1):
-        m.post(ev.StepRequested())
+        m.post(ev.Resumed())
+        if m.core.step is None:
+            m.post(ev.StepRequested())
         for attempt in list(m.in_flight.values()):
             if attempt.sample.id.group == 0:
                 m.tokens(attempt.id, 10)
-            else:
+            elif not m.core.buffer.groups[0].urgent:
                 m.end(attempt.id)
+        m.post(ev.PauseRequested())
         m.finish_aborts()
         m.update()
     return m
@@ -115,14 +118,14 @@ def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
     m.update()
     m.post(ev.StepRequested())
     ids = {a.sample.id: a.id for a in m.in_flight.values()}
-    m.end(ids[(2, 0)])
-    m.end(ids[(2, 1)])
-    m.end(ids[(1, 1)])  # finished in the moment of the abort: group 1 is surplus
-    m.update()
+    m.end(ids[(1, 1)])  # group 1 is complete; what else runs is asked to end
+    m.post(ev.PauseRequested())
+    m.update()  # the weights change once more before it has
     group = m.core.buffer.groups[1]
     assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.FINISHED]
 
-    m.post(ev.StepRequested())
+    m.finish_aborts()
+    m.post(ev.Resumed())
     m.end(next(a.id for a in m.in_flight.values() if a.sample.id == (1, 0)))
     m.finish_aborts()
 
@@ -136,13 +139,14 @@ def test_drop_gives_up_the_group_and_replaces_it() -> None:
     assert 0 not in m.core.buffer.groups
     assert m.core.prompts.as_dict()["dropped"] == {"stale": 1}
     assert m.core.tokens.as_dict()["dropped"] == {"stale": 20}
+    m.post(ev.Resumed())
     assert m.step(random.Random(0)) is not None
 
 
 def test_mask_takes_the_loss_off_too_old_tokens_only() -> None:
     """on_stale: mask leaves younger tokens of the same sample trained, and the sample in the batch."""
     m = one_long_group(OnStale.MASK, bound=1)
-    m.post(ev.StepRequested())
+    m.post(ev.Resumed())
     m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 0))
     m.finish_aborts()
     sample = next(s for s in m.batches[-1].samples if s.id.group == 0)

@@ -83,8 +83,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
     @rule()
     def request_step(self) -> None:
         """The trainer wants a batch."""
-        self.stepping = True
-        self.send(ev.StepRequested())
+        self.request_batch()
         self.eager()
 
     @precondition(lambda self: self.world.running)
@@ -142,6 +141,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             self.draw()
         elif not self.stepping and self.nothing_left():
             self._extend(pick)
+        elif self.stepping and self.core.train_first:
+            self.update_weights(None, min(self.world.leased))
         elif not (self.stepping or self.world.fresh or self.world.running) and (self.strict or pick % 2):
             self.commit_all()
             self.update_weights(None)
@@ -383,10 +384,13 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
     @rule(pick=ANY)
     def update(self, pick: int) -> None:
         """New weights: between the steps after a commit, or in the middle of everything."""
-        if self.strict:
-            self.commit_all()
         subsets = [None, None, [self.engines[0].name]]
-        self.update_weights(None if self.strict else one_of(subsets, pick))
+        out = sorted(self.world.leased)
+        trained = one_of([None, *out[:1], *out], pick // 3)  # none, the oldest, or all up to one
+        if self.strict:
+            self.update_weights(None, max(out, default=None))
+        else:
+            self.update_weights(one_of(subsets, pick), trained)
         self.eager()
 
     def commit_all(self) -> None:
@@ -516,6 +520,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             if self.to_draw:
                 self.draw()
             self.eager()
+            if self.core.train_first:
+                self.update_weights(None, min(self.world.leased))
             if self.world.running:
                 self.finish_many(30)
             elif not self.stepping:

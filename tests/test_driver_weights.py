@@ -112,8 +112,8 @@ def test_an_interrupted_update_is_completed_once_engines_are_loading() -> None:
         engines = [RecordingEngine(lengths, f"e{i}", weight_update_s=2.0 + i) for i in range(2)]
         rollouts = Rollouts(lengths, n=2, engines=engines)
         for wait, version in ((0.0, 0), (2.5, 1)):
-            await rollouts.driver.next_batch()
-            update = asyncio.create_task(rollouts.driver.update_weights("weights"))
+            batch = await rollouts.driver.next_batch()
+            update = asyncio.create_task(rollouts.driver.update_weights("weights", trained=batch.id))
             await asyncio.sleep(wait)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):

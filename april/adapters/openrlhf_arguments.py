@@ -97,6 +97,13 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
             "april.on_stale: mask may leave a response without a trained token, and OpenRLHF divides by their number; "
             "use finish, restart or drop"
         )
+    queued = int(getattr(args.train, "async_queue_size", None) or 1)
+    if getattr(args.train, "async_enable", False) and queued > config.max_staleness:
+        raise ConfigError(
+            f"--train.async_queue_size {queued}: so many batches may wait or be trained while the next one is "
+            f"generated, which then is older than april.max_staleness={config.max_staleness} when it is trained; lower "
+            "the one or raise the other"
+        )
     return config
 
 

@@ -61,9 +61,6 @@ class Rollouts:
         self._scored: Held = {}
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
-        self._delivered = 0
-        self._first = 0
-        """Version of the weights at the start."""
 
     @property
     def _has_rewards(self) -> bool:
@@ -94,7 +91,6 @@ class Rollouts:
             self._rows = None  # a loader with workers of its own gives the same iterator for the next episode
             return [], self._prompts.drawn - before, True
         self.batch = batch
-        self._delivered += 1
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
@@ -140,7 +136,6 @@ class Rollouts:
                 scheduler.close()
                 raise
             self._saved = None
-        self._first = scheduler.version.n
         if not self._config.leaves_partials:
             log.warning(
                 "april runs without over-sampling, so every step waits for its longest response; set "
@@ -201,10 +196,8 @@ class Rollouts:
         for sample in list(self._scored):
             if sample.group not in groups and sample.group < state["core"]["groups_drawn"]:
                 self._scored.pop(sample, None)
-        # weight updates that follow those of the state before the weights of this checkpoint: none, but with a queue
-        lag = 0 if self.batch is None else self._first + self._delivered - state["core"]["version"][1]
         content = {
-            "state": state, "prompts": drawn, "lag": lag,
+            "state": state, "prompts": drawn,
             "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],
         }  # fmt: skip
         return {**theirs, KEY: _as_tensor(pack(KIND, content))}
@@ -232,8 +225,6 @@ class Rollouts:
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(error) from error
         scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has put the weights there
-        for _ in range(saved["lag"]):
-            scheduler.weight_update(transfer=lambda: None)
 
 
 def _damaged(error: Exception) -> CheckpointError:

@@ -63,7 +63,14 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             "max_len": getattr(args, "rollout_max_context_len", None),
             **engine,
         }
-    return Config(**values, **own)
+    config = Config(**values, **own)
+    interval = int(getattr(args, "update_weights_interval", None) or 1)
+    if interval > max(1, config.max_staleness):
+        raise ConfigError(
+            f"--update-weights-interval {interval}: the last batch before an update is trained so many updates after "
+            f"it was generated, and april.max_staleness={config.max_staleness}; lower the one or raise the other"
+        )
+    return config
 
 
 def router_url(args: Any) -> str:

@@ -60,8 +60,8 @@ class Session:
         self._check = check
         self._batches: dict[int, int] = {}
         """Batch of each rollout that may still be named by a checkpoint."""
-        self._leased: Held = {}
-        """Delivered, and not known to be trained on."""
+        self._leased: dict[int, Held] = {}
+        """By batch, oldest first: delivered, and not known to be trained on."""
         router = None if engines is not None else router_url(args)
         # april's own engines write their labels; a custom generate function leaves slime's
         self._weights = Weights(router, rollout_id, relabels=self._function is None)
@@ -98,12 +98,13 @@ class Session:
         done = iter(batch.samples)
         mask = bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False))
         groups: list[list[Any]] = []
+        leased = self._leased.setdefault(batch.id, {})
         for size in batch.group_sizes:
             group = []
             for _ in range(size):
                 delivered = next(done)
                 # never in neither of the two: a checkpoint may be written at this moment
-                sample = self._leased[delivered.id] = self._hooks.held[delivered.id]
+                sample = leased[delivered.id] = self._hooks.held[delivered.id]
                 del self._hooks.held[delivered.id]
                 if self._finished is not None:
                     self._finished.pop(delivered.id, None)
@@ -119,11 +120,18 @@ class Session:
             self._move(before)
         elif updated:
             # the weights are there; april pauses, has caches emptied and writes its own label
-            self.scheduler.weight_update(transfer=lambda: None)
-            self._leased.clear()
+            trained = self._trained()
+            self.scheduler.weight_update(transfer=lambda: None, trained=trained)
+            for batch in [b for b in self._leased if trained is not None and b <= trained]:
+                del self._leased[batch]
         else:
             return
         self._weights.name(self.scheduler.version, rollout_id)
+
+    def _trained(self) -> int | None:
+        """The last batch that an update was trained on: the oldest, or as many as slime trains on between two."""
+        interval = max(1, int(getattr(self._args, "update_weights_interval", None) or 1))
+        return max(list(self._leased)[:interval], default=None)
 
     # ---------------------------------------------------------------- the scheduler
 
@@ -192,10 +200,10 @@ class Session:
             return
         through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
         content = self._content(through, lambda: save(rollout_id))
-        # the saved weights are one update ahead of those of the servers, and so is the state; but not where the trainer
-        # is asynchronous and began the next rollout, and so counted an update, before it was through with this one
-        if through is not None:
-            content["lag"] = self.scheduler.version.n + 1 - content["state"]["core"]["version"][1]
+        # servers without labels: each rollout counts as an update, also one that an asynchronous trainer has asked for
+        # before it was through with this one; the saved weights are one update ahead of what was counted
+        if through is not None and through not in self._leased:
+            content["lag"] = 1
         carry.write(carry.path_of(directory, rollout_id), content)
 
     def _content(self, trained_through: int | None, write: Callable[[], Any] = lambda: None) -> dict[str, Any]:
@@ -212,7 +220,9 @@ class Session:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
         inside = carry.groups_in(state)
         held = self._hooks.held.copy()
-        kept = {"held": held | self._leased, "finished": (self._finished or {}).copy()}
+        for leased in list(self._leased.values()):
+            held |= leased
+        kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
             "state": carry.without_objects(state),
             "lag": 0,

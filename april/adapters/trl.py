@@ -138,6 +138,8 @@ class Rollout:
             raise RolloutError(f"TRL asked for {asked} rows at once and not for a generation batch of {wanted}")
         scheduler = self._open(trainer)
         self._give_weights(trainer)
+        if self._last_batch is not None:
+            scheduler.commit(self._last_batch)  # its gradients may wait for the next one, and bring no update of it
         batch = scheduler.next_batch()
         if len(batch) != wanted:
             raise RolloutError(
@@ -193,12 +195,12 @@ class Rollout:
         return scheduler
 
     def _give_weights(self, trainer: Any) -> None:
-        """The engines have the trainer's present weights; a batch delivered before is trained on."""
+        """The engines have the trainer's present weights; the batches delivered before are trained on."""
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
         path = self._save_weights(trainer)
-        self.scheduler.weight_update(path=path)
+        self.scheduler.weight_update(path=path, trained=self._last_batch)
         if self._written is not None and self._written != path:
             shutil.rmtree(self._written, ignore_errors=True)
         self._written = path

@@ -36,7 +36,7 @@ class DeliveredSample:
     """uint8 [T], 1 where the policy wrote the token and it is not too old"""
     segments: tuple[Segment, ...]
     staleness: int
-    """weight updates between the oldest generated token and delivery"""
+    """weight updates between the oldest generated token and training, one for each batch that is trained before"""
     reward: float
     finish: FinishReason
     attempts: int
@@ -75,6 +75,11 @@ class Batch:
             f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}>"
         )
 
+    @property
+    def trained_at(self) -> PolicyVersion:
+        """Version at which it is trained: one update later for each batch that was out when it was delivered."""
+        return self.version._replace(n=self.version.n + int(self.metrics.get("batches_out", 0.0)))
+
     @cached_property
     def rewards(self) -> Float32:
         """float32 [B]."""
@@ -87,7 +92,7 @@ class Batch:
 
     @property
     def off_policy_share(self) -> float:
-        """Share of the generated response tokens that are older than the version at delivery."""
+        """Share of the generated response tokens that are older than the version at which they are trained."""
         return self.metrics["off_policy_share"]
 
     @cached_property

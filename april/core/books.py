@@ -11,6 +11,7 @@ from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
 from april.core.history import History
+from april.core.leases import Leases
 from april.core.ledger import Ledger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import PartialBuffer
@@ -30,14 +31,13 @@ class Books:
         self.over_sampler = OverSampler(settings)
         self.monitor = CompletionMonitor(settings.rollout_batch_size)
         self.aborts = AbortController(settings.abort_deadline_s, settings.abort_resend_s)
-        self.buffer = PartialBuffer(settings, clock)
+        self.leases = Leases(clock, settings.max_staleness)
+        self.buffer = PartialBuffer(settings, self.leases)
         self.attempts = AttemptBook(settings, self.engines)
         self.starting = 0
         """Samples that hold a place without an attempt (state STARTED)."""
         self.tokens = Ledger()
         self.prompts = Ledger()
-        self.leased: dict[int, tuple[Group, ...]] = {}
-        """Groups of every batch that is delivered and not committed."""
         self.batches = 0
         """Batches delivered; the number of the next one."""
         self.groups_drawn = 0

@@ -1,15 +1,15 @@
 """Completion monitor: which groups are complete, and when the step has what it needs.
 
-A step delivers N groups. With a staleness bound it must also deliver enough of the older ones: a group's
-*slack* is the number of weight updates after which it is too old, and however the later steps go, all groups
-can only be delivered in time if, for every k, at most ``(k + 1) * N`` groups have slack <= k. So a step owes
-at least ``groups with slack <= k  -  k * N`` of those (earliest deadline first, k = 0 being the last chance).
+A step delivers N groups. With a staleness bound it must also deliver enough of the older ones: a group's *slack* is the
+number of batches after which it is too old, and however the later steps go, all groups can only be delivered in time
+if, for every k, at most ``(k + 1) * N`` groups have slack <= k. So a step owes at least ``groups with slack <= k  -
+k * N`` of those (earliest deadline first, k = 0 being the last chance).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from april.core.types import Group
 
@@ -107,18 +107,19 @@ class CompletionMonitor:
             if group.slack < len(self._ready_by_slack):
                 self._ready_by_slack[group.slack] -= 1
 
-    def take(self) -> list[Group]:
-        """Up to N complete groups: what the step owes, then in order of completion (surplus first)."""
+    def take(self, goes_first: Callable[[Group], int] = lambda group: 0) -> list[Group]:
+        """Up to N complete groups: what the step owes, then the least by ``goes_first``, then by completion."""
         chosen: dict[int, Group] = {}
+        ready = sorted(self._ready, key=lambda g: (goes_first(g), g.ready_at))
         for k, owed in enumerate(self._owed()):
             missing = owed - sum(1 for g in chosen.values() if g.slack <= k)
-            for group in self._ready:
+            for group in ready:
                 if missing <= 0:
                     break
                 if group.slack <= k and group.id not in chosen:
                     chosen[group.id] = group
                     missing -= 1
-        for group in self._ready:
+        for group in ready:
             if len(chosen) >= self._target:
                 break
             chosen[group.id] = group

@@ -143,10 +143,15 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """The policy is now ``version``, and the named engines (None: all) confirmed it."""
+    """The policy is now ``version``, and the named engines (None: all) confirmed it.
+
+    ``trained``: the last batch that these weights were trained on; it and those before it are committed. None: no batch
+    that is out.
+    """
 
     version: PolicyVersion
     engines: Sequence[str] | None = None
+    trained: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ class EngineServed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCommitted:
-    """The trainer's update with this batch is done."""
+    """The trainer is done with this batch, and no weight update of its own follows."""
 
     batch_id: int
 

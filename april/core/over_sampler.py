@@ -67,8 +67,11 @@ class OverSampler:
             wanted = s.groups_wanted - open_groups
         elif step_start:
             wanted = s.groups_wanted - ready - open_groups
-        else:
-            # inside a step only what is needed to reach N, in portions when N' < N
+        elif s.over_sampling_batch_size < s.rollout_batch_size:
+            # inside a step only what is needed to reach N, in portions
             portion = s.over_sampling_batch_size
-            wanted = -(-missing // portion) * portion if portion < s.rollout_batch_size else missing
+            wanted = -(-missing // portion) * portion
+        else:
+            # groups were given up and N cannot be reached any more: one at a time would cost a response's time each
+            wanted = s.groups_wanted - ready - open_groups if missing else 0
         return max(missing, min(wanted, room))

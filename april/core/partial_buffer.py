@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from april.core.leases import Leases
 from april.core.settings import CoreSettings
 from april.core.types import Group, OnStale, Sample
-from april.core.versions import VersionClock
 
-UNBOUNDED = 1 << 30
+AHEAD = 8
+"""Most groups held, in units of the work that is wanted at a time, whatever ``max_staleness`` allows."""
 
 
 class PartialBuffer:
     """Groups by number, in the order in which they were drawn."""
 
-    def __init__(self, settings: CoreSettings, clock: VersionClock) -> None:
+    def __init__(self, settings: CoreSettings, leases: Leases) -> None:
         self._settings = settings
-        self._clock = clock
+        self._leases = leases
         self.groups: dict[int, Group] = {}
 
     def __len__(self) -> int:
@@ -43,43 +44,70 @@ class PartialBuffer:
             yield from group.samples
 
     def room(self, held_tokens: int) -> int:
-        """Prompts that may be drawn beyond what the step cannot do without.
-
-        0 while ``max_held_tokens`` is reached. With ``on_stale: finish`` at most (max_staleness + 1) * N
-        groups are held: more could not all be delivered in time.
-        """
+        """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
         s = self._settings
         if s.max_held_tokens is not None and held_tokens >= s.max_held_tokens:
             return 0
-        if s.on_stale is not OnStale.FINISH:
-            return UNBOUNDED
-        return max(0, (s.delivery_bound + 1) * s.rollout_batch_size - len(self))
+        return max(0, self.capacity - len(self))
 
-    def staleness(self, sample: Sample) -> int:
-        """Weight updates since the sample's oldest token; 0 without tokens."""
+    @property
+    def capacity(self) -> int:
+        """Most groups to be held, in every mode: more could not all be delivered in time."""
+        s = self._settings
+        if self._overbooked:
+            return self._wanted
+        in_time = max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
+        return min(in_time, AHEAD * s.groups_at_a_time)
+
+    @property
+    def _wanted(self) -> int:
+        s = self._settings
+        return s.groups_at_a_time if s.on_stale is OnStale.DROP else s.groups_wanted
+
+    @property
+    def _overbooked(self) -> bool:
+        """The settings want more in work than can be delivered in time: what they lose by that they want to lose."""
+        s = self._settings
+        return s.on_stale is not OnStale.FINISH and self._wanted > (s.delivery_bound + 1) * s.rollout_batch_size
+
+    def age(self, sample: Sample) -> int:
+        """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
         oldest = sample.tape.oldest_version
-        return 0 if oldest is None else self._clock.staleness(oldest)
+        return 0 if oldest is None else self._leases.age(oldest)
 
     @property
     def horizon(self) -> int:
-        """Slack from which on a group sets no deadline: with ``on_stale: finish`` steps ahead are planned."""
+        """Slack from which on a group sets no deadline; with ``on_stale: drop`` only the last chance does."""
         s = self._settings
-        return max(1, s.delivery_bound) if s.on_stale is OnStale.FINISH else 1
+        if s.on_stale is OnStale.DROP:
+            return 1
+        # what is held is delivered within so many steps, whatever max_staleness is
+        return max(1, min(s.delivery_bound - len(self._leases), len(self) // s.rollout_batch_size + 1))
+
+    def slack(self, group: Group) -> int:
+        """Batches after which its oldest token is too old."""
+        return self._settings.max_staleness - max(self.age(sample) for sample in group.samples)
 
     def slacks(self) -> Iterator[tuple[Group, int]]:
-        """Each group with the number of weight updates after which it must have been delivered."""
+        """Each group with the number of batches after which it must have been delivered."""
         s = self._settings
         for group in self:
-            slack = s.max_age - self._clock.staleness(group.drawn_under)
-            if s.on_stale is OnStale.FINISH:
-                slack = min(slack, s.max_staleness - max(self.staleness(sample) for sample in group.samples))
-            elif any(sample.resumes > s.max_resumes for sample in group.samples):
+            slack = s.max_age - self._leases.age(group.drawn_under)
+            by_tokens = self.slack(group)
+            # drop gives up what would be waited for; what is lost already is not, where that is no accident
+            if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
+                slack = min(slack, by_tokens)
+            if s.on_stale is not OnStale.FINISH and any(sample.resumes > s.max_resumes for sample in group.samples):
                 slack = 0  # on_stale: finish has its own deadlines, which this would overrule
             yield group, slack
+
+    def goes_first(self, group: Group) -> int:
+        """Order of complete groups that the step does not owe: where steps do not wait, what is too old soonest."""
+        return 0 if self._settings.on_stale is OnStale.FINISH else self.slack(group)
 
     def too_old(self) -> list[Sample]:
         """Samples that exceed max_staleness, where the policy acts on held samples (restart, drop)."""
         if self._settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
             return []
         limit = self._settings.max_staleness
-        return [s for s in self.samples() if self.staleness(s) > limit]
+        return [s for s in self.samples() if self.age(s) > limit]

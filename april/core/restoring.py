@@ -206,7 +206,7 @@ def _late(core: RolloutCore, settings: CoreSettings) -> int:
 
 
 def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
-    buffer = PartialBuffer(settings, core.clock)
+    buffer = PartialBuffer(settings, core.leases)
     buffer.groups = core.buffer.groups
     gone = {group.id for group in core.books.without_room}
     return sorted(slack for group, slack in buffer.slacks() if group.id not in gone)

@@ -53,6 +53,11 @@ class CoreSettings:
         return portion if portion >= target else -(-target // portion) * portion
 
     @property
+    def groups_at_a_time(self) -> int:
+        """Groups that are to be in work at once: those, or what fills ``max_in_flight``."""
+        return max(self.groups_wanted, -(-self.max_in_flight // self.n_samples_per_prompt))
+
+    @property
     def delivery_bound(self) -> int:
         """With on_stale: finish, weight updates within which every group is delivered."""
         return min(self.max_staleness, self.max_age)

@@ -35,8 +35,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Args:
         core: at any time, also in the middle of a step.
         trained_through: number of the last batch that the trainer's checkpoint has trained on (-1: none). Later
-            batches, delivered or not, are part of the state. None: the last committed batch. If a weight update has
-            not committed it yet, the version in the state is that of the update which would.
+            batches, delivered or not, are part of the state. None: the last committed batch. The version in the state
+            is that of weights trained on it: one update later for every batch up to it that is still out.
 
     Raises:
         CheckpointError: no such batch, or a later one is already committed.
@@ -66,8 +66,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         if attempt.lost_for is not None:
             tokens.drop(attempt.tape.count, attempt.lost_for)
     current = core.clock.current
-    if last > newest_committed:  # these weights are what the next weight update would have announced
-        current = current._replace(n=current.n + 1)
+    # what the weight updates that follow from these batches would have announced
+    current = current._replace(n=current.n + len(core.leased) - len(untrained))
     ready = [*again, *core.monitor]
     waiting = [group for group in core.buffer if group.ready_at < 0]
     return {

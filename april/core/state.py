@@ -57,7 +57,7 @@ class RolloutCore:
             books.over_sampler, books.monitor, books.aborts, books.buffer,
         )  # fmt: skip
         self.attempts = books.attempts.in_flight
-        self.counters, self.leased = books.counters, books.leased
+        self.counters, self.leases, self.leased = books.counters, books.leases, books.leases.batches
         self.step: Step | None = None
         self.paused = False
         # nothing is drawn after the beginning of a step, except for groups that were given up
@@ -155,6 +155,7 @@ class RolloutCore:
         if self.step is not None:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
         self.step = Step(self.counters.copy())
+        self._setbacks.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -174,6 +175,8 @@ class RolloutCore:
             self._stop_everything()
             out.append(do.Fail(failure))
             return
+        if self.train_first:
+            return
         enough = self.monitor.target_reached or self._nothing_more_can_come()
         if enough and not step.stopping:
             step.in_flight_at_stop = self.engines.in_flight()
@@ -185,6 +188,11 @@ class RolloutCore:
         elif not self.paused:
             self._fill()
 
+    @property
+    def train_first(self) -> bool:
+        """Too many batches are out: what began now would be too old when it is trained, so steps wait for an update."""
+        return self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
+
     def _nothing_more_can_come(self) -> bool:
         """The source has ended and no group is in work: deliver what is there, even if it is less than N."""
         return self.over_sampler.exhausted and self.monitor.ready == len(self.buffer) and not self.attempts
@@ -195,7 +203,7 @@ class RolloutCore:
     def _end_step(self) -> None:
         """Deliver what is complete; a rest of fewer than N groups waits for more prompts if it shall."""
         waits = self.settings.on_data_end is OnDataEnd.WAIT and self.monitor.ready < self.settings.rollout_batch_size
-        groups = [] if waits else self.monitor.take()
+        groups = [] if waits else self.monitor.take(self.buffer.goes_first)
         step, self.step = self.step, None
         assert step is not None
         if groups:
@@ -212,15 +220,16 @@ class RolloutCore:
             self.buffer.remove(group)
             books.prompts.deliver(1)
             for sample in group.samples:
-                samples.append(deliver_sample(sample, self.clock.staleness, bound))
+                samples.append(deliver_sample(sample, self.leases.age, bound))
                 books.tokens.deliver(sample.tape.generated)
                 books.to(sample, SampleState.LEASED, f"leased in batch {books.batches}")
-        metrics = batch_metrics(groups, samples, self.clock.staleness)
+        metrics = batch_metrics(groups, samples, self.leases.age) | self.leases.recorded()
         metrics |= step.metrics(self.counters) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": float(self.monitor.ready),
             "held_tokens": float(books.tokens.held),
+            "batches_out": float(len(self.leases)),
         }
         sizes = tuple(len(g.samples) for g in groups)
         kind = self.engines.logprob_kind
@@ -230,9 +239,20 @@ class RolloutCore:
         books.out.append(do.Deliver(batch))
 
     def _batch_committed(self, event: ev.BatchCommitted) -> None:
-        if self.leased.pop(event.batch_id, None) is None:
+        if event.batch_id not in self.leased:
             raise InvariantError(f"batch {event.batch_id} was committed twice, or never delivered")
-        self.counters["committed_batches"] += 1
+        self._commit([event.batch_id])
+        self._plan_anew()
+
+    def _commit(self, batch_ids: list[int]) -> None:
+        self.leases.commit(batch_ids)
+        self.counters["committed_batches"] += len(batch_ids)
+
+    def _plan_anew(self) -> None:
+        """Fewer batches are out, or the weights are new; a step that runs may take in what there is room for now."""
+        if self.step is not None:
+            self.step.filled = False
+            self._plan_deadlines()
 
     # ---------------------------------------------------------------- filling
 
@@ -349,13 +369,14 @@ class RolloutCore:
     def _weights_updated(self, event: ev.WeightsUpdated) -> None:
         if event.version < self.clock.current:
             raise InvariantError(f"weights went back from version {self.clock.current} to {event.version}")
+        if event.trained is not None:
+            self._commit(self.leases.through(event.trained))
         self.clock.current = event.version
         for name in self.engines.states if event.engines is None else event.engines:
             self.engines.states[name].version = event.version
         self._drop_without_room()
         self._setbacks.replace_too_old()
-        if self.step is not None:
-            self._plan_deadlines()
+        self._plan_anew()
 
     def _plan_deadlines(self) -> None:
         """See to it that nothing gets too old or circles for ever: what the step owes goes first."""

@@ -52,9 +52,7 @@ class Execution:
     def begin(self, label: int) -> None:
         """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
         self.raise_if_failed()
-        if self.last_batch is not None and self.last_batch in self.core.leased:
-            self.post(ev.BatchCommitted(self.last_batch))
-        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label)))
+        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label), trained=self.last_batch))
         self._busy.step_started(_now())
         self.post(ev.StepRequested())
 

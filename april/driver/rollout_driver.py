@@ -39,7 +39,7 @@ from april.driver.user_code import Outcome, describe, inside_user_code
 from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine, SharesModel
-from april.errors import AprilError, CheckpointError, DataExhausted, RolloutError, SchedulerClosed
+from april.errors import AprilError, CheckpointError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
 from april.ranks import warn_of_equal_rollouts
 
 log = logging.getLogger("april")
@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
+FULL_PATIENCE_S = 60.0
+"""A batch that waits so long for the trainer's next weight update is warned of."""
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class RolloutDriver:
         self.handed_out: int | None = None
         """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
-        self._taken: list[int] = []
+        self._warned_full = False
         self._waiting = _Waiting()
         self.engines_changed = asyncio.Event()
         """Set when an engine may have room again, for evaluations that wait for one."""
@@ -148,10 +150,17 @@ class RolloutDriver:
         self.handed_out = batch.id
         return batch
 
-    async def wait_batch(self) -> Batch:
-        """The next batch; it stays the next one until it is ``handed_out``, as it may get lost on its way."""
+    async def wait_batch(self, *, blocks: bool = False) -> Batch:
+        """The next batch; it stays the next one until it is ``handed_out``, as it may get lost on its way.
+
+        While too many batches are out it waits for a weight update; a caller that ``blocks`` could not make one.
+        """
         self._raise_if_broken()
         self._note_handed_out()
+        if self.core.train_first and (self._waiting.batch is None or not self._waiting.batch.done()):
+            if blocks:
+                raise RolloutError(self.core.leases.why_full())
+            self._warn_while_full()
         if self._waiting.batch is None:
             self.weights.raise_if_half_updated()
             if self._loading:
@@ -175,13 +184,24 @@ class RolloutDriver:
             raise
 
     def _note_handed_out(self) -> None:
-        """A batch that the trainer has is not the next one any more: the next weight update commits it."""
+        """A batch that the trainer has is not the next one any more."""
         future = self._waiting.batch
-        if future is not None and future.done() and future.exception() is None:
-            batch = future.result().id
-            if batch == self.handed_out:
-                self._waiting.batch = None
-                self._taken.append(batch)
+        there = future is not None and future.done() and future.exception() is None
+        if future is not None and there and future.result().id == self.handed_out:
+            self._waiting.batch = None
+
+    def _warn_while_full(self) -> None:
+        """Once, if no update comes for so long that perhaps none ever will."""
+        if self._warned_full:
+            return
+        self._warned_full = True
+        began = self.core.clock.current, len(self.core.leased)
+
+        def look() -> None:
+            if self._broken is None and (self.core.clock.current, len(self.core.leased)) == began:
+                log.warning("next batch: %s", self.core.leases.why_full())
+
+        asyncio.get_running_loop().call_later(FULL_PATIENCE_S, look)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -199,26 +219,40 @@ class RolloutDriver:
                     self.post(ev.Resumed())
 
     async def update_weights(
-        self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
+        self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None, trained: int | None = None
     ) -> PolicyVersion:
-        """Pause the engines, await ``transfer``, give them the next version, commit the taken batches, go on.
+        """Pause the engines, await ``transfer``, give them the next version, commit what was trained, go on.
 
-        Raises ConfigError, before anything happens, if servers would get nothing; and whatever ``transfer`` or an
-        engine raises: the version stays then. See :class:`WeightUpdates`.
+        ``trained``: the last batch that these weights were trained on; None: the oldest one that is out, if any.
+
+        Raises ConfigError, before anything happens, if servers would get nothing or there is no such batch; and
+        whatever ``transfer`` or an engine raises: the version stays then. See :class:`WeightUpdates`.
         """
         path = directory_for(self.engines, path, written=transfer is not None)
+        out = self._out("weight_update", trained)
+        trained = min(out, default=None) if trained is None else trained
         async with self.paused():
             current = self.core.clock.current
             version = PolicyVersion(current.incarnation, current.n + 1)
-            await self.weights.change(version, path, transfer, then=self._commit)
+            await self.weights.change(version, path, transfer, trained=trained)
         return version
 
-    def _commit(self) -> None:
-        """All taken batches are trained on."""
-        self._note_handed_out()
-        taken, self._taken = self._taken, []
-        for batch_id in taken:
-            self.post(ev.BatchCommitted(batch_id))
+    def commit(self, batch_id: int) -> None:
+        """The trainer is done with this batch and those before it, and no weight update follows from them."""
+        self._raise_if_broken()
+        for out in self._out("commit", batch_id):
+            if out <= batch_id:
+                self.post(ev.BatchCommitted(out))
+
+    def _out(self, call: str, named: int | None) -> list[int]:
+        """The batches that the trainer has; raises ConfigError if it names one that it does not have yet."""
+        if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
+            raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
+        newest = -1 if self.handed_out is None else self.handed_out
+        if named is not None and not 0 <= named <= newest:
+            there = f"the batches so far are 0 to {newest}" if newest >= 0 else "there was no batch yet"
+            raise ConfigError(f"{call}: there is no batch {named}; {there}")
+        return [b for b in self.core.leased if b <= newest]
 
     # ---------------------------------------------------------------- data and restarts
 

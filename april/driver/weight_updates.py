@@ -63,8 +63,11 @@ class WeightUpdates:
         path: str | None = None,
         transfer: Callable[[], Awaitable[None]] | None = None,
         then: Callable[[], None] = lambda: None,
+        trained: int | None = None,
     ) -> None:
         """Pause, await ``transfer``, give every engine the version, call ``then``, tell the core, resume.
+
+        ``trained``: the last batch that the new weights were trained on, for the core.
 
         An engine that cannot be reached is left out if there are others: it is quarantined, and gets no requests before
         it has these weights or later ones. If some engines have loaded the new weights and others have refused them,
@@ -75,7 +78,7 @@ class WeightUpdates:
         async with self._changing:
             self.moves += 1
             try:
-                await self._change(version, path, transfer, then)
+                await self._change(version, path, transfer, then, trained)
             finally:
                 self.moves += 1
 
@@ -85,6 +88,7 @@ class WeightUpdates:
         path: str | None,
         transfer: Callable[[], Awaitable[None]] | None,
         then: Callable[[], None],
+        trained: int | None,
     ) -> None:
         while len(self._healing) == len(self._engines):
             await next(iter(self._healing.values())).wait()
@@ -98,7 +102,7 @@ class WeightUpdates:
             _raise_first({name: error for name, error in paused.items() if name not in dead})
             if transfer is not None:
                 await self._transferred(transfer)
-            await self._give(version, path, transfer is not None, then, dead)
+            await self._give(version, path, transfer is not None, then, trained, dead)
         finally:
             # an engine that stays paused would hold up everything for ever
             resuming = self.on_all_engines("resume", lambda engine: engine.resume(), without=dead)
@@ -139,8 +143,9 @@ class WeightUpdates:
         return set(failed)
 
     async def _give(
-        self, version: PolicyVersion, path: str | None, written: bool, then: Callable[[], None], dead: set[str]
-    ) -> None:
+        self, version: PolicyVersion, path: str | None, written: bool, then: Callable[[], None], trained: int | None,
+        dead: set[str],
+    ) -> None:  # fmt: skip
         """All engines take the new weights, or it is known which did; a cancellation takes effect afterwards."""
         patience_s = self._core.settings.outage_deadline_s
         loading = self.on_all_engines("update_weights", lambda e: e.update_weights(version, path), patience_s, dead)
@@ -154,7 +159,7 @@ class WeightUpdates:
         assert results, "an update that reached no engine is none"
         self._path, self._known = path, path is not None and not written
         then()
-        self._post(ev.WeightsUpdated(version, tuple(results) if dead else None))
+        self._post(ev.WeightsUpdated(version, tuple(results) if dead else None, trained))
         if cancelled is not None:
             raise cancelled
 

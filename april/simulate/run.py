@@ -125,7 +125,7 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
         bound = workload.max_staleness * workload.groups
         if (
             m["refill"] != "none"
-            and workload.on_stale is OnStale.FINISH
+            and workload.on_stale is not OnStale.DROP
             and m["held_groups_max"] >= bound
             and m["bubble"] >= IDLE_WORTH_A_WORD
             and m["in_flight"] <= workload.fits  # otherwise the slots are empty for want of KV, too

@@ -142,7 +142,7 @@ class _Auditor:
 
     @staticmethod
     def is_old(attempt_id: str, version: tuple[int, int], batch: Batch) -> bool:
-        return bool(attempt_id) and version != batch.version
+        return bool(attempt_id) and version != batch.trained_at
 
     def sample(self, sample: DeliveredSample, batch: Batch) -> None:
         """One delivered sample against the records of its attempts."""

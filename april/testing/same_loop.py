@@ -139,9 +139,11 @@ class Rollouts:
         return batch
 
     async def weight_update(
-        self, path: str | None = None, transfer: Callable[[], Any] | None = None
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
     ) -> PolicyVersion:
-        """Commit the taken batches and raise the version; ``transfer``, plain or async, runs while engines are paused.
+        """Commit what was ``trained`` (None: the oldest batch that is out) and raise the version.
+
+        ``transfer``, plain or async, runs while engines are paused.
 
         Raises:
             ConfigError: neither is given, and an engine is behind a server; nothing has happened.
@@ -149,7 +151,7 @@ class Rollouts:
         """
 
         if transfer is None:
-            return await self._loop.run_async(self._driver.update_weights(path))
+            return await self._loop.run_async(self._driver.update_weights(path, trained=trained))
 
         async def hand_over() -> None:
             with inside_user_code():
@@ -157,7 +159,11 @@ class Rollouts:
                 if inspect.isawaitable(result):
                     await result
 
-        return await self._loop.run_async(self._driver.update_weights(path, hand_over))
+        return await self._loop.run_async(self._driver.update_weights(path, hand_over, trained))
+
+    def commit(self, batch_id: int) -> None:
+        """As ``RolloutScheduler.commit``."""
+        self._driver.commit(batch_id)
 
     async def evaluate(self, prompts: Iterable[Any], **sampling: Any) -> EvaluationResult:
         """As ``RolloutScheduler.evaluate``."""
