@@ -247,6 +247,9 @@ async def three_epochs(world: World) -> None:
         if any(a.tape.count for a in world.core.attempts.values()):
             world.seen["kept in flight"] = 1
             break
+        if waiter.done():  # surplus was enough for it
+            await world.train(await waiter)
+            waiter = asyncio.create_task(world.driver.next_batch())
     kept = world.keep(len(world.trained))
     await world.train(await waiter)
     await world.train(await world.driver.next_batch())
