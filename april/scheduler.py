@@ -318,7 +318,9 @@ class RolloutScheduler:
         """Everything that must survive a restart, for the trainer's own checkpoint; may be called at any time.
 
         Plain numbers, strings, bytes, lists and dicts, and the ``data`` of the held prompts as it was given. Tokens
-        that engines have generated so far are in it, also those of running requests.
+        that engines have generated so far are in it, also those of running requests. It is sealed by a checksum of
+        its values. There are no empty bytes in it, which ``torch.load(weights_only=True)`` does not read; any in your
+        prompts' ``data`` are yours.
 
         Args:
             trained_through: number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
@@ -334,9 +336,9 @@ class RolloutScheduler:
     ) -> PolicyVersion:
         """Go on from a saved state; before the first batch. Begins a new incarnation of the policy version.
 
-        The prompts must be the same as before; those drawn already are skipped. Unfinished single-turn responses go on
-        exactly where they stood. Several turns: the rollout functions begin again, and what their calls had generated
-        is answered from the state as long as they ask the same.
+        The prompts must be the same as before, in their order; those drawn already are compared and skipped.
+        Unfinished single-turn responses go on exactly where they stood. Several turns: the rollout functions begin
+        again, and what their calls had generated is answered from the state as long as they ask the same.
 
         Args:
             path, transfer: how the engines get the weights of the checkpoint, as in :meth:`weight_update`. Neither:
@@ -348,7 +350,8 @@ class RolloutScheduler:
             generated before the restart are not stale under it.
 
         Raises:
-            CheckpointError: the state is damaged, or from another configuration; nothing has changed then.
+            CheckpointError: the state was changed, or is of other prompts, or of settings or engines with which it
+                cannot go on (docs/restarts.md has the list); nothing has changed then.
             ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has changed.
             EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
         """

@@ -252,6 +252,29 @@ def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None
     run_virtual(program())
 
 
+def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
+    """Not believed to have them; and what those weights had generated before the restart is not stale under them."""
+
+    async def program() -> None:
+        async with pool([Server("a", lengths=20)]) as run:
+            await run.next_batch()
+            await run.weight_update("/first")
+            await run.next_batch()
+            state = run.scheduler.state_dict()  # with a batch of the first update's weights
+        server = Server("a", lengths=20)
+        async with pool([server]) as run:
+            with pytest.raises(april.ConfigError, match=r"load_state_dict: a would keep the weights that they"):
+                await run.scheduler._driver.load_state_dict(state)
+            assert (server.weights, run.version) == (START, (0, 0))
+            await run.scheduler._driver.load_state_dict(state, "/first")
+            assert (server.weights, run.version) == ("/first", (1, 1))
+            batch = await run.next_batch()
+            assert {g.version for s in batch.samples for g in s.segments} == {(0, 1)}
+            assert batch.metrics["staleness_max"] == batch.off_policy_share == 0
+
+    run_virtual(program())
+
+
 @pytest.mark.parametrize("path", [None, "/checkpoint"])
 def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
     """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""

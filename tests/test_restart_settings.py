@@ -163,6 +163,37 @@ def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
     run_virtual(program())
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
+    """Random N, N', bound and refill before and after: the state is refused, or nothing of it is too old or masked."""
+    rng = random.Random(seed)
+
+    def chosen() -> dict[str, Any]:
+        n, bound = rng.randint(1, 8), rng.randint(0, 5)
+        refill = rng.choice(["none", "group", "sample"])
+        return {
+            "rollout_batch_size": n, "over_sampling_batch_size": rng.randint(n, n * (bound + 1)), "refill": refill,
+            "max_staleness": bound, "max_in_flight": rng.randint(2, 60),
+        }  # fmt: skip
+
+    first, second = chosen(), chosen()
+
+    async def program() -> None:
+        state, seen = await saved(rng.randint(1, 3), **first)
+        async with started(**second) as run:
+            try:
+                await run.scheduler._driver.load_state_dict(state)
+            except CheckpointError as error:
+                assert "could not be delivered in time" in str(error)  # noqa: PT017
+                return
+            batches = await to_the_end(run, seen)
+        assert seen == dict.fromkeys(range(60), 1)
+        assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+        assert max((b.metrics["staleness_max"] for b in batches), default=0) <= second["max_staleness"]
+
+    run_virtual(program())
+
+
 def test_an_unchanged_configuration_is_never_in_the_way() -> None:
     """A trainer that updates twice per batch has too old groups already: it may go on as it did."""
 
