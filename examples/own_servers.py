@@ -5,7 +5,8 @@ Start the servers (docs/servers.md says how), then run this with the directory o
     python examples/own_servers.py --kind vllm --urls http://127.0.0.1:8000 --model MODEL --shared-dir /shared/run
 
 ``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
-stand-in that leaves the weights as they are, so that everything else can be tried first.
+stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes on after the
+last step of a run that has ended or died, whatever the servers hold by then.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import april
 from april.driver.rewards import Response
+from april.private_file import write_private
+
+STATE = "april_state.msgpack"
+"""Everything unfinished, beside the weights of each step."""
 
 # ---------------------------------------------------------------- yours
 
@@ -55,6 +61,9 @@ class Trainer:
         """Everything that a server needs to load the model: ``model.save_pretrained(directory)`` does it."""
         shutil.copytree(self.model, directory)
 
+    def load(self, directory: Path) -> None:
+        """With ``--resume``: model and optimizer as they were when ``directory`` was saved."""
+
     def hand_over(self, directory: Path) -> None:
         """Only for ``--kind openai``: make every server load ``directory`` and empty its cache, in its own way."""
 
@@ -71,15 +80,34 @@ def publish(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path,
         rollouts.weight_update(transfer=lambda: trainer.hand_over(directory))
 
 
-def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, *, loads: bool) -> None:
-    """``steps`` batches with a weight update after each."""
-    previous: Path | None = None
+def go_on(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, *, loads: bool) -> None:
+    """The servers get the weights of ``directory``, and april goes on where it stood when they were new."""
+    trainer.load(directory)
+    state = msgspec.msgpack.decode((directory / STATE).read_bytes())
+    if loads:
+        rollouts.load_state_dict(state, path=str(directory))
+    else:
+        rollouts.load_state_dict(state, transfer=lambda: trainer.hand_over(directory))
+
+
+def last_step(shared: Path) -> int:
+    """The newest step whose weights and state are both there; 0: none."""
+    return max((int(file.parent.name.removeprefix("step_")) for file in shared.glob(f"step_*/{STATE}")), default=0)
+
+
+def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, *, loads: bool, after: int = 0) -> None:
+    """Batches up to step ``steps``, with a weight update after each; ``after`` the last one of an earlier run."""
+    previous = shared / f"step_{after}" if after else None
     with april.RolloutScheduler(config, prompts=prompts(), reward=reward) as rollouts:
-        for step in range(1, steps + 1):
+        if previous is not None:
+            go_on(rollouts, trainer, previous, loads=loads)
+        for step in range(after + 1, steps + 1):
             batch = rollouts.next_batch()
             size = trainer.update(batch)
             directory = shared / f"step_{step}"
+            shutil.rmtree(directory, ignore_errors=True)  # of a run that died before the step was complete
             publish(rollouts, trainer, directory, loads=loads)
+            write_private(directory / STATE, msgspec.msgpack.encode(rollouts.state_dict()))
             # a server that is started anew gets its weights from the directory of the last update, so that one stays
             if previous is not None:
                 shutil.rmtree(previous)
@@ -100,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="directory of the model that the servers serve")
     parser.add_argument("--shared-dir", type=Path, required=True, help="for weights, seen by every server as here")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --shared-dir")
     parser.add_argument("--max-response-len", type=int, default=64)
     # what a server may not tell; `april doctor` says whether it does
     parser.add_argument("--eos-token-ids", type=int, nargs="+")
@@ -107,8 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-len", type=int)
     options = parser.parse_args(arguments)
     shared = options.shared_dir.resolve()
-    if any(shared.glob("step_*")):
-        parser.error(f"--shared-dir {shared} has weights of an earlier run; remove them or choose another")
+    after = last_step(shared) if options.resume else 0
+    if options.resume and not after:
+        parser.error(f"--resume: --shared-dir {shared} has no complete step")
+    if not options.resume and any(shared.glob("step_*")):
+        parser.error(f"--shared-dir {shared} has weights of an earlier run; remove them, choose another, or --resume")
     engine: dict[str, Any] = {"kind": options.kind, "urls": options.urls}
     for name in ("eos_token_ids", "vocab_size", "max_len"):
         if getattr(options, name) is not None:
@@ -121,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_staleness=2,
         engine=engine,
     )
-    train(config, Trainer(options.model), shared, options.steps, loads=options.kind != "openai")
+    train(config, Trainer(options.model), shared, options.steps, loads=options.kind != "openai", after=after)
 
 
 if __name__ == "__main__":

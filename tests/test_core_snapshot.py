@@ -502,6 +502,17 @@ def test_ends_of_an_engine_that_is_gone_are_those_on_which_all_agree() -> None:
     assert [set(table.ends_of(name)) for name in ("a", "b", "gone")] == [{1, 2}, {2, 3}, {2}]
 
 
+def test_engines_with_other_log_probabilities() -> None:
+    """What is held has the old kind: batches say that theirs are mixed; without held tokens they are the new ones."""
+    m = CoreMachine(ONE, long_then_short())
+    m.post(ev.StepRequested())
+    empty = save(m)
+    m.tokens(ids(m)[0], 7)
+    engines = (EngineLimits("e1", 4096, None, (EOS,), "processed"),)
+    for state, kind in ((save(m), "mixed"), (empty, "processed")):
+        assert restored(state, ONE, long_then_short(), engines=engines).core.engines.logprob_kind == kind
+
+
 def test_only_a_fresh_core_takes_a_state() -> None:
     """What is there already would be lost."""
     m = load(saved())

@@ -100,6 +100,51 @@ def test_it_trains_on_a_server_that_loads_nothing_itself(
     assert handed == [f"step_{n + 1}" for n in range(STEPS)]
 
 
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_it_goes_on_after_it_died(
+    kind: str, example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In the middle of step 3; the servers, started anew, get step 2's weights, and no number is trained on twice."""
+    handed: list[str] = []
+    trained: list[int] = []
+    loaded: list[str] = []
+    monkeypatch.setattr(example.Trainer, "load", lambda self, directory: loaded.append(directory.name))
+    monkeypatch.setattr(example.Trainer, "hand_over", lambda self, directory: handed.append(directory.name))
+    update = example.Trainer.update
+
+    def dies(self: Any, batch: april.Batch) -> float:
+        if len(trained) == 8 and not loaded:
+            raise KeyboardInterrupt
+        trained.extend(s.prompt.data["number"] for s in batch.samples[::4])
+        return float(update(self, batch))
+
+    monkeypatch.setattr(example.Trainer, "update", dies)
+    shared = tmp_path / "shared"
+    with pytest.raises(SystemExit):
+        example.main([*arguments(kind, ["http://127.0.0.1:9"], model, shared), "--resume"])
+    assert "has no complete step" in capsys.readouterr().err
+    more = [] if kind == "vllm" else ["--max-len", "4096"]
+    for flags in ([], ["--resume"]):
+        server = FakeVllmServer() if kind == "vllm" else FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
+        thread = ServerThread(server) if isinstance(server, FakeVllmServer) else OpenAIThread(server)
+        with thread:
+            url = server.url if isinstance(server, FakeVllmServer) else thread.url  # type: ignore[attr-defined]
+            words = [*arguments(kind, [url], model, shared), *more, *flags]
+            if flags:
+                example.main(words)
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    example.main(words)
+
+    assert loaded == ["step_2"]
+    assert "now version 1.4" in capsys.readouterr().out
+    assert len(trained) == len(set(trained)) == 4 * STEPS
+    assert [path.name for path in shared.iterdir()] == [f"step_{STEPS}"]
+    if kind == "openai":
+        assert handed == ["step_1", "step_2", "step_2", "step_3", "step_4"]
+
+
 def test_weights_that_are_not_taken_leave_the_last_good_ones(
     example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,11 +30,11 @@ PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_
 
 
 def settings_out(core: RolloutCore) -> State:
-    """The settings of ``core`` for a snapshot, with the shortest context of its engines."""
+    """The settings of ``core`` for a snapshot, with what its engines have in common."""
     s = core.settings
     values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
     plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
-    return {**plain, "max_context": core.engines.max_context}
+    return {**plain, "max_context": core.engines.max_context, "logprob_kind": core.engines.logprob_kind}
 
 
 def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, Any]]:
@@ -106,6 +106,8 @@ def _restore(core: RolloutCore, state: State) -> None:
     _ledger_in(books.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
     _ledger_in(books.prompts, state["prompts"], len(core.buffer))
     core.validate()
+    if books.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
+        core.engines.logprob_kind = "mixed"  # of batches with tokens of before and of now
     _require_rewards(core, state)
     books.without_room = _without_room(core, state)
     _require_in_time(core, state)
