@@ -21,14 +21,14 @@ _SLOT = "<the id of the request>"
 _USAGE_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
-def whole_reply(kind: str, request_id: str, first_token: int, count: int, label: str, finish: str) -> bytes:
+def whole_reply(kind: str, request_id: str, prompt: list[int], count: int, label: str, finish: str) -> bytes:
     """The body of an answer without streaming; ``finish`` is length or abort."""
-    return _fill(_whole(kind, answer_index(first_token), count, label, finish), request_id)
+    return _fill(_whole(kind, answer_index(prompt[0]), len(prompt), count, label, finish), request_id)
 
 
-def stream_events(kind: str, request_id: str, first_token: int, count: int, label: str) -> list[bytes]:
+def stream_events(kind: str, request_id: str, prompt: list[int], count: int, label: str) -> list[bytes]:
     """The events of a streamed answer, each as it leaves the server, the mark at the end included."""
-    return [_fill(pieces, request_id) for pieces in _events(kind, answer_index(first_token), count, label)]
+    return [_fill(pieces, request_id) for pieces in _events(kind, answer_index(prompt[0]), len(prompt), count, label)]
 
 
 def _fill(pieces: tuple[bytes, bytes], request_id: str) -> bytes:
@@ -46,15 +46,15 @@ def _split(text: str) -> tuple[bytes, bytes]:
 
 
 @cache
-def _whole(kind: str, index: int, count: int, label: str, finish: str) -> tuple[bytes, bytes]:
+def _whole(kind: str, index: int, prompt: int, count: int, label: str, finish: str) -> tuple[bytes, bytes]:
     ids, logprobs = answer_tokens(index, count).tolist(), answer_logprobs(index, count).tolist()
     if kind == SGLANG:
-        return _split(_encode(_sglang(ids, logprobs, count, label, finish)))
+        return _split(_encode(_sglang(ids, logprobs, prompt, count, label, finish)))
     body = {
         "request_id": f"generate-tokens-{_SLOT}",
         "model": MODEL,
         "created": 1795256802,
-        "usage": {"prompt_tokens": 256, "total_tokens": 256 + count, "completion_tokens": count, **_USAGE_DETAILS},
+        "usage": {**_usage(prompt, count), **_USAGE_DETAILS},
         "prompt_logprobs": None,
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": None,
@@ -69,7 +69,7 @@ def _whole(kind: str, index: int, count: int, label: str, finish: str) -> tuple[
 
 
 @cache
-def _events(kind: str, index: int, count: int, label: str) -> list[tuple[bytes, bytes]]:
+def _events(kind: str, index: int, prompt: int, count: int, label: str) -> list[tuple[bytes, bytes]]:
     ids, logprobs = answer_tokens(index, count).tolist(), answer_logprobs(index, count).tolist()
     size = TOKENS_PER_EVENT[kind]
     events = []
@@ -77,15 +77,18 @@ def _events(kind: str, index: int, count: int, label: str) -> list[tuple[bytes, 
         end = min(start + size, count)
         finish = "length" if end == count else None
         if kind == SGLANG:
-            body = _sglang(ids[start:end], logprobs[start:end], end, label, finish)
+            body = _sglang(ids[start:end], logprobs[start:end], prompt, end, label, finish)
         else:
             body = _vllm_event([_vllm_choice(ids[start:end], logprobs[start:end], count, label, finish)], None)
         events.append(_split(f"data: {_encode(body)}\n\n"))
     if kind == VLLM:
-        usage = {"prompt_tokens": 256, "total_tokens": 256 + count, "completion_tokens": count}
-        events.append(_split(f"data: {_encode(_vllm_event([], usage))}\n\n"))
+        events.append(_split(f"data: {_encode(_vllm_event([], _usage(prompt, count)))}\n\n"))
     events.append((b"data: [DONE]\n\n", b""))
     return events
+
+
+def _usage(prompt: int, count: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count}
 
 
 def _vllm_event(choices: list[Any], usage: dict[str, int] | None) -> dict[str, Any]:
@@ -111,11 +114,13 @@ def _vllm_choice(
     }
 
 
-def _sglang(ids: list[int], logprobs: list[float], total: int, label: str, finish: str | None) -> dict[str, Any]:
+def _sglang(
+    ids: list[int], logprobs: list[float], prompt: int, total: int, label: str, finish: str | None
+) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": _SLOT,
         "finish_reason": None,
-        "prompt_tokens": 256,
+        "prompt_tokens": prompt,
         "weight_version": label,
         "num_retractions": 0,
         "storage_prefetch_wait": 0.0,

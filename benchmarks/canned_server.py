@@ -76,7 +76,7 @@ class _Held:
 
     kind: str
     id: str
-    first: int
+    prompt: list[int]
     count: int
     stream: bool
     connection: _Connection
@@ -107,9 +107,9 @@ class CannedServer:
         ids = body.token_ids or body.input_ids
         wanted = body.sampling_params.max_tokens or body.sampling_params.max_new_tokens
         count = min(wanted, self.response_tokens)
-        held = _Held(kind, body.request_id or body.rid, ids[0], count, body.stream, connection)
+        held = _Held(kind, body.request_id or body.rid, ids, count, body.stream, connection)
         if wanted == 1:
-            connection.answer(200, whole_reply(kind, held.id, held.first, 1, self.label, "length"))
+            connection.answer(200, whole_reply(kind, held.id, held.prompt, 1, self.label, "length"))
             return
         self.held[held.id] = held
         self.counts.requests += 1
@@ -123,13 +123,13 @@ class CannedServer:
         for held in released:
             self.counts.tokens += held.count
             if not held.stream:
-                reply = whole_reply(held.kind, held.id, held.first, held.count, self.label, "length")
+                reply = whole_reply(held.kind, held.id, held.prompt, held.count, self.label, "length")
                 held.connection.answer(200, reply)
                 continue
             transport = held.connection.transport
             assert transport is not None
             transport.write(_CHUNK_HEAD)
-            events = stream_events(held.kind, held.id, held.first, held.count, self.label)
+            events = stream_events(held.kind, held.id, held.prompt, held.count, self.label)
             self._steps.append((transport, [b"%x\r\n%b\r\n" % (len(e), e) for e in events]))
         if self._steps:
             self.next_step()
@@ -157,7 +157,7 @@ class CannedServer:
                 self.counts.aborted += 1
                 self.counts.tokens += self.abort_tokens
                 held.connection.answer(
-                    200, whole_reply(held.kind, held.id, held.first, self.abort_tokens, self.label, "abort")
+                    200, whole_reply(held.kind, held.id, held.prompt, self.abort_tokens, self.label, "abort")
                 )
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -187,7 +187,15 @@ class CannedServer:
         if path == "/update_weight_version":
             self.label = values["new_version"]
         elif path in ("/abort_requests", "/abort_request"):
-            self.abort(values["request_ids"] if "request_ids" in values else [values["rid"]])
+            ids = values["request_ids"] if "request_ids" in values else [values["rid"]]
+            self.abort(ids)
+            return 200, {"status": "aborted", "aborted": len(ids)}
+        elif path in ("/pause", "/resume"):
+            return 200, {"status": f"{path[1:]}d"}
+        elif path == "/flush_cache":
+            return 200, b"Cache flushed."
+        elif path == "/collective_rpc":
+            return 200, {"results": [None]}
         elif path not in POST_ROUTES:
             return 404, {"detail": "no such route"}
         return 200, {"success": True, "message": ""}
@@ -233,12 +241,12 @@ class _Connection(asyncio.Protocol):
             self._server.pace = self.transport
         elif method == "GET":
             status, said = self._server.get(path)
-            self.answer(status, json.dumps(said).encode())
+            self.answer(status, said if isinstance(said, bytes) else json.dumps(said).encode())
         elif path in (TOKEN_ROUTE, "/generate"):
             self._server.generate(VLLM if path == TOKEN_ROUTE else SGLANG, body, self)
         else:
             status, said = self._server.post(path, body)
-            self.answer(status, json.dumps(said).encode())
+            self.answer(status, said if isinstance(said, bytes) else json.dumps(said).encode())
 
     def answer(self, status: int, body: bytes) -> None:
         """One whole answer."""
