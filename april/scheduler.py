@@ -228,8 +228,9 @@ class RolloutScheduler:
             SchedulerClosed: after :meth:`close`.
 
         A call that a signal handler interrupts (Ctrl-C) has either not begun or goes on to its end; inside ``transfer``
-        it is as any other exception there. Called again with the same arguments before the next batch, it waits for
-        that end instead of updating twice; :attr:`version` tells what is in force. See docs/signals.md.
+        it is as any other exception there. Called again with the same arguments (without ``trained``: before the next
+        batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
+        docs/signals.md.
         """
         update = partial(self._driver.update_weights, trained=trained)
         return self._with_weights("weight_update", update, path, transfer, trained)
@@ -366,11 +367,12 @@ class RolloutScheduler:
 
     def _with_weights(
         self, what: str, method: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
-        *also: object,
+        named: int | None,
     ) -> PolicyVersion:  # fmt: skip
         """``method(path, transfer)`` of the driver, where ``transfer`` runs here, in the caller's thread.
 
-        An interrupted call that is made again, with the same arguments and the same ``also``, is waited for.
+        An interrupted call that is made again is waited for: it has the same arguments, and the same ``named``, which
+        says what it is for; None: before the next batch.
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
@@ -381,7 +383,7 @@ class RolloutScheduler:
         if transfer is not None and not callable(transfer):
             raise ConfigError(f"{what}: transfer must be a function, got {type(transfer).__name__}")
         self._thread.refuse_waiting()
-        asked = (what, path, transfer is not None, self._driver.handed_out, *also)
+        asked = (what, path, transfer is not None, named, self._driver.handed_out if named is None else None)
         call = self._update
         if call is None or not call.goes_on_for(asked):
             call = UpdateCall(self._thread, partial(method, path), transfer, asked)

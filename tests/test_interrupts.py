@@ -92,7 +92,7 @@ def test_a_handler_may_save_anywhere(what: str) -> None:
         _, reached = with_a_signal(place, save, getattr(rollouts, what))
         if not reached:
             break
-        if what == "next_batch":
+        if what in ("next_batch", "state_dict"):
             rollouts.weight_update()
         if what == "close":
             rollouts = scheduler(check=False)
@@ -126,6 +126,31 @@ def test_an_update_that_nobody_waits_for_goes_on() -> None:
         release.set()
         assert rollouts.next_batch().version == (0, 1)
         assert rollouts.weight_update("weights") == (0, 2)
+
+
+def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
+    """With ``trained`` it is known which update is meant, also when another batch has come in between."""
+    loading, release = threading.Event(), threading.Event()
+
+    class Slow(SimulatedEngine):
+        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+            loading.set()
+            await asyncio.to_thread(release.wait)
+            await super().update_weights(version, path)
+
+    slow = Slow("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+    with scheduler(engines=[slow]) as rollouts:
+        first = rollouts.next_batch()
+        main = threading.main_thread().ident or 0
+        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
+        waker.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.weight_update("weights", trained=first.id)
+        waker.join()
+        release.set()
+        second = rollouts.next_batch()
+        assert rollouts.weight_update("weights", trained=first.id) == (0, 1)
+        assert rollouts.weight_update("weights", trained=second.id) == (0, 2)
 
 
 def test_an_update_that_failed_unheard_is_made_again() -> None:
