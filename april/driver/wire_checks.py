@@ -66,7 +66,9 @@ def check_end(
         if count < sampling.max_tokens and len(request.token_ids) + count < max_context:
             raise WireError(
                 f'the response has ended for want of room ("length") after {count} of {sampling.max_tokens} tokens; if '
-                f"the engine's context is smaller than {max_context}, set engine.max_len to what it was started with"
+                f"the engine's context is smaller than {max_context}, set engine.max_len to what it was started with; "
+                "if it keeps to max_new_tokens of the model's generation_config.json (vLLM: unless it was started with "
+                "--generation-config vllm), set max_response_len to that"
             )
     elif end.finish is EngineFinish.STOP:
         said = end.stopped_at
