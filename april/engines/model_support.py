@@ -132,7 +132,8 @@ def _sharded_by(model: Any) -> str:
 def _dynamically_quantised(model: Any) -> str:
     """Name of a layer type of torch's dynamic quantisation; empty if there is none."""
     types = {type(module) for module in model.modules()}
-    return next((t.__qualname__ for t in types if t.__module__.startswith("torch.ao.nn.quantized.dynamic")), "")
+    package = "torch.ao.nn.quantized.dynamic"
+    return next((f"{package}.{t.__qualname__}" for t in types if t.__module__.startswith(package)), "")
 
 
 def why_not_exact(model: Any) -> str:
