@@ -34,7 +34,8 @@ LONGEST_S = 1e9
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
-Seed = Annotated[int, Field(ge=0), Number]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
+"""It goes into checkpoints, whose formats have no longer numbers."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from real_schedulers import scheduler
 
@@ -13,8 +14,7 @@ from april.config_values import LONGEST_S, MOST
 from april.errors import ConfigError
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "max_response_len": 50, "engine": {"kind": "simulated"}}
-UNBOUNDED = {"seed"}
-"""Nothing is counted with these."""
+LARGEST_SEED = 2**63 - 1
 
 
 def counts_and_waits() -> list[tuple[str, str]]:
@@ -40,10 +40,8 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("path", "kind"), counts_and_waits(), ids=lambda p: str(p))
 def test_too_much_is_refused_by_name(path: str, kind: str) -> None:
     """Whatever is counted has a limit, and so has every wait; numbers that Python refuses to print have it too."""
-    values = [LONGEST_S * 2, 1e300] if kind == "seconds" else [MOST + 1, 2**64, 10**5000]
-    if path in UNBOUNDED:
-        april.Config(**with_value(path, values[-1]))
-        return
+    most = LARGEST_SEED if path == "seed" else MOST
+    values = [LONGEST_S * 2, 1e300] if kind == "seconds" else [most + 1, 2**64, 10**5000]
     for value in values:
         with pytest.raises(ConfigError, match=path) as refused:
             april.Config(**with_value(path, value))
@@ -72,6 +70,16 @@ def test_the_longest_waits_can_be_waited_for(changes: dict[str, float]) -> None:
     with scheduler(config=config, reward=lambda prompt, response: float(len(response.tokens))) as rollouts:
         rollouts.next_batch()
         rollouts.weight_update()
+
+
+def test_the_largest_numbers_go_into_a_checkpoint() -> None:
+    """In msgpack too, in which adapters write it."""
+    largest = {"seed": LARGEST_SEED, "max_in_flight": MOST, "max_staleness": MOST, "max_resumes": MOST}
+    config = april.Config(rollout_batch_size=3, n_samples_per_prompt=2, max_response_len=100, **largest)
+    with scheduler(config=config) as rollouts:
+        rollouts.next_batch()
+        rollouts.weight_update()
+        msgspec.msgpack.encode(rollouts.state_dict())
 
 
 @pytest.mark.parametrize("name", ["n_samples", "max_tokens"])
