@@ -440,7 +440,7 @@ def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bo
 
 
 def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
-    """A pause that was given up took effect afterwards, and the transfer failed: nothing else would resume it."""
+    """A pause that was given up took effect afterwards, and the transfer failed: it goes on with the next update."""
 
     async def transfer() -> None:
         a.hangs = set()
@@ -454,6 +454,9 @@ def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
             a.hangs = {"pause"}
             with pytest.raises(OSError, match="no route"):
                 await run.weight_update(transfer=transfer)
+            with pytest.raises(april.EngineError, match="broken off"):
+                await run.next_batch()
+            await run.weight_update(transfer=write)
             async with asyncio.timeout(200):
                 for _ in range(3):
                     batch = await run.next_batch()
