@@ -255,3 +255,30 @@ def test_one_look_is_enough_for_many() -> None:
                 await again
 
     run(program)
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_a_look_that_says_no_says_it_to_all(said: bool | None) -> None:
+    """A server whose metrics hang costs everybody one look's time, and not one look after the other."""
+
+    async def program() -> None:
+        looks = 0
+
+        async def look() -> bool | None:
+            nonlocal looks
+            looks += 1
+            await asyncio.sleep(0)
+            return said
+
+        confirmation = server_process.Confirmation(look, "one")
+        now_s = asyncio.get_running_loop().time()
+        waiting = (confirmation.since(now_s, patience_s=0.0) for _ in range(50))
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(error) for error in errors} == {EngineError}
+        assert looks == 1
+        # one that begins afterwards has a look of its own
+        with pytest.raises(EngineError):
+            await confirmation.since(asyncio.get_running_loop().time() + 1e-9, patience_s=0.0)
+        assert looks == 2
+
+    run(program)

@@ -93,14 +93,18 @@ class Confirmation:
     """Answers wait here until the server was seen to have the present weights after they had begun.
 
     Whoever answers on a port before and after such a look is the process that was seen: one look is enough for all
-    of a stream, and for all streams that had begun by then.
+    of a stream, and for all streams that had begun by then, whatever it says.
     """
 
     def __init__(self, look: Look, name: str) -> None:
         self._look = look
         self._name = name
         self._confirmed_s = -math.inf
+        """When the last look began that has seen them."""
         self._looked_s = -math.inf
+        """When the last look of all began."""
+        self._same: bool | None = None
+        """What came of it."""
         self._one = asyncio.Lock()
 
     async def since(self, began_s: float, *, patience_s: float | None = None) -> None:
@@ -111,18 +115,16 @@ class Confirmation:
         """
         loop = asyncio.get_running_loop()
         patience_s = PATIENCE_S if patience_s is None else patience_s
-        deadline = loop.time() + patience_s
+        deadline, heard_s = loop.time() + patience_s, -math.inf
         while True:
             async with self._one:
                 if self._confirmed_s >= began_s:
                     return
-                await asyncio.sleep(max(0.0, self._looked_s + LOOKS_APART_S - loop.time()))
-                self._looked_s = looked_s = loop.time()
-                same = await self._look()
-                if same:
-                    self._confirmed_s = looked_s
-                    if looked_s >= began_s:
-                        return
+                if self._looked_s < began_s or self._looked_s <= heard_s:
+                    await self._look_once()
+                if self._confirmed_s >= began_s:
+                    return
+                heard_s, same = self._looked_s, self._same
             if same is False:
                 raise EngineError(
                     f"engine {self._name} was started anew and has not the weights that it was given; its answers are "
@@ -135,3 +137,12 @@ class Confirmation:
                 )
             if same is None:
                 await asyncio.sleep(AGAIN_S)
+
+    async def _look_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._looked_s + LOOKS_APART_S - loop.time()))
+        looked_s = loop.time()
+        self._same = await self._look()
+        self._looked_s = looked_s
+        if self._same:
+            self._confirmed_s = looked_s
