@@ -86,9 +86,10 @@ class Config(Model):
     slots."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
-    """Most weight updates between a delivered token and its delivery."""
+    """Most weight updates between a token and the training of its batch; also most batches that may be out, delivered
+    and not trained."""
     on_stale: OnStale = OnStale.FINISH
-    """What happens to a sample that would exceed it."""
+    """What happens to a sample that exceeds it. Steps wait so that none does, except with drop."""
     max_age: PositiveInt | None = None
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
     4 * (max_staleness + 1))."""

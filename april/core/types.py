@@ -84,10 +84,10 @@ class DropReason(StrEnum):
 
 
 class OnStale(StrEnum):
-    """What happens to a sample that would exceed max_staleness."""
+    """What happens to a sample that exceeds max_staleness. With all but DROP, steps wait for what soon would."""
 
     FINISH = "finish"
-    """It goes first and the step waits for it."""
+    """It goes first and the step waits for it; what is too old all the same carries no loss."""
     RESTART = "restart"
     """Its tokens are dropped and it begins again."""
     MASK = "mask"

@@ -27,7 +27,7 @@ DEFINITIONS = {
     "long_run_limit_tokens_per_s": "the same for ever, with a large sample of the lengths",
     "bubble": "1 - busy slots integrated over time / (samples in flight x time), each mode against its own in_flight",
     "off_policy_share": "share of the trained tokens that weights older than those at delivery have generated",
-    "staleness": "weight updates between a trained response's oldest token and its delivery",
+    "staleness": "weight updates between a trained response's oldest token and its training",
     "trained_token_age_shares": "share of the trained tokens by age in weight updates: 0, 1, 2, ...",
     "reprefill_per_generated_token": "prompt and response tokens prefilled again to resume, per generated token",
     "reprefill_time_share": "share of the engines' time that this prefill takes",

@@ -1,0 +1,272 @@
+"""Trainers that fetch batches ahead: the bound holds when a batch is trained, nothing is masked, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from april import Config
+from april.core.batch import Batch
+from april.errors import CheckpointError, ConfigError, DataExhausted, RolloutError
+from april.testing import FakeEngine, Rollouts, rollouts, run_virtual
+
+N, SAMPLES, TRAINING_S = 4, 2, 600.0
+
+
+def length(request: Any) -> int:
+    """Heavy tails: median 55, the longest of a hundred some 900."""
+    group, index = request.sample_key
+    return max(1, min(2000, int(random.Random(group * 64 + index).lognormvariate(4.0, 1.2))))
+
+
+async def slow_reward(prompt: Any, response: Any) -> float:
+    """One response in eight is judged for minutes."""
+    await asyncio.sleep(300.0 if response.sample_id.group % 8 == 3 else 2.0)
+    return float(len(response.tokens))
+
+
+def config(bound: int, refill: str, over: int, **changes: Any) -> Config:
+    return Config(
+        rollout_batch_size=N, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=over, max_in_flight=over * SAMPLES,
+        refill=refill, max_staleness=bound, max_response_len=2000, engine={"kind": "simulated"}, **changes,
+    )  # fmt: skip
+
+
+@dataclass
+class Trainer:
+    """Trains a batch for ``seconds``, then updates; up to ``out`` batches are out while the next one is generated."""
+
+    run: Rollouts
+    out: int
+    seconds: float = TRAINING_S
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, position) of every group."""
+    oldest: int = 0
+    masked: int = 0
+    waiting: deque[Batch] = field(default_factory=deque)
+
+    async def train(self, batch: Batch) -> None:
+        """One update; how old the tokens are is counted here, by the weights that are there now."""
+        now = self.run.version.n
+        for sample in batch.samples:
+            self.masked += int((sample.loss_mask == 0).sum())
+            self.oldest = max(self.oldest, *(now - s.version.n for s in sample.segments))
+            if sample.id.index == 0:
+                self.trained.append((sample.prompt.epoch, sample.prompt.position))
+        assert batch.trained_at.n == now
+        assert batch.metrics["staleness_max"] == max(
+            now - s.version.n for sample in batch.samples for s in sample.segments
+        )
+        await asyncio.sleep(self.seconds)
+        await self.run.weight_update()
+
+    async def steps(self, count: int) -> None:
+        """So many updates; with ``out`` 0 the trainer waits for each batch."""
+        for _ in range(count):
+            while len(self.waiting) < max(1, self.out):
+                self.waiting.append(await self.run.next_batch())
+            fetching = asyncio.create_task(self.run.next_batch()) if self.out else None
+            await self.train(self.waiting.popleft())
+            if fetching is not None:
+                self.waiting.append(await fetching)
+
+
+def schedule(bound: int, refill: str, over: int, out: int, steps: int = 24) -> tuple[Trainer, float, dict[str, int]]:
+    """A run; also its seconds per trained batch, and its dropped prompts."""
+
+    async def main() -> tuple[Trainer, float, dict[str, int]]:
+        engine = FakeEngine("e", lengths=length, max_running=4096)
+        prompts = ([1, 2 + i % 900] for i in range(10**6))
+        async with rollouts(
+            config(bound, refill, over), engines=[engine], prompts=prompts, reward=slow_reward, check=False
+        ) as run:
+            trainer = Trainer(run, out)
+            loop = asyncio.get_running_loop()
+            await trainer.steps(steps)
+            run.audit()
+            seconds = loop.time() / steps
+            return trainer, seconds, {str(r): c for r, c in run.ledger()["prompts"].dropped.items() if c}
+
+    return run_virtual(main(), limit_s=1e7)
+
+
+@pytest.mark.parametrize("bound", [1, 2, 5])
+@pytest.mark.parametrize("over", [N, 2 * N])
+@pytest.mark.parametrize("refill", ["none", "group", "sample"])
+def test_the_bound_holds_when_a_batch_is_trained(refill: str, over: int, bound: int) -> None:
+    """One and two batches out, slow rewards, heavy tails: nothing masked or dropped, no slower than who waits."""
+    waits, waits_s, _ = schedule(bound, refill, over, 0)
+    assert waits.oldest <= bound
+    for out in (1, 2)[:bound]:
+        trainer, seconds, dropped = schedule(bound, refill, over, out)
+        assert trainer.masked == 0
+        assert dropped == {}
+        assert trainer.oldest <= bound
+        assert max(Counter(trainer.trained).values()) == 1
+        assert seconds <= waits_s
+
+
+@pytest.mark.parametrize("out", [1, 2])
+@pytest.mark.parametrize("moment", ["before the update", "after it", "while the next is generated"])
+def test_a_restart_trains_every_prompt_once(moment: str, out: int) -> None:
+    """state_dict(trained_through=batch.id) is the one call: it has batches fetched ahead, and no version too low."""
+    prompts = [[1, 2 + i] for i in range(60)]
+    trained: list[tuple[int, int]] = []
+
+    async def life(state: Any, steps: int) -> Any:
+        engine = FakeEngine("e", lengths=length)
+        async with rollouts(
+            config(2, "sample", 2 * N), engines=[engine], prompts=prompts, reward=slow_reward
+        ) as run:
+            if state is not None:
+                await run.scheduler._driver.load_state_dict(state)
+            updates = run.version.n
+            waiting: deque[Batch] = deque()
+            saved, fetching = None, None
+            while True:
+                try:
+                    while len(waiting) <= out:
+                        waiting.append(await run.next_batch())
+                except DataExhausted:
+                    if not waiting:
+                        return None
+                batch = waiting.popleft()
+                trained.extend((s.prompt.epoch, s.prompt.position) for s in batch.samples if s.id.index == 0)
+                updates, steps = updates + 1, steps - 1
+                if steps == 0 and moment == "before the update":
+                    saved = run.scheduler.state_dict(trained_through=batch.id)
+                await run.weight_update()
+                if steps == 0 and moment != "before the update":
+                    if moment != "after it":
+                        fetching = asyncio.create_task(run.next_batch())
+                        await asyncio.sleep(5.0)
+                    saved = run.scheduler.state_dict(trained_through=batch.id)
+                    assert saved["core"]["version"][1] == run.scheduler.state_dict()["core"]["version"][1]
+                if saved is not None:
+                    assert saved["core"]["version"][1] == updates
+                    if fetching is not None:
+                        fetching.cancel()
+                    return saved
+
+    saved = run_virtual(life(None, 4), limit_s=1e7)
+    saved = run_virtual(life(saved, 3), limit_s=1e7)
+    run_virtual(life(saved, 10**6), limit_s=1e7)
+    assert Counter(trained) == Counter({(0, i): 1 for i in range(60)})
+
+
+def test_who_never_trains_is_told() -> None:
+    """More batches out than the bound: a fetch ahead waits for an update, and says so once it has waited for long."""
+
+    async def main(caplog: list[str]) -> None:
+        async with rollouts(config(1, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+            for _ in range(2):
+                await run.next_batch()
+            fetching = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(100.0)
+            assert not fetching.done()
+            assert len(caplog) == 1
+            assert "train first: 2 batches are out" in caplog[0]
+            await run.weight_update()
+            batch = await fetching
+            assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("april")
+    log.addHandler(handler)
+    try:
+        run_virtual(main(told))
+    finally:
+        log.removeHandler(handler)
+
+
+def test_a_blocking_call_says_train_first() -> None:
+    """It could wait for ever; nothing is lost by the error."""
+    import april
+
+    with april.RolloutScheduler(
+        config(1, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99, reward=lambda p, r: 0.0
+    ) as run:
+        batches = [run.next_batch(), run.next_batch()]
+        for _ in range(2):
+            with pytest.raises(RolloutError, match=r"train first: 2 batches are out .* commit\(batch.id\)"):
+                run.next_batch()
+        run.weight_update(trained=batches[1].id)
+        assert run.next_batch().id == 2
+
+
+def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() -> None:
+    """At most one update per batch, in the order of delivery; an unknown batch is refused before anything happens."""
+
+    async def main() -> None:
+        async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+            core = run.scheduler._driver.core
+            with pytest.raises(ConfigError, match="there is no batch 0; there was no batch yet"):
+                await run.weight_update(trained=0)
+            for _ in range(5):
+                await run.next_batch()
+            await run.weight_update()
+            assert list(core.leased) == [1, 2, 3, 4]
+            await run.weight_update(trained=2)
+            assert list(core.leased) == [3, 4]
+            for wrong in (5, -1, True, "3"):
+                with pytest.raises(ConfigError, match="weight_update: "):
+                    await run.weight_update(trained=wrong)  # type: ignore[arg-type]
+            await run.weight_update(trained=2)  # once more for a batch that is committed: an update of nothing else
+            assert list(core.leased) == [3, 4]
+            assert run.version.n == 3
+            with pytest.raises(CheckpointError, match="trained_through=1"):
+                run.scheduler.state_dict(trained_through=1)
+
+    run_virtual(main())
+
+
+def test_batches_that_no_update_follows() -> None:
+    """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
+
+    async def main() -> None:
+        async with rollouts(config(0, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+            for _ in range(8):
+                batch = await run.next_batch()
+                assert batch.off_policy_share == 0.0
+                run.commit(batch.id)
+            assert not run.scheduler._driver.core.leased
+            await run.weight_update()
+            assert run.version.n == 1
+            with pytest.raises(ConfigError, match="commit: there is no batch 8; the batches so far are 0 to 7"):
+                run.commit(8)
+
+    run_virtual(main())
+
+
+def test_what_was_planned_is_recorded_at_the_commit() -> None:
+    """A trainer that updates less often than once a batch trains younger tokens than planned, and is told so."""
+
+    async def main() -> None:
+        async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+            batches = [await run.next_batch() for _ in range(3)]
+            assert [b.metrics["staleness_max"] for b in batches] == [0, 1, 2]
+            await run.weight_update(trained=2)
+            after = await run.next_batch()
+            assert after.metrics["committed_staleness_max"] == after.metrics["committed_off_policy_share"] == 0.0
+
+    run_virtual(main())
+
+
+if __name__ == "__main__":  # the table of docs and reports
+    logging.disable()
+    for bound in (1, 2, 5):
+        for refill in ("none", "group", "sample"):
+            for over in (N, 2 * N):
+                row = []
+                for out in (0, 1, 2)[: bound + 1]:
+                    t, seconds, _ = schedule(bound, refill, over, out)
+                    row.append(f"{out} out: {seconds:.0f} s, masked {t.masked}, oldest {t.oldest}")
+                print(f"bound {bound} {refill:6} N'={over}: ", "; ".join(row), flush=True)
