@@ -174,3 +174,13 @@ def test_one_accepted_group_ends_the_row() -> None:
         m.verdict(m.finish(group), keep=keep)
     assert not m.errors
     assert [s.id.group for s in m.batches[0].samples] == [2, 5]
+
+
+def test_rejected_groups_are_replaced_together() -> None:
+    """refill: none: fewer than N are left, and N' is filled up again instead of one group after the other."""
+    m = Judged(n=2, samples=1, over=6)
+    m.post(ev.StepRequested())
+    for group in range(5):
+        assert len(m.in_flight) == 6 - group
+        m.verdict(m.finish(group), keep=False)
+    assert sorted(a.sample.id.group for a in m.in_flight.values()) == [5, 6, 7, 8, 9, 10]
