@@ -78,7 +78,7 @@ def test_a_judge_that_is_away_for_minutes_does_not_spoil_what_comes_after(on_sta
 
 @pytest.mark.parametrize("on_stale", list(OnStale))
 def test_a_bound_that_means_none_is_finite_and_costs_nothing(on_stale: OnStale) -> None:
-    """max_staleness 10^6: eight times the work wanted at a time is held at most; the plan is as long as what is held."""
+    """max_staleness 10^6: at most eight times the work wanted at a time is held; the plan is as long as that."""
     m = CoreMachine(
         settings(
             n=2, samples=1, over=4, refill=Refill.SAMPLE, max_staleness=10**6, max_age=4 * 10**6, on_stale=on_stale
