@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import short_runs
 import tiny
 import torch
 from transformers import TrainerCallback
 
-from april.adapters.trl_checkpoint import BUFFER_FILE, STATE_FILE
+from april.adapters.trl_checkpoint import BUFFER_FILE, KIND, STATE_FILE
 from april.errors import CheckpointError
+from april.state_file import unpack
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
@@ -46,7 +46,7 @@ def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, sa
     before.add_callback(StopAfter(saved_at))
     before.train()
     checkpoint = tmp_path / f"checkpoint-{saved_at}"
-    state = msgspec.msgpack.decode((checkpoint / STATE_FILE).read_bytes())
+    state = unpack(KIND, (checkpoint / STATE_FILE).read_bytes(), "the checkpoint")
     held = state["rollouts"]["core"]["waiting"]
     assert sum(1 for group in held for sample in group["samples"] if sample["tokens"]) > 0  # partials cross the restart
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_without_april_and_another_dataset_are_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"'rows': 24.* now they are .*'rows': 20"):
         short_runs.trainer(tmp_path, data=tiny.dataset(20), **saving).train(resume_from_checkpoint=str(checkpoint))
     turned = tiny.dataset(short_runs.ROWS).select(range(short_runs.ROWS - 1, -1, -1))
-    with pytest.raises(CheckpointError, match="is another prompt now"):
+    with pytest.raises(CheckpointError, match="are not those that were drawn before the restart"):
         short_runs.trainer(tmp_path, data=turned, **saving).train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / STATE_FILE).unlink()
     with pytest.raises(CheckpointError, match="was not saved by AprilGRPOTrainer"):
