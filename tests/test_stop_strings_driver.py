@@ -439,10 +439,10 @@ def test_evaluation_of_an_engine_that_answers_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "tokenizer", "message"),
     [
-        ({"stop": ["x"]}, None, "ValueError: llm.generate: stop strings are matched on text; give the scheduler token"),
+        ({"stop": ["x"]}, None, "UsageError: llm.generate: stop strings are matched on text; give the scheduler token"),
         ({"stop": "x"}, None, "give the scheduler tokenizer="),
-        ({"stop": ["a", ""]}, Angles(), "ValueError: llm.generate: an empty stop string"),
-        ({"stop": [7]}, Angles(), "ValueError: llm.generate: stop strings must be strings, got 7"),
+        ({"stop": ["a", ""]}, Angles(), "UsageError: llm.generate: an empty stop string"),
+        ({"stop": [7]}, Angles(), "UsageError: llm.generate: stop strings must be strings, got 7"),
         ({"stop": ["\ufffd"]}, Angles(), "has U\\+FFFD in it"),
         ({"top_k": 5}, Angles(), "TypeError: llm.generate: top_k: changes the distribution.*april supports token_ids,"),
         ({"n": 4}, Angles(), "TypeError: llm.generate: n: .*set n_samples_per_prompt; april supports"),
