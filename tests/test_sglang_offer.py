@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +136,36 @@ def test_what_is_no_sglang_server_is_said() -> None:
             with pytest.raises(error, match=words):
                 await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=0.3))
             await runner.cleanup()
+
+    run(program)
+
+
+def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
+    """The model's, its tokenizer's EOS, and the ends of turns that SGLang finds among the tokenizer's added tokens.
+
+    Without files of the model nothing is known: its generation configuration may have more.
+    """
+    model, tokenizer = tmp_path / "step-5", tmp_path / "start"
+    model.mkdir(), tokenizer.mkdir()
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({
+            "eos_token": "<|end|>",
+            "added_tokens_decoder": {"7": {"content": "<|end|>"}, "8": {"content": "x"}, "9": {"content": "<|eom_id|>"}},
+        }),
+        "utf-8",
+    )  # fmt: skip
+
+    async def program() -> None:
+        server = FakeSglangServer()
+        server.model_path, server.tokenizer_path = str(model), str(tokenizer)
+        await server.start()
+        try:
+            assert (await offer(server)).eos_token_ids == ()
+            (model / "config.json").write_text(json.dumps({"eos_token_id": 2}), "utf-8")
+            assert (await offer(server)).eos_token_ids == (2, 7, 9)
+            assert (await offer(server, eos_token_ids=(3,))).eos_token_ids == (3,)
+        finally:
+            await server.close()
 
     run(program)
 

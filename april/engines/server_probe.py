@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,16 @@ def probe_id() -> str:
     return f"april-probe-{secrets.token_hex(10)}"
 
 
-def model_files(root: Any) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too; the tokenizer's EOS is one more."""
-    found = [_json_file(root, name) for name in ("config.json", "generation_config.json")]
+def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The model's configuration files, if its directory is on this machine too; what its tokenizer adds is one more.
+
+    Args:
+        tokenizer: directory of the tokenizer; None: the model's.
+        ends: texts of tokens at which the server stops if the tokenizer has added them.
+    """
+    found = [f for f in (_json_file(root, name) for name in ("config.json", "generation_config.json")) if f]
     # servers stop at the tokenizer's EOS as well, which need not be the model's (that of a chat format, say)
-    eos = _tokenizer_eos(root)
-    return [f for f in found if f] + ([] if eos is None else [{"eos_token_id": eos}])
+    return [*found, {"eos_token_id": _tokenizer_ends(tokenizer or root, ends)}] if found else []
 
 
 def _json_file(root: Any, name: str) -> dict[str, Any]:
@@ -81,22 +86,21 @@ def _json_file(root: Any, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tokenizer_eos(root: Any) -> int | None:
-    """The id of the tokenizer's EOS by its files; None: they are not there, or do not say."""
+def _tokenizer_ends(root: Any, ends: Collection[str]) -> list[int]:
+    """The ids of the tokenizer's EOS and of ``ends`` by its files; without those that are not there."""
     config = _json_file(root, "tokenizer_config.json")
     eos = config.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    if not isinstance(text, str):
-        return None
+    texts = {*ends, eos.get("content") if isinstance(eos, dict) else eos}
     decoder = config.get("added_tokens_decoder")
     named = list(decoder.items()) if isinstance(decoder, dict) else []
     if not named:
         added = _json_file(root, "tokenizer.json").get("added_tokens")
         named = [(t.get("id"), t) for t in added if isinstance(t, dict)] if isinstance(added, list) else []
-    for number, token in named:
-        if isinstance(token, dict) and token.get("content") == text and str(number).isdecimal():
-            return int(number)
-    return None
+    added_texts = ((number, token.get("content")) for number, token in named if isinstance(token, dict))
+    return [
+        int(number) for number, text in added_texts
+        if isinstance(text, str) and text in texts and str(number).isdecimal()
+    ]  # fmt: skip
 
 
 def eos_of(files: list[dict[str, Any]]) -> tuple[int, ...] | None:

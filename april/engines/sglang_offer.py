@@ -30,6 +30,8 @@ from april.engines.sglang_wire import Reply as GenerateReply
 from april.engines.wire_errors import error_text
 from april.errors import ConfigError, EngineError, WireError
 
+ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Added tokens at which SGLang stops though no file of the model says so (0.5.19: the first two; 0.5.23: all)."""
 PAUSE_S = 3.0
 """Longest wait for the answer to a pause that a server must refuse."""
 
@@ -115,7 +117,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     )
     # by itself: nothing else that fails may leave it behind in the middle
     modes = await _pause_modes(client, loads is not None, paused=paused)
-    files = await asyncio.to_thread(model_files, model["model_path"])
+    files = await asyncio.to_thread(model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS)
     context = _context(client, config, server, models)
     probe = await _one_token(client, config, vocab) if not paused else _unasked(config)
     version = str(server.get("version", "unknown"))

@@ -55,6 +55,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         """Bodies of the weight updates that worked."""
         self.relabels = True
         """A weight update sets the label that it names; older servers do not."""
+        self.model_path = self.tokenizer_path = "fake/model"
+        """Directories of the model and of its tokenizer; the first moves with a weight update of a real server."""
         self.speculation: str | None = None
         """Its ``speculative_algorithm``."""
         self.any_mode = False
@@ -390,7 +392,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         return web.Response(text="Cache flushed.")
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "fake/model", "is_generation": True, "weight_version": self.label})
+        said = {"model_path": self.model_path, "tokenizer_path": self.tokenizer_path, "is_generation": True}
+        return web.json_response({**said, "weight_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
