@@ -147,13 +147,9 @@ def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
     """
     model, tokenizer = tmp_path / "step-5", tmp_path / "start"
     model.mkdir(), tokenizer.mkdir()
-    (tokenizer / "tokenizer_config.json").write_text(
-        json.dumps({
-            "eos_token": "<|end|>",
-            "added_tokens_decoder": {"7": {"content": "<|end|>"}, "8": {"content": "x"}, "9": {"content": "<|eom_id|>"}},
-        }),
-        "utf-8",
-    )  # fmt: skip
+    added = {str(i): {"content": text} for i, text in ((7, "<|end|>"), (8, "<|other|>"), (9, "<|eom_id|>"))}
+    files = {"eos_token": "<|end|>", "added_tokens_decoder": added}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(files), "utf-8")
 
     async def program() -> None:
         server = FakeSglangServer()
