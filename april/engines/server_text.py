@@ -119,6 +119,8 @@ def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
         plain = _plain(layer)
         if cut or any(piece in plain for pieces in key.pieces.values() for piece in pieces):
             found += _found(layer, origin, key, cut)
+        if _ESCAPE.search(layer) is None:
+            break
         undone = list(_undone(layer, origin))
         following = "".join(c for c, _, _ in undone)
         if following == layer:
