@@ -297,6 +297,20 @@ def test_more_than_a_hundred_at_a_time() -> None:
     run(program)
 
 
+def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
+    """A server that is told to return routed experts sends those of the prompt's tokens too, a kilobyte for each."""
+    prompt, layers, experts = 3_000, 94, 8
+
+    async def program() -> None:
+        async with served() as (server, engine):
+            server.routed_experts = "A" * (prompt * layers * experts * 4 // 3)  # base64 of one byte each
+            got = await read(engine, request([11] * prompt, max_tokens=16))
+            assert got.error is None
+            assert got.tokens
+
+    run(program)
+
+
 def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit an answer is an error, whatever is in it."""
     monkeypatch.setattr(answer_size, "OTHER_BYTES", 0)

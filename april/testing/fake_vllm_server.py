@@ -62,6 +62,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         """(route, body) of the calls that abort by id."""
         self.pauses: list[str] = []
         """Modes of the calls of ``/pause``."""
+        self.routed_experts: str | None = None
+        """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
 
@@ -287,6 +289,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
             said = spoiled_vllm(run.fault.kind, said, self.vocab_size, token_route=run.token_route)
         elif run.hit(VllmFault.NO_FINISH):
             said["choices"][0]["finish_reason"] = None
+        if run.finish is not None:
+            said["choices"][0]["routed_experts"] = self.routed_experts
         text = json.dumps(said)
         return text[: len(text) // 2].rstrip("}") if due and run.hit(VllmFault.TRUNCATED) else text
 
