@@ -140,6 +140,24 @@ def test_what_is_no_sglang_server_is_said() -> None:
     run(program)
 
 
+@pytest.mark.parametrize(
+    ("memory", "page", "room"), [(65536, 64, 4090), (4096, 1, 4090), (4096, 64, 4096 - 128), (1000, 16, 968)]
+)
+def test_the_context_is_what_its_memory_has_room_for(memory: int, page: int, room: int) -> None:
+    """A response that needs more than whole pages leave is cut short without a word."""
+
+    async def program() -> None:
+        server = FakeSglangServer()
+        server.memory, server.page_size = memory, page
+        await server.start()
+        try:
+            assert (await offer(server)).context_length == room
+        finally:
+            await server.close()
+
+    run(program)
+
+
 def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
     """The model's, its tokenizer's EOS, and the ends of turns that SGLang finds among the tokenizer's added tokens.
 

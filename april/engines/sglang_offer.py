@@ -201,8 +201,13 @@ async def _vocab_size(client: HttpClient, config: SglangEngineConfig) -> int:
 
 
 def _context(client: HttpClient, config: SglangEngineConfig, server: dict[str, Any], models: Any) -> int:
-    """The server refuses inputs a few tokens short of its context, and stops two tokens short of it without a word."""
-    longest = _number(server, "max_req_input_len")
+    """The server refuses inputs a few tokens short of its context, and stops two tokens short of it without a word.
+
+    So it does short of its memory, by a page for what the input leaves of its last one, and by one more.
+    """
+    longest, memory = _number(server, "max_req_input_len"), _number(server, "max_total_num_tokens")
+    if longest is not None and memory is not None and longest < memory:  # if not, memory is that of one shard
+        longest = min(longest, memory - 2 * (_number(server, "page_size") or 1))
     if longest is None:
         try:
             longest = int(server.get("context_length") or models["data"][0]["max_model_len"]) - 6

@@ -57,6 +57,8 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         """A weight update sets the label that it names; older servers do not."""
         self.model_path = self.tokenizer_path = "fake/model"
         """Directories of the model and of its tokenizer; the first moves with a weight update of a real server."""
+        self.memory, self.page_size = 65536, 1
+        """Tokens of its key-value memory, and of one page of it."""
         self.speculation: str | None = None
         """Its ``speculative_algorithm``."""
         self.any_mode = False
@@ -397,8 +399,9 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": "0.5.23", "context_length": self.context, "max_req_input_len": self.context - 6, "dp_size": 1,
-            "max_running_requests": self.max_running, "max_total_num_tokens": 65536,
+            "version": "0.5.23", "context_length": self.context, "dp_size": 1, "page_size": self.page_size,
+            "max_req_input_len": min(self.context, self.memory) - 6,
+            "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
             "startup_time": {"total": self.starts}, "speculative_algorithm": self.speculation,
         })  # fmt: skip
