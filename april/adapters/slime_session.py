@@ -129,9 +129,9 @@ class Session:
         self._weights.name(self.scheduler.version, rollout_id)
 
     def _trained(self) -> int | None:
-        """The last batch that an update was trained on: the oldest, or as many as slime trains on between two."""
-        interval = max(1, int(getattr(self._args, "update_weights_interval", None) or 1))
-        return max(list(self._leased)[:interval], default=None)
+        """The last batch that an update was trained on: an asynchronous trainer has asked for one more before it."""
+        out = list(self._leased)
+        return max(out[:-1] or out, default=None)
 
     # ---------------------------------------------------------------- the scheduler
 

@@ -95,6 +95,28 @@ def test_no_update_is_no_version() -> None:
         assert said == [{"0.0"}, {"0.0"}, {"0.1"}, {"0.1"}, {"0.2"}, {"0.2"}]
 
 
+@pytest.mark.parametrize(("interval", "first", "always"), [(1, 0, False), (3, 0, False), (3, 1, False), (3, 0, True)])
+def test_batches_of_the_asynchronous_loop(interval: int, first: int, always: bool) -> None:
+    """train_async.py asks for a rollout before it trains the one before: that one alone is out after an update.
+
+    Also where it began in the middle of an interval, or updates after every rollout whatever the interval says
+    (--release-train).
+    """
+    with Fleet() as fleet:
+        fleet.args.update_weights_interval = interval
+        fleet.update("1")
+        out, said, true = 0, [], []
+        for rollout_id in range(first, first + 8):
+            true.append(float(out))
+            said.append(fleet.function(fleet.args, rollout_id, fleet.data).metrics["rollout/april/batches_out"])
+            out += 1
+            # the rollout before is trained now, and the servers have its weights before the next one is asked for
+            if rollout_id > first and (always or rollout_id % interval == 0):
+                fleet.update(f"{rollout_id + 1}")
+                out = 1
+        assert said == true
+
+
 def test_a_function_that_talks_to_the_servers_itself() -> None:
     """Its requests are ended all at once, its samples go on where they stood; the trainer's labels stay."""
     # so slow that requests are on their way when the rollout ends
