@@ -137,7 +137,7 @@ async def abort_just_finished(bench: Bench) -> Figures:
 @check("An abort names whole ids: a request whose id only begins like an aborted one goes on.")
 async def prefix_free_ids(bench: Bench) -> Figures:
     refused = 0
-    for stem in (bench.new_id()[:-1] + "-", "c"):
+    for stem in (bench.new_id()[:-1] + "-", "short"):
         ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
         length = bench.subject.long_tokens // 2
         readings = [bench.start(bench.request(i, length, attempt_id=id)) for i, id in enumerate(ids)]
