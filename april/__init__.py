@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from april.arguments import add_april_arguments, config_from_arguments
-    from april.config import Config
+    from april.config import Config, SamplingConfig
     from april.core.batch import Batch, DeliveredSample
+    from april.core.ledger import Ledger
     from april.core.sampling import SamplingParams
-    from april.core.types import FinishReason, Prompt, SampleId
+    from april.core.tape import Segment, SegmentKind
+    from april.core.types import DropReason, FinishReason, Prompt, SampleId
     from april.core.versions import PolicyVersion
     from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
+    from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
+    from april.engines.transformers import TransformersEngine
+    from april.engines.vllm_in_process import VllmInProcessEngine
     from april.errors import (
         AprilError,
         CheckpointError,
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
         InvariantError,
         RolloutError,
         SchedulerClosed,
+        UsageError,
+        WeightsInUse,
         WireError,
     )
     from april.rollout_decorator import partial_rollout
@@ -38,15 +45,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "april.arguments": ("add_april_arguments", "config_from_arguments"),
-    "april.config": ("Config",),
+    "april.config": ("Config", "SamplingConfig"),
     "april.core.batch": ("Batch", "DeliveredSample"),
+    "april.core.ledger": ("Ledger",),
     "april.core.sampling": ("SamplingParams",),
-    "april.core.types": ("FinishReason", "Prompt", "SampleId"),
+    "april.core.tape": ("Segment", "SegmentKind"),
+    "april.core.types": ("DropReason", "FinishReason", "Prompt", "SampleId"),
     "april.core.versions": ("PolicyVersion",),
     "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
+    "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
+    "april.engines.transformers": ("TransformersEngine",),
+    "april.engines.vllm_in_process": ("VllmInProcessEngine",),
     "april.errors": (
         "AprilError",
         "CheckpointError",
@@ -56,6 +68,8 @@ _HOMES = {
         "InvariantError",
         "RolloutError",
         "SchedulerClosed",
+        "UsageError",
+        "WeightsInUse",
         "WireError",
     ),
     "april.rollout_decorator": ("partial_rollout",),
@@ -65,35 +79,14 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LLM",
-    "AprilError",
-    "Batch",
-    "BlockingLLM",
-    "CheckpointError",
-    "Completion",
-    "Config",
-    "ConfigError",
-    "DataExhausted",
-    "DeliveredSample",
-    "EngineError",
-    "EvaluationResult",
-    "FinishReason",
-    "InvariantError",
-    "PolicyVersion",
-    "Prompt",
-    "Response",
-    "RolloutError",
-    "RolloutScheduler",
-    "SampleId",
-    "SamplingParams",
-    "SchedulerClosed",
-    "WireError",
-    "add_april_arguments",
-    "config_from_arguments",
-    "partial_rollout",
-    "rewards_differ",
-    "to_torch",
-]
+    "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
+    "ConfigError", "DataExhausted", "DeliveredSample", "DropReason", "Engine", "EngineError", "EngineFinish",
+    "EvaluationResult", "FinishReason", "Health", "InvariantError", "Ledger", "LogprobKind", "PolicyVersion",
+    "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "SampleId", "SamplingConfig",
+    "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
+    "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
+    "partial_rollout", "rewards_differ", "to_torch",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

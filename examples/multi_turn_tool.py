@@ -23,10 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import april
-from april.core.batch import DeliveredSample
-from april.core.tape import Segment, SegmentKind
-from april.driver.llm import LLM
-from april.driver.rewards import Response
+from april import LLM, DeliveredSample, Response, Segment, SegmentKind
 
 BOS, EOS, PAD, PLUS, MINUS, TIMES, RESULT, ERROR = range(8)
 OPERATORS = (PLUS, MINUS, TIMES)

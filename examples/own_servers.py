@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +23,6 @@ import msgspec
 import numpy as np
 
 import april
-from april.driver.rewards import Response
-from april.private_file import write_private
 
 STATE = "april_state.msgpack"
 """Everything unfinished, beside the weights of each step."""
@@ -37,7 +36,7 @@ def prompts() -> Iterator[dict[str, Any]]:
         yield {"token_ids": [3 + number % 97, 5, 7], "number": number}
 
 
-def reward(prompt: april.Prompt, response: Response) -> float:
+def reward(prompt: april.Prompt, response: april.Response) -> float:
     """Your verifier. Here: the share of different tokens."""
     return len(set(response.tokens.tolist())) / len(response.tokens)
 
@@ -90,6 +89,16 @@ def go_on(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, *
         rollouts.load_state_dict(state, transfer=lambda: trainer.hand_over(directory))
 
 
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Written whole or not at all, and readable by its owner only: it holds prompts and responses."""
+    part = path.with_suffix(".part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.msgpack.encode(state))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
 def last_step(shared: Path) -> int:
     """The newest step whose weights and state are both there; 0: none."""
     return max((int(file.parent.name.removeprefix("step_")) for file in shared.glob(f"step_*/{STATE}")), default=0)
@@ -107,7 +116,7 @@ def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, *, l
             directory = shared / f"step_{step}"
             shutil.rmtree(directory, ignore_errors=True)  # of a run that died before the step was complete
             publish(rollouts, trainer, directory, loads=loads)
-            write_private(directory / STATE, msgspec.msgpack.encode(rollouts.state_dict()))
+            save_state(directory / STATE, rollouts.state_dict())
             # a server that is started anew gets its weights from the directory of the last update, so that one stays
             if previous is not None:
                 shutil.rmtree(previous)
