@@ -74,8 +74,8 @@ class Pump:
         """At least ``events`` events; returns how many there were and the CPU seconds they took."""
         self._step()
         gc.collect()
-        before, cpu = self.core.books.event_number, time.process_time()
-        while self.core.books.event_number - before < events:
+        before, cpu = self.core.context.event_number, time.process_time()
+        while self.core.context.event_number - before < events:
             i = rng.randrange(len(self.attempts))
             attempt, self.attempts[i] = self.attempts[i], self.attempts[-1]
             self.attempts.pop()
@@ -83,7 +83,7 @@ class Pump:
             self.post(ev.AttemptEnded(attempt.id, "stop"))
             while self.delivered:  # surplus may fill the next batch at once
                 self._step()
-        return self.core.books.event_number - before, time.process_time() - cpu
+        return self.core.context.event_number - before, time.process_time() - cpu
 
     def _step(self) -> None:
         if self.delivered:

@@ -47,7 +47,7 @@ def main() -> None:
             "mode": mode,
             "python": platform.python_version(),
             "cpu_s": round(time.process_time() - began, 2),
-            "core_events": simulation.core.books.event_number,
+            "core_events": simulation.core.context.event_number,
             "digest": result.digest,
             **{name: round(value, 4) for name, value in result.summary(skip=steps // 10).items()},
         }))  # fmt: skip

@@ -144,7 +144,7 @@ class World:
         assert prompt not in self.settled, f"prompt {prompt} was {self.settled[prompt]}, and now is {how}"
         self.settled[prompt] = how
 
-    # ---------------------------------------------------------------- setbacks
+    # ---------------------------------------------------------------- failures
 
     def _abandon(self, life: Life, reason: str) -> None:
         self.dropped[reason] += generated(life.tape)

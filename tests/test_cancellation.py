@@ -167,7 +167,7 @@ async def rest(rollouts: Rollouts, seen: Seen, *, steps: int = 2, single_turn: b
         seen.append(record(rollouts, batch, single_turn=single_turn))
         await rollouts.driver.update_weights()
     rollouts.check_ledger()
-    assert rollouts.core.counters["committed_batches"] == rollouts.core.books.batches
+    assert rollouts.core.counters["committed_batches"] == rollouts.core.context.batches
     await rollouts.close()
     return seen
 

@@ -191,7 +191,7 @@ def test_function_that_fails_before_its_first_call_gives_its_place_back() -> Non
     (first,) = m.to_call
     m.post(ev.SampleFailed(first, "boom"))
 
-    assert m.core.books.starting == 1
+    assert m.core.context.starting == 1
     assert m.to_call == [first, first]
 
 
@@ -327,7 +327,7 @@ def test_attempts_go_to_the_least_loaded_engine_with_room() -> None:
     m = CoreMachine(settings(n=3, samples=3), lambda g, i: 5, engines=engines)
     m.post(ev.StepRequested())
     assert m.core.engines.in_flight() == {"a": 1, "b": 4}
-    assert m.core.books.starting + m.core.over_sampler.waiting == 4
+    assert m.core.context.starting + m.core.over_sampler.waiting == 4
 
 
 @pytest.mark.parametrize("policy", list(OnLongPrompt))
@@ -401,6 +401,6 @@ def test_a_pause_that_is_overtaken() -> None:
         m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, "stop"))
         m.core.handle(ev.SampleReturned(SampleId(*key)))
     ((first, _),) = retry_timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")))
-    m.core._setbacks.begin_again(group.samples[1], DropReason.STALE)
+    m.core._failures.begin_again(group.samples[1], DropReason.STALE)
     commands = m.core.handle(ev.TimerFired(first))
     assert not any(isinstance(c, do.ScoreGroup) for c in commands)  # the other one is to return first

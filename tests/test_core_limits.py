@@ -269,7 +269,7 @@ def test_outage_is_nobodys_business_between_steps() -> None:
     """Its timer runs out when no step waits: the next step waits as long as any."""
     m = broken()
     timer = outage(m)
-    m.core.books.failure = "something else"
+    m.core.context.failure = "something else"
     m.post(ev.TimerFired(99))
     assert m.errors == ["something else"]
     m.post(ev.TimerFired(timer.timer))

@@ -48,7 +48,7 @@ class Life(CoreMachine):
 
     def _execute(self, command: do.Command) -> None:
         super()._execute(command)
-        if isinstance(command, do.StartTimer) and command.timer in self.core.books.retries:
+        if isinstance(command, do.StartTimer) and command.timer in self.core.context.retries:
             self.pauses.append(command.timer)
 
     def one_event(self) -> None:

@@ -75,7 +75,7 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
     "cap": (lambda m: m.core.__setattr__("settings", replace(m.core.settings, max_in_flight=0)), "more than max_in_fl"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
-    "places": (lambda m: setattr(m.core.books, "starting", 1), "places held by starting samples"),
+    "places": (lambda m: setattr(m.core.context, "starting", 1), "places held by starting samples"),
     "queue length": (lambda m: setattr(m.core.over_sampler, "waiting", 7), "7 in the queue"),
     "ready list": (lambda m: m.core.monitor._ready.clear(), "the ready list is not"),
     "aborts": (lambda m: m.core.aborts._pending.update(dict.fromkeys("abcdefgh")), "8 aborts pending"),

@@ -60,7 +60,7 @@ def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, over: in
         assert core.prompts.dropped[DropReason.FILTERED] >= dropped > 4
         assert rollouts.dropped == {
             DropReason.FILTERED: sum(
-                LENGTHS.sample(g, i) for g in range(core.books.groups_drawn) for i in range(2)
+                LENGTHS.sample(g, i) for g in range(core.context.groups_drawn) for i in range(2)
                 if g % 3 == 1 and g not in core.buffer.groups
             )
         }  # fmt: skip

@@ -120,14 +120,14 @@ class World:
             max_response_len=CAP, on_data_end=self.end, run_id=len(self.records), **self.changes,
         )  # fmt: skip
         self.driver, self.core = self.rollouts.driver, self.rollouts.core
-        setbacks = self.core._setbacks
-        give_up = setbacks.give_up
+        failures = self.core._failures
+        give_up = failures.give_up
 
         def recorded(group: Group, reason: DropReason, error: str) -> None:
             self.drops.append(((group.prompt.epoch, group.prompt.position), reason))
             give_up(group, reason, error)
 
-        setbacks.give_up = recorded  # type: ignore[method-assign]
+        failures.give_up = recorded  # type: ignore[method-assign]
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
         who = (prompt.epoch, prompt.position, llm.sample_id.index)

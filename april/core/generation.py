@@ -10,8 +10,8 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.books import Books
-from april.core.setbacks import Setbacks
+from april.core.context import CoreContext
+from april.core.failures import Failures
 from april.core.tape import Int32
 from april.core.types import (
     Attempt,
@@ -27,15 +27,15 @@ from april.core.types import (
 class Generation:
     """Calls and attempts."""
 
-    def __init__(self, books: Books, setbacks: Setbacks) -> None:
-        self._books = books
-        self._setbacks = setbacks
+    def __init__(self, context: CoreContext, failures: Failures) -> None:
+        self._context = context
+        self._failures = failures
 
     # ---------------------------------------------------------------- calls
 
     def call_made(self, event: ev.CallMade) -> None:
         """A rollout function asks for tokens."""
-        sample = self._books.outside(event.sample, "called generate twice at the same time")
+        sample = self._context.outside(event.sample, "called generate twice at the same time")
         if sample is None:
             return
         if sample.replay is not None:
@@ -44,7 +44,7 @@ class Generation:
         if event.token_ids is not None:
             error = self._take_environment(sample, event.token_ids)
             if error:
-                self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+                self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
                 return
         self._open_call(sample, GenerateCall(event.sampling, len(sample.tape)))
 
@@ -55,7 +55,7 @@ class Generation:
 
     def _complete_if_it_is(self, sample: Sample) -> bool:
         """A call whose tokens end in EOS, or have used its budget, is complete, whatever cut them off there."""
-        call, attempts = sample.call, self._books.attempts
+        call, attempts = sample.call, self._context.attempts
         assert call is not None
         if attempts.ends_in_stop(sample, call):
             self._complete_call(sample, FinishReason.STOP)
@@ -74,8 +74,8 @@ class Generation:
                 "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
                 "append to the conversation, never rewrite it"
             )
-        added = token_ids[len(have) : len(prompt) + self._books.attempts.room(sample)]
-        sample.tape.add_environment(np.array(added, np.int32), self._books.clock.current)
+        added = token_ids[len(have) : len(prompt) + self._context.attempts.room(sample)]
+        sample.tape.add_environment(np.array(added, np.int32), self._context.clock.current)
         return None
 
     def _replay(self, sample: Sample, event: ev.CallMade) -> None:
@@ -91,7 +91,7 @@ class Generation:
         if event.token_ids is None:
             same = start == sample.told
         else:
-            asked = event.token_ids[: len(prompt) + self._books.attempts.room(sample)]
+            asked = event.token_ids[: len(prompt) + self._context.attempts.room(sample)]
             same = np.array_equal(asked, np.concatenate((prompt, tape[:start])))
         if not same:
             self.diverged(sample)
@@ -103,8 +103,8 @@ class Generation:
 
     def diverged(self, sample: Sample) -> None:
         """The function did not ask what it had asked before the restart: its tokens belong to another conversation."""
-        self._books.counters["replays_diverged"] += 1
-        self._setbacks.begin_again(sample, DropReason.REPLAY_DIVERGED)
+        self._context.counters["replays_diverged"] += 1
+        self._failures.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
     def _complete_call(self, sample: Sample, finish: FinishReason) -> None:
         assert sample.call is not None
@@ -115,55 +115,55 @@ class Generation:
     def _answer(self, sample: Sample, call: RecordedCall) -> None:
         sample.calls.append(call)
         sample.finish = call.finish
-        self._books.to(sample, SampleState.OUTSIDE, f"call complete ({call.finish}) at {call.end} tokens")
-        self._books.out.append(do.CallCompleted(sample))
+        self._context.to(sample, SampleState.OUTSIDE, f"call complete ({call.finish}) at {call.end} tokens")
+        self._context.out.append(do.CallCompleted(sample))
 
     def _queue(self, sample: Sample, why: str) -> None:
-        self._books.to(sample, SampleState.QUEUED, why)
-        self._books.over_sampler.push(sample)
+        self._context.to(sample, SampleState.QUEUED, why)
+        self._context.over_sampler.push(sample)
 
     # ---------------------------------------------------------------- attempts
 
     def submit(self, sample: Sample, engine: str) -> None:
         """Send what is missing of the sample's call to an engine."""
-        books = self._books
+        context = self._context
         call, held = sample.call, len(sample.tape)
         assert call is not None
-        attempt = books.attempts.open(sample, call, engine, books.clock.current.incarnation)
-        books.counters["attempts"] += 1
+        attempt = context.attempts.open(sample, call, engine, context.clock.current.incarnation)
+        context.counters["attempts"] += 1
         if held > call.start:
             sample.resumes += 1
-            books.counters["resumed_attempts"] += 1
-            books.counters["reprefill_tokens"] += len(attempt.token_ids)
-        books.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
-        books.out.append(do.Submit(attempt))
+            context.counters["resumed_attempts"] += 1
+            context.counters["reprefill_tokens"] += len(attempt.token_ids)
+        context.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
+        context.out.append(do.Submit(attempt))
 
     def stop_found(self, event: ev.StopFound) -> None:
         """The text of an attempt has a stop string: its response is complete, the engine may rest."""
-        attempt = self._books.attempts.in_flight.get(event.attempt_id)
+        attempt = self._context.attempts.in_flight.get(event.attempt_id)
         if attempt is None:
-            self._books.counters["late_events"] += 1
+            self._context.counters["late_events"] += 1
         else:
-            self._books.stop([attempt])
+            self._context.stop([attempt])
 
     def attempt_stalled(self, event: ev.AttemptStalled) -> None:
         """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
-        attempt = self._books.attempts.in_flight.get(event.attempt_id)
+        attempt = self._context.attempts.in_flight.get(event.attempt_id)
         if attempt is None:
-            self._books.counters["late_events"] += 1
+            self._context.counters["late_events"] += 1
             return
         attempt.stalled = True
-        self._books.counters["stalled_attempts"] += 1
-        self._books.stop([attempt])
+        self._context.counters["stalled_attempts"] += 1
+        self._context.stop([attempt])
 
     def attempt_ended(self, event: ev.AttemptEnded, *, fenced: bool = False) -> None:
         """An attempt is over, by itself or because it was asked to end; ``fenced``: its engine had no part in that."""
-        books = self._books
+        context = self._context
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
         if not fenced and (event.finish != "abort" or attempt.tape.parsed):  # others may never have reached it
-            books.engines.ended(attempt.engine, books.engines.states[attempt.engine].in_flight)
+            context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._keep(attempt)
         if attempt.dropped_for is not None:
             return
@@ -177,7 +177,7 @@ class Generation:
             self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=attempt.tape.count > 0)
             return
         if not attempt.tape.count:
-            books.counters["empty_partials"] += 1
+            context.counters["empty_partials"] += 1
         sample.attempt_failures, sample.avoid = 0, ""
         self._queue(sample, f"partial after {attempt.tape.count} tokens")
 
@@ -187,8 +187,8 @@ class Generation:
         sample.attempt_failures = 0 if progressed else sample.attempt_failures + 1
         sample.avoid = attempt.engine
         self._queue(sample, f"attempt failed: {error}")
-        if sample.attempt_failures >= self._books.settings.max_attempt_failures:
-            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+        if sample.attempt_failures >= self._context.settings.max_attempt_failures:
+            self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
 
     def _complete_after(self, attempt: Attempt, finish: str) -> bool:
         """Complete the call if this attempt brought its last token."""
@@ -202,27 +202,27 @@ class Generation:
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
         """An attempt broke off; its tokens are kept unless they cannot be true."""
-        books = self._books
+        context = self._context
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
-        books.counters["failed_attempts"] += 1
-        books.tokens.observe(event.rejected)
-        books.tokens.drop(event.rejected, DropReason.CORRUPT)
+        context.counters["failed_attempts"] += 1
+        context.tokens.observe(event.rejected)
+        context.tokens.drop(event.rejected, DropReason.CORRUPT)
         if event.corrupt:
-            books.tokens.observe(attempt.tape.count)
-            books.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
+            context.tokens.observe(attempt.tape.count)
+            context.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
         else:
             self._keep(attempt)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         healthy = event.refused or event.busy_s is not None or event.torn is not None
-        books.counters["busy_refusals"] += event.busy_s is not None
-        if not healthy and books.engines.failed(attempt.engine, at_once=not event.corrupt):
-            books.out.append(do.ProbeEngine(attempt.engine))
+        context.counters["busy_refusals"] += event.busy_s is not None
+        if not healthy and context.engines.failed(attempt.engine, at_once=not event.corrupt):
+            context.out.append(do.ProbeEngine(attempt.engine))
         if event.torn is not None:
-            books.tokens.observe(event.torn)
-            books.tokens.drop(event.torn, DropReason.UNKNOWN_WEIGHTS)
+            context.tokens.observe(event.torn)
+            context.tokens.drop(event.torn, DropReason.UNKNOWN_WEIGHTS)
         if attempt.dropped_for is not None:
             return
         if attempt.doubtful:  # what a server refuses that was started anew, the right one may take
@@ -230,7 +230,7 @@ class Generation:
             return
         if event.refused:
             self._queue(attempt.sample, f"refused: {event.error}")
-            self._setbacks.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
+            self._failures.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
         if not event.corrupt and self._complete_after(attempt, "abort"):
             return
@@ -245,24 +245,24 @@ class Generation:
 
     def _take(self, attempt_id: str) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""
-        books = self._books
-        attempt = books.attempts.close(attempt_id)
+        context = self._context
+        attempt = context.attempts.close(attempt_id)
         if attempt is None:
-            books.counters["late_events"] += 1
+            context.counters["late_events"] += 1
         elif attempt.tape.after_stop:
-            books.tokens.observe(attempt.tape.after_stop)
-            books.tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
-            books.counters["after_stop_tokens"] += attempt.tape.after_stop
-        books.aborts.ended(attempt_id)
+            context.tokens.observe(attempt.tape.after_stop)
+            context.tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
+            context.counters["after_stop_tokens"] += attempt.tape.after_stop
+        context.aborts.ended(attempt_id)
         return attempt
 
     def _keep(self, attempt: Attempt) -> None:
-        """The attempt's tokens move to the sample, or into the books of the reason they are dropped for."""
+        """The attempt's tokens move to the sample, or into the ledger, under the reason they are dropped for."""
         count, sample = attempt.tape.count, attempt.sample
-        self._books.tokens.observe(count)
+        self._context.tokens.observe(count)
         if attempt.lost_for is not None:
-            self._books.tokens.drop(count, attempt.lost_for)
+            self._context.tokens.drop(count, attempt.lost_for)
             return
         sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         if count:  # else what an earlier attempt left elsewhere is still the best there is
-            sample.cached_on, sample.cached_under = attempt.engine, self._books.engines.states[attempt.engine].life
+            sample.cached_on, sample.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life

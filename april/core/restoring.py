@@ -68,7 +68,8 @@ def restore(core: RolloutCore, state: State) -> None:
 
 def require_fresh(core: RolloutCore) -> None:
     """Raise CheckpointError for a core that has done something already."""
-    if core.books.groups_drawn or core.books.batches or core.step is not None or core.clock.current != FIRST_VERSION:
+    context = core.context
+    if context.groups_drawn or context.batches or core.step is not None or core.clock.current != FIRST_VERSION:
         raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
 
 
@@ -81,7 +82,7 @@ def _refuse_settings(core: RolloutCore, state: State) -> None:
 
 
 def _restore(core: RolloutCore, state: State) -> None:
-    books = core.books
+    context = core.context
     branches = {int(i): count_of(n) for i, n in state["branches"].items()}
     clock = VersionClock(version_of(state["version"]), branches)
     ready = [_group_in(core, g, ready=True) for g in state["ready"]]
@@ -90,26 +91,26 @@ def _restore(core: RolloutCore, state: State) -> None:
         for version in (group.drawn_under, *(part.version for s in group.samples for part in s.tape.segments)):
             clock.staleness(version)  # raises for a version that cannot have been
     core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
-    books.groups_drawn, books.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
+    context.groups_drawn, context.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
     core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
-        if group.id >= books.groups_drawn or group.id in core.buffer.groups:
-            raise ValueError(f"group {group.id} of {books.groups_drawn}")
+        if group.id >= context.groups_drawn or group.id in core.buffer.groups:
+            raise ValueError(f"group {group.id} of {context.groups_drawn}")
         core.buffer.add(group)
     for group in [*ready, *waiting]:
-        books.event_number += 1  # completed one after the other: batches are delivered again in their order
+        context.event_number += 1  # completed one after the other: batches are delivered again in their order
         for sample in group.samples:
             if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
             elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
-                core.monitor.accept(group, books.event_number)
-    _ledger_in(books.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
-    _ledger_in(books.prompts, state["prompts"], len(core.buffer))
+                core.monitor.accept(group, context.event_number)
+    _ledger_in(context.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
+    _ledger_in(context.prompts, state["prompts"], len(core.buffer))
     core.validate()
-    if books.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
+    if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
         core.engines.logprob_kind = "mixed"  # of batches with tokens of before and of now
     _require_rewards(core, state)
-    books.without_room = _without_room(core, state)
+    context.without_room = _without_room(core, state)
     _require_in_time(core, state)
 
 
@@ -210,5 +211,5 @@ def _late(core: RolloutCore, settings: CoreSettings) -> int:
 def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
     buffer = PartialBuffer(settings, core.leases)
     buffer.groups = core.buffer.groups
-    gone = {group.id for group in core.books.without_room}
+    gone = {group.id for group in core.context.without_room}
     return sorted(slack for group, slack in buffer.slacks() if group.id not in gone)

@@ -4,68 +4,68 @@ from __future__ import annotations
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.books import Books
+from april.core.context import CoreContext
+from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.numbers import wrong_reward
-from april.core.setbacks import Setbacks
 from april.core.types import DropReason, Group, Sample, SampleState
 
 
 class Scoring:
     """Rewards and verdicts; generation of other samples goes on meanwhile."""
 
-    def __init__(self, books: Books, setbacks: Setbacks, generation: Generation) -> None:
-        self._books = books
-        self._setbacks = setbacks
+    def __init__(self, context: CoreContext, failures: Failures, generation: Generation) -> None:
+        self._context = context
+        self._failures = failures
         self._generation = generation
 
     def sample_returned(self, event: ev.SampleReturned) -> None:
         """A rollout function has returned."""
-        books = self._books
-        sample = books.outside(event.sample, "returned while it was waiting for tokens")
+        context = self._context
+        sample = context.outside(event.sample, "returned while it was waiting for tokens")
         if sample is None:
             return
-        books.note(sample, "returned")
+        context.note(sample, "returned")
         replay, sample.replay = sample.replay, None
         if replay is not None and (replay.calls or replay.open_start is not None):
             self._generation.diverged(sample)
             return
         if sample.finish is None:
             error = "the rollout function returned without a call of llm.generate; await at least one"
-            self._setbacks.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+            self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
             return
         sample.state = SampleState.SCORING
-        if books.settings.has_reward:
-            self._setbacks.ask_reward(sample)
+        if context.settings.has_reward:
+            self._failures.ask_reward(sample)
         else:
             self._finish(sample)
 
     def sample_failed(self, event: ev.SampleFailed) -> None:
         """A rollout or reward function raised, hung, or returned what cannot be."""
-        sample = self._books.sample(event.sample)
+        sample = self._context.sample(event.sample)
         if sample is None:
             return
         if sample.state is not SampleState.FINISHED:
-            self._setbacks.fail(sample, event.error)
+            self._failures.fail(sample, event.error)
         elif blamed := self._whose_reward_is_awaited(sample):
-            self._setbacks.fail(blamed, event.error)
+            self._failures.fail(blamed, event.error)
         else:
-            self._books.counters["late_events"] += 1
+            self._context.counters["late_events"] += 1
 
     def scored(self, event: ev.Scored) -> None:
         """Rewards have come in: all of them count, or none."""
-        books = self._books
-        group = books.buffer.groups.get(event.group)
+        context = self._context
+        group = context.buffer.groups.get(event.group)
         if group is None:
-            books.counters["late_events"] += 1
+            context.counters["late_events"] += 1
             return
         awaited: list[tuple[Sample, float]] = []
         for index, reward in event.rewards:
             blamed = self._whose_reward_is_awaited(group.samples[index])
             if blamed is None:
-                books.counters["late_events"] += 1
+                context.counters["late_events"] += 1
             elif wrong := wrong_reward(reward):
-                self._setbacks.fail(blamed, f"the reward is {wrong}")
+                self._failures.fail(blamed, f"the reward is {wrong}")
                 return
             else:
                 awaited.append((group.samples[index], reward))
@@ -79,64 +79,64 @@ class Scoring:
         """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
         if sample.state is SampleState.SCORING:
             return sample
-        if sample.state is not SampleState.FINISHED or not self._books.settings.group_reward:
+        if sample.state is not SampleState.FINISHED or not self._context.settings.group_reward:
             return None
         return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
 
     def ask_again(self, timer: int) -> bool:
         """A pause after a failure is over, if the timer is one of those: ask once more what is still wanted."""
-        books = self._books
-        what = books.retries.pop(timer, None)
+        context = self._context
+        what = context.retries.pop(timer, None)
         if isinstance(what, Sample):
             if what.retry == timer:
-                self._setbacks.ask_reward(what)
+                self._failures.ask_reward(what)
         elif what is not None:
             group, judgement = what
-            if group.judged_since == judgement and group.id in books.buffer.groups:
-                books.out.append(do.JudgeGroup(group, judgement))
+            if group.judged_since == judgement and group.id in context.buffer.groups:
+                context.out.append(do.JudgeGroup(group, judgement))
         return what is not None
 
     def _finish(self, sample: Sample) -> None:
-        books = self._books
+        context = self._context
         sample.retry = 0
-        books.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
-        if books.monitor.sample_finished(sample.group):
+        context.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
+        if context.monitor.sample_finished(sample.group):
             self.complete(sample.group)
 
     def complete(self, group: Group) -> None:
         """All samples of a group are finished: it counts, if the filter has nothing against it."""
-        if self._books.settings.has_filter:
+        if self._context.settings.has_filter:
             self._ask_filter(group)
         else:
             self._accept(group)
 
     def _ask_filter(self, group: Group) -> None:
-        group.judged_since = self._books.event_number
-        self._books.out.append(do.JudgeGroup(group, group.judged_since))
+        group.judged_since = self._context.event_number
+        self._context.out.append(do.JudgeGroup(group, group.judged_since))
 
     def _accept(self, group: Group) -> None:
-        self._books.monitor.accept(group, self._books.event_number)
-        self._setbacks.group_completed()
+        self._context.monitor.accept(group, self._context.event_number)
+        self._failures.group_completed()
 
     def group_judged(self, event: ev.GroupJudged) -> None:
         """The filter has spoken, or failed to."""
-        books = self._books
-        group = books.buffer.groups.get(event.group)
+        context = self._context
+        group = context.buffer.groups.get(event.group)
         if group is None or group.judged_since != event.judgement:
-            books.counters["late_events"] += 1  # dropped meanwhile, or a sample began again after it was asked
+            context.counters["late_events"] += 1  # dropped meanwhile, or a sample began again after it was asked
             return
         group.judged_since = -1
         if event.error is not None:
             group.filter_failures += 1
-            books.note(group.samples[0], f"filter failed: {event.error}")
-            if group.filter_failures >= books.settings.max_attempt_failures:
-                self._setbacks.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
-            elif pause_s := self._setbacks.pause_s(group.filter_failures):
-                group.judged_since = books.event_number
-                books.retries[books.start_timer(pause_s)] = group, group.judged_since
+            context.note(group.samples[0], f"filter failed: {event.error}")
+            if group.filter_failures >= context.settings.max_attempt_failures:
+                self._failures.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
+            elif pause_s := self._failures.pause_s(group.filter_failures):
+                group.judged_since = context.event_number
+                context.retries[context.start_timer(pause_s)] = group, group.judged_since
             else:
                 self._ask_filter(group)
         elif event.keep:
             self._accept(group)
         else:
-            self._setbacks.give_up(group, DropReason.FILTERED, "the filter rejected it")
+            self._failures.give_up(group, DropReason.FILTERED, "the filter rejected it")

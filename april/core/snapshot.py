@@ -41,12 +41,12 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Raises:
         CheckpointError: no such batch, or a later one is already committed.
     """
-    books = core.books
+    context = core.context
     newest_committed = _newest_committed(core)
     last = newest_committed if trained_through is None else trained_through
-    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < books.batches:
-        newest = books.batches - 1
-        there = f"the batches delivered so far are 0 to {newest}" if books.batches else "no batch was delivered"
+    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
+        newest = context.batches - 1
+        there = f"the batches delivered so far are 0 to {newest}" if context.batches else "no batch was delivered"
         raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
     if last < newest_committed:
         raise CheckpointError(
@@ -55,7 +55,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         )
     untrained = sorted(b for b in core.leased if trained_through is None or b > last)
     again = [group for batch in untrained for group in core.leased[batch]]
-    tokens, prompts = _copy(books.tokens), _copy(books.prompts)
+    tokens, prompts = _copy(context.tokens), _copy(context.prompts)
     for group in again:
         prompts.delivered -= 1
         tokens.delivered -= sum(s.tape.generated for s in group.samples)
@@ -74,7 +74,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         "settings": settings_out(core),
         "version": list(current),
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
-        "groups_drawn": books.groups_drawn,
+        "groups_drawn": context.groups_drawn,
         "batches": last + 1,
         "tokens": _ledger_out(tokens),
         "prompts": _ledger_out(prompts),
@@ -86,7 +86,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
 def _newest_committed(core: RolloutCore) -> int:
     """Number of the newest batch that no longer is held; batches are committed in any order."""
-    return next((b for b in range(core.books.batches - 1, -1, -1) if b not in core.leased), -1)
+    return next((b for b in range(core.context.batches - 1, -1, -1) if b not in core.leased), -1)
 
 
 def _group_out(core: RolloutCore, group: Group) -> State:

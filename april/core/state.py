@@ -1,7 +1,7 @@
 """The state machine: ``handle(event) -> list[Command]``, the only way in which anything changes.
 
 It wires the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer) together and
-decides about steps; the lives of samples are in ``generation``, ``scoring`` and ``setbacks``.
+decides about steps; the lives of samples are in ``generation``, ``scoring`` and ``failures``.
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
 """
@@ -16,12 +16,12 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch, batch_metrics, deliver_sample
-from april.core.books import Books
+from april.core.context import CoreContext
+from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.ledger import Ledger
 from april.core.over_sampler import WAITING
 from april.core.scoring import Scoring
-from april.core.setbacks import Setbacks
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
 from april.core.types import DropReason, Group, OnDataEnd, OnLongPrompt, OnStale, Refill, SampleId, SampleState
@@ -51,13 +51,13 @@ class RolloutCore:
         *,
         check: bool = False,
     ) -> None:
-        self.books = books = Books(settings, engines, clock or VersionClock())
-        self.settings, self.clock, self.engines = settings, books.clock, books.engines
+        self.context = context = CoreContext(settings, engines, clock or VersionClock())
+        self.settings, self.clock, self.engines = settings, context.clock, context.engines
         self.over_sampler, self.monitor, self.aborts, self.buffer = (
-            books.over_sampler, books.monitor, books.aborts, books.buffer,
+            context.over_sampler, context.monitor, context.aborts, context.buffer,
         )  # fmt: skip
-        self.attempts = books.attempts.in_flight
-        self.counters, self.leases, self.leased = books.counters, books.leases, books.leases.batches
+        self.attempts = context.attempts.in_flight
+        self.counters, self.leases, self.leased = context.counters, context.leases, context.leases.batches
         self.step: Step | None = None
         self.paused = False
         # nothing is drawn after the beginning of a step, except for groups that were given up
@@ -68,10 +68,10 @@ class RolloutCore:
         self._outage_timer = 0
         self._outage = False
         self._rests: dict[int, str] = {}
-        setbacks = Setbacks(books)
-        generation = Generation(books, setbacks)
-        scoring = Scoring(books, setbacks, generation)
-        self._setbacks, self._generation, self._scoring = setbacks, generation, scoring
+        failures = Failures(context)
+        generation = Generation(context, failures)
+        scoring = Scoring(context, failures, generation)
+        self._failures, self._generation, self._scoring = failures, generation, scoring
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
@@ -102,12 +102,12 @@ class RolloutCore:
     @property
     def tokens(self) -> Ledger:
         """The token ledger."""
-        return self.books.tokens
+        return self.context.tokens
 
     @property
     def prompts(self) -> Ledger:
         """The prompt ledger."""
-        return self.books.prompts
+        return self.context.prompts
 
     def __repr__(self) -> str:
         states = Counter(s.state for s in self.buffer.samples())
@@ -128,9 +128,9 @@ class RolloutCore:
         Raises:
             InvariantError: april's books do not balance, or the event cannot happen; names the sample's story.
         """
-        self.books.event_number += 1
+        self.context.event_number += 1
         out: list[do.Command] = []
-        self.books.out = out
+        self.context.out = out
         self._handlers[type(event)](event)
         self._advance()
         if self._check:
@@ -143,7 +143,7 @@ class RolloutCore:
 
     def story(self, sample_id: SampleId) -> str:
         """What happened to one sample, one line per transition."""
-        return self.books.history.story(sample_id)
+        return self.context.history.story(sample_id)
 
     def observed_tokens(self) -> int:
         """Tokens april has parsed so far, those on running attempts included."""
@@ -155,12 +155,12 @@ class RolloutCore:
         if self.step is not None:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
         self.step = Step(self.counters.copy())
-        self._setbacks.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
+        self._failures.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
     def _advance(self) -> None:
         """Do what the present state allows: fail, stop, deliver, or fill."""
-        step, out = self.step, self.books.out
+        step, out = self.step, self.context.out
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
         if self._pause_asked and not self.attempts:
@@ -168,7 +168,7 @@ class RolloutCore:
             out.append(do.Paused())
         if step is None:
             return  # a failure between steps is told in the next one
-        failure, self.books.failure = self.books.failure, None
+        failure, self.context.failure = self.context.failure, None
         if failure is not None:
             # everything is kept, and a new step may be asked for
             self.step = None
@@ -198,7 +198,7 @@ class RolloutCore:
         return self.over_sampler.exhausted and self.monitor.ready == len(self.buffer) and not self.attempts
 
     def _stop_everything(self) -> None:
-        self.books.stop(list(self.attempts.values()), sweep=True)
+        self.context.stop(list(self.attempts.values()), sweep=True)
 
     def _end_step(self) -> None:
         """Deliver what is complete; a rest of fewer than N groups waits for more prompts if it shall."""
@@ -209,34 +209,34 @@ class RolloutCore:
         if groups:
             self._deliver(groups, step)
         else:
-            self.books.out.append(do.EndOfData(self.monitor.ready))
+            self.context.out.append(do.EndOfData(self.monitor.ready))
 
     def _deliver(self, groups: list[Group], step: Step) -> None:
-        books = self.books
+        context = self.context
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         bound = self.settings.max_staleness if masks else None
         samples = []
         for group in groups:
             self.buffer.remove(group)
-            books.prompts.deliver(1)
+            context.prompts.deliver(1)
             for sample in group.samples:
                 samples.append(deliver_sample(sample, self.leases.age, bound))
-                books.tokens.deliver(sample.tape.generated)
-                books.to(sample, SampleState.LEASED, f"leased in batch {books.batches}")
+                context.tokens.deliver(sample.tape.generated)
+                context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
         metrics = batch_metrics(groups, samples, self.leases.age) | self.leases.recorded()
         metrics |= step.metrics(self.counters) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": float(self.monitor.ready),
-            "held_tokens": float(books.tokens.held),
+            "held_tokens": float(context.tokens.held),
             "batches_out": float(len(self.leases)),
         }
         sizes = tuple(len(g.samples) for g in groups)
         kind = self.engines.logprob_kind
-        batch = Batch(books.batches, self.clock.current, tuple(samples), sizes, metrics, kind)
-        books.batches += 1
+        batch = Batch(context.batches, self.clock.current, tuple(samples), sizes, metrics, kind)
+        context.batches += 1
         self.leased[batch.id] = tuple(groups)
-        books.out.append(do.Deliver(batch))
+        context.out.append(do.Deliver(batch))
 
     def _batch_committed(self, event: ev.BatchCommitted) -> None:
         if event.batch_id not in self.leased:
@@ -272,15 +272,15 @@ class RolloutCore:
         )
         if count:
             self.over_sampler.asked = count
-            self.books.out.append(do.DrawPrompts(count))
+            self.context.out.append(do.DrawPrompts(count))
         elif not self.over_sampler.asked:
             step.filled = True
 
     def _free_places(self) -> int:
-        return self.settings.max_in_flight - len(self.attempts) - self.books.starting
+        return self.settings.max_in_flight - len(self.attempts) - self.context.starting
 
     def _start_waiting(self) -> None:
-        books = self.books
+        context = self.context
         while self.over_sampler.waiting and self._free_places() > 0:
             engine = self.engines.pick(self.clock.current)
             if engine is None:
@@ -289,9 +289,9 @@ class RolloutCore:
             sample = self.over_sampler.pop()
             assert sample is not None
             if sample.state is SampleState.NEW:
-                books.starting += 1
-                books.to(sample, SampleState.STARTED, "rollout function started")
-                books.out.append(do.StartSample(sample))
+                context.starting += 1
+                context.to(sample, SampleState.STARTED, "rollout function started")
+                context.out.append(do.StartSample(sample))
             else:
                 cached = self.engines.cached_on(sample.cached_on, sample.cached_under)
                 if sample.avoid or cached:
@@ -299,14 +299,14 @@ class RolloutCore:
                 self._generation.submit(sample, engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
-        books = self.books
+        context = self.context
         self.over_sampler.asked = 0
         self.over_sampler.exhausted |= event.exhausted
         for prompt in event.prompts:
-            books.prompts.observe(1)
+            context.prompts.observe(1)
             self.counters["prompts_drawn"] += 1
-            group = Group(books.groups_drawn, prompt, self.settings.n_samples_per_prompt, self.clock.current)
-            books.groups_drawn += 1
+            group = Group(context.groups_drawn, prompt, self.settings.n_samples_per_prompt, self.clock.current)
+            context.groups_drawn += 1
             if len(prompt.token_ids) >= self.engines.max_context:
                 self._too_long(group)
                 continue
@@ -315,7 +315,7 @@ class RolloutCore:
             for sample in group.samples:
                 self.over_sampler.push(sample)
         if event.error is not None:
-            books.failure = event.error
+            context.failure = event.error
 
     def _too_long(self, group: Group) -> None:
         """A prompt that leaves no room for a response."""
@@ -323,12 +323,12 @@ class RolloutCore:
         self.counters["prompts_too_long"] += 1
         self._long_in_a_row += 1
         if self.settings.on_long_prompt is OnLongPrompt.ERROR:
-            self.books.failure = (
+            self.context.failure = (
                 f"prompt {group.id} has {len(group.prompt.token_ids)} tokens, which leaves no room in the engines' "
                 f"context of {self.engines.max_context}; shorten it or set on_long_prompt: skip"
             )
         elif self._long_in_a_row >= TOO_LONG_IN_A_ROW:
-            self.books.failure = (
+            self.context.failure = (
                 f"{self._long_in_a_row} prompts in a row leave no room in the engines' context of "
                 f"{self.engines.max_context}; is it meant to be that small?"
             )
@@ -336,11 +336,11 @@ class RolloutCore:
 
     def _drop_without_room(self) -> None:
         """Groups of before a restart for which the engines' context is too small now."""
-        groups, self.books.without_room = self.books.without_room, []
+        groups, self.context.without_room = self.context.without_room, []
         for group in groups:
             self.counters["prompts_too_long"] += 1
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
-            self._setbacks.give_up(group, DropReason.TOO_LONG, why)
+            self._failures.give_up(group, DropReason.TOO_LONG, why)
 
     def _source_extended(self, event: ev.SourceExtended) -> None:
         self.over_sampler.exhausted = False
@@ -349,12 +349,12 @@ class RolloutCore:
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
         if event.mistake and self.step is not None:  # the others that fail so say the same
-            self.books.failure = f"{event.sample}: {event.error}"
+            self.context.failure = f"{event.sample}: {event.error}"
         self._scoring.sample_failed(event)
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
         if event.mistake and self.step is not None:
-            self.books.failure = event.error
+            self.context.failure = event.error
         self._scoring.group_judged(event)
 
     # ---------------------------------------------------------------- pauses, versions, engines
@@ -375,7 +375,7 @@ class RolloutCore:
         for name in self.engines.states if event.engines is None else event.engines:
             self.engines.states[name].version = event.version
         self._drop_without_room()
-        self._setbacks.replace_too_old()
+        self._failures.replace_too_old()
         self._plan_anew()
 
     def _plan_deadlines(self) -> None:
@@ -399,11 +399,11 @@ class RolloutCore:
         # while nothing new starts, engines may end all they have
         quiet = self.paused or self.step is None or self.step.stopping
         commands, late = self.aborts.timer_fired(event.timer, self.engines.in_flight() if quiet else {})
-        self.books.out += commands
+        self.context.out += commands
         for attempt in late:
             self.counters["fenced_attempts"] += 1
             if self.engines.failed(attempt.engine, at_once=True):
-                self.books.out.append(do.ProbeEngine(attempt.engine))
+                self.context.out.append(do.ProbeEngine(attempt.engine))
             self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"), fenced=True)
 
     def _tokens_unused(self, event: ev.TokensUnused) -> None:
@@ -423,11 +423,11 @@ class RolloutCore:
         doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
         for attempt in doubtful:
             attempt.doubtful = True
-        self.books.stop(doubtful)
+        self.context.stop(doubtful)
 
     def _engine_failed(self, event: ev.EngineFailed) -> None:
         if self.engines.failed(event.engine, at_once=True):
-            self.books.out.append(do.ProbeEngine(event.engine))
+            self.context.out.append(do.ProbeEngine(event.engine))
 
     def _engine_load(self, event: ev.EngineLoad) -> None:
         state = self.engines.states[event.engine]
@@ -444,7 +444,7 @@ class RolloutCore:
             state = self.engines.states[attempt.engine]
             state.version, state.losses = None, state.losses + 1
             if self.step is not None:  # which ends by it; its other attempts say the same
-                self.books.failure = event.error
+                self.context.failure = event.error
         if attempt is not None and event.busy_s is not None:
             in_flight = self.engines.states[attempt.engine].in_flight
             self._engine_busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
@@ -457,7 +457,7 @@ class RolloutCore:
         seconds = self.engines.busy(name, asked_s, event.in_flight)
         if seconds is not None:
             why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
-            self._rests[self.books.start_timer(seconds, "" if state.has_rested else why)] = name
+            self._rests[self.context.start_timer(seconds, "" if state.has_rested else why)] = name
             state.has_rested = True
         elif not state.resting:
             self._engine_failed(ev.EngineFailed(name))
@@ -469,7 +469,7 @@ class RolloutCore:
         """No engine is well and has the current weights: wait for one, but not for ever."""
         if not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
-            self._outage_timer = self.books.start_timer(self.settings.outage_deadline_s)
+            self._outage_timer = self.context.start_timer(self.settings.outage_deadline_s)
 
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
@@ -479,7 +479,7 @@ class RolloutCore:
             if any(s.in_flight and not s.quarantined for s in self.engines.states.values()):
                 return  # one that was busy again and again has taken a request
             seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
-            self.books.failure = (
+            self.context.failure = (
                 f"no engine with the current weights has been well for {seconds:g} s; everything is kept: mend one of "
                 f"{names} and ask for the batch again"
             )

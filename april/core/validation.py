@@ -36,7 +36,7 @@ def validate(core: RolloutCore) -> None:
 
     def fail(message: str, sample: Sample | None = None) -> None:
         story = f"\n{core.story(sample.id)}" if sample is not None else ""
-        raise InvariantError(f"after event {core.books.event_number}: {message}{story}\n{core!r}")
+        raise InvariantError(f"after event {core.context.event_number}: {message}{story}\n{core!r}")
 
     states: Counter[SampleState] = Counter()
     held = 0
@@ -81,7 +81,7 @@ def validate(core: RolloutCore) -> None:
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
-    starting = core.books.starting
+    starting = core.context.starting
     if starting != states[SampleState.STARTED]:
         fail(f"{starting} places held by starting samples, {states[SampleState.STARTED]} samples are starting")
     if len(core.attempts) + starting > core.settings.max_in_flight:

@@ -59,7 +59,7 @@ class Execution:
     def draw(self, prompts: Sequence[Prompt]) -> None:
         """Prompts for an order to draw."""
         self.raise_if_failed()
-        first = self.core.books.groups_drawn
+        first = self.core.context.groups_drawn
         self._events.append(ev.PromptsDrawn(prompts, exhausted=False))
         self._work(range(first, first + len(prompts)))
 

@@ -124,7 +124,7 @@ class SampleFunctions:
                 raise RolloutError(_ABANDONED)
             if not self._allow_mismatch:
                 check_mismatch(sampling, self._sampling, self._any_temperature)
-            longest = len(sample.group.prompt.token_ids) + self._core.books.attempts.room(sample)
+            longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample)
             can_stop = self._detokenizer is not None
             token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""The books: everything that the core remembers, and the small entries that all its parts make."""
+"""The context: everything that the core remembers, and the small entries that all its parts make."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from april.core.versions import VersionClock
 from april.errors import InvariantError
 
 
-class Books:
+class CoreContext:
     """Parts, ledgers and counters of one run; ``out`` takes the commands of the event that is being handled."""
 
     def __init__(self, settings: CoreSettings, engines: Sequence[EngineLimits], clock: VersionClock) -> None:

@@ -1,4 +1,4 @@
-"""Setbacks: what becomes of a sample or group when something fails, gets too old, or is rejected.
+"""Failures: what becomes of a sample or group when something fails, gets too old, or is rejected.
 
 Invariant: whatever is given up leaves by name, tokens and prompt alike; an attempt whose sample went on without it
 drops its tokens for that name when it ends.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from april.core import commands as do
-from april.core.books import Books
+from april.core.context import CoreContext
 from april.core.over_sampler import WAITING
 from april.core.tape import TokenTape
 from april.core.types import DropReason, Group, OnStale, Replay, Sample, SampleState
@@ -18,11 +18,11 @@ PAUSE_GROWTH = 8.0
 LONGEST_PAUSE_S = 32.0
 
 
-class Setbacks:
+class Failures:
     """Trying again, beginning again, giving up."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, context: CoreContext) -> None:
+        self._context = context
         self._failed_in_a_row = 0
         self._filtered_in_a_row = 0
 
@@ -34,103 +34,103 @@ class Setbacks:
 
     def fail(self, sample: Sample, error: str) -> None:
         """Try again what failed, the reward (after a pause) or the whole sample, until it has failed too often."""
-        books = self._books
+        context = self._context
         sample.failures += 1
-        books.counters["failed_samples"] += 1
-        books.note(sample, f"failed: {error}")
-        if sample.failures >= books.settings.max_attempt_failures:
+        context.counters["failed_samples"] += 1
+        context.note(sample, f"failed: {error}")
+        if sample.failures >= context.settings.max_attempt_failures:
             self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
         elif sample.state is not SampleState.SCORING:
             self.begin_again(sample, DropReason.FAILED)
         elif pause_s := self.pause_s(sample.failures):
-            sample.retry = books.start_timer(pause_s)
-            books.retries[sample.retry] = sample
+            sample.retry = context.start_timer(pause_s)
+            context.retries[sample.retry] = sample
         else:
             self.ask_reward(sample)
 
     def pause_s(self, failures: int) -> float:
         """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
-        return min(self._books.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
+        return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
         """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
-        books = self._books
-        for sibling in sample.group.samples if books.settings.group_reward else (sample,):
+        context = self._context
+        for sibling in sample.group.samples if context.settings.group_reward else (sample,):
             sibling.retry = 0
-        if not books.settings.group_reward:
-            books.out.append(do.ScoreSample(sample))
+        if not context.settings.group_reward:
+            context.out.append(do.ScoreSample(sample))
         elif all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in sample.group.samples):
-            books.out.append(do.ScoreGroup(sample.group))
+            context.out.append(do.ScoreGroup(sample.group))
 
     def begin_again(self, sample: Sample, reason: DropReason) -> None:
         """Drop the tokens of a sample and start it anew."""
-        books = self._books
+        context = self._context
         self._leave(sample, reason)
         was_finished = sample.state is SampleState.FINISHED
-        books.tokens.drop(sample.tape.generated, reason)
+        context.tokens.drop(sample.tape.generated, reason)
         sample.tape = TokenTape()
         sample.call, sample.replay, sample.finish, sample.reward = None, None, None, 0.0
         sample.calls.clear()
         sample.attempt_failures, sample.avoid = 0, ""
         sample.restarts += 1
-        books.to(sample, SampleState.NEW, f"begins again ({reason})")
-        books.over_sampler.push(sample)
+        context.to(sample, SampleState.NEW, f"begins again ({reason})")
+        context.over_sampler.push(sample)
         if was_finished:
             self._reopen(sample.group)
 
     def _reopen(self, group: Group) -> None:
         """A finished sample of the group began again, so the group will be rewarded and judged once more."""
-        books, settings = self._books, self._books.settings
-        books.monitor.reopen(group)
+        context, settings = self._context, self._context.settings
+        context.monitor.reopen(group)
         if not (settings.group_reward or settings.has_filter):
             return
         for sample in group.samples:
             if sample.outlived and sample.state is SampleState.FINISHED:
                 # what its function returned did not survive the restart: it runs again, answered from the tape
-                books.monitor.reopen(group)
+                context.monitor.reopen(group)
                 sample.outlived, sample.finish = False, None
                 sample.replay, sample.calls = Replay(deque(sample.calls), None), []
-                books.to(sample, SampleState.NEW, "runs again for what it returns")
-                books.over_sampler.push(sample)
+                context.to(sample, SampleState.NEW, "runs again for what it returns")
+                context.over_sampler.push(sample)
 
     def _leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
-        books = self._books
+        context = self._context
         sample.retry = 0
         if sample.state in WAITING:
-            books.over_sampler.forget(sample)
+            context.over_sampler.forget(sample)
         if sample.state is SampleState.STARTED:
-            books.starting -= 1
+            context.starting -= 1
         if sample.state is SampleState.IN_FLIGHT:
-            attempt = books.attempts.in_flight[sample.attempt_id]
+            attempt = context.attempts.in_flight[sample.attempt_id]
             attempt.dropped_for = reason
-            books.stop([attempt])
+            context.stop([attempt])
         if sample.state is not SampleState.NEW:
-            books.out.append(do.CancelSample(sample))
+            context.out.append(do.CancelSample(sample))
 
     # ---------------------------------------------------------------- whole groups
 
     def give_up(self, group: Group, reason: DropReason, error: str) -> None:
         """Drop a whole group; it is replaced by the rules of the over-sampler."""
-        books, settings = self._books, self._books.settings
-        books.monitor.forget(group)
-        books.buffer.remove(group)
-        books.prompts.drop(1, reason)
-        books.counters[f"groups_dropped_{reason}"] += 1
-        books.out.append(do.ReportDrop(group, reason, error))
+        context, settings = self._context, self._context.settings
+        context.monitor.forget(group)
+        context.buffer.remove(group)
+        context.prompts.drop(1, reason)
+        context.counters[f"groups_dropped_{reason}"] += 1
+        context.out.append(do.ReportDrop(group, reason, error))
         for sample in group.samples:
             self._leave(sample, reason)
-            books.tokens.drop(sample.tape.generated, reason)
-            books.to(sample, SampleState.DROPPED, f"group dropped ({reason}): {error}")
+            context.tokens.drop(sample.tape.generated, reason)
+            context.to(sample, SampleState.DROPPED, f"group dropped ({reason}): {error}")
         if reason is DropReason.FAILED:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= settings.max_failed_groups:
-                books.failure = f"{self._failed_in_a_row} groups failed in a row, the last one: {error}"
+                context.failure = f"{self._failed_in_a_row} groups failed in a row, the last one: {error}"
                 self._failed_in_a_row = 0
         elif reason is DropReason.FILTERED:
             self._filtered_in_a_row += 1
             if self._filtered_in_a_row >= settings.max_filtered_groups:
-                books.failure = (
+                context.failure = (
                     f"the filter rejected {self._filtered_in_a_row} groups in a row; are the prompts too easy or too "
                     "hard for the model? Otherwise raise max_filtered_groups"
                 )
@@ -138,11 +138,11 @@ class Setbacks:
 
     def replace_too_old(self) -> None:
         """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
-        books = self._books
-        for sample in books.buffer.too_old():
+        context = self._context
+        for sample in context.buffer.too_old():
             if sample.state is SampleState.DROPPED:
                 continue  # with a sibling, a moment ago
-            if books.settings.on_stale is OnStale.RESTART:
+            if context.settings.on_stale is OnStale.RESTART:
                 self.begin_again(sample, DropReason.STALE)
             else:
                 self.give_up(sample.group, DropReason.STALE, f"{sample.id} is older than max_staleness")
