@@ -21,7 +21,7 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, Prompt, SampleId
+from april.core.types import Attempt, EngineFinish, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.engines.decode_cost import DecodeCost
 from april.engines.response_lengths import ResponseLengths
@@ -223,7 +223,7 @@ class Simulation:
         self._catch_up(engine)
         for attempt_id, count in self.decoders[engine].abort(attempt_ids).items():
             self._append(self._running.pop(attempt_id).attempt, count)
-            self._events.append(ev.AttemptEnded(attempt_id, "abort"))
+            self._events.append(ev.AttemptEnded(attempt_id, EngineFinish.ABORT))
 
     def _catch_up(self, engine: str) -> None:
         """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
@@ -233,7 +233,7 @@ class Simulation:
     def _ended(self, attempt_id: str, queue: bool = False) -> None:
         running = self._running.pop(attempt_id)
         self._append(running.attempt, running.count)
-        event = ev.AttemptEnded(attempt_id, "stop" if running.complete else "length")
+        event = ev.AttemptEnded(attempt_id, EngineFinish.STOP if running.complete else EngineFinish.LENGTH)
         if queue:
             self._events.append(event)
         else:

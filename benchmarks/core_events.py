@@ -20,7 +20,7 @@ from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, Prompt, Refill
+from april.core.types import Attempt, EngineFinish, Prompt, Refill
 from april.core.versions import PolicyVersion
 
 TOKENS = np.zeros(64, np.int32)
@@ -64,7 +64,7 @@ class Pump:
                         self._events.append(ev.PromptsDrawn([PROMPT] * count, False))
                     case do.Abort(_, attempt_ids, _):
                         stopped = set(attempt_ids)
-                        self._events.extend(ev.AttemptEnded(i, "abort") for i in attempt_ids)
+                        self._events.extend(ev.AttemptEnded(i, EngineFinish.ABORT) for i in attempt_ids)
                         self.attempts = [a for a in self.attempts if a.id not in stopped]
                     case do.Deliver(batch):
                         self.delivered = True
@@ -80,7 +80,7 @@ class Pump:
             attempt, self.attempts[i] = self.attempts[i], self.attempts[-1]
             self.attempts.pop()
             attempt.tape.append(TOKENS, LOGPROBS, self.core.clock.current)
-            self.post(ev.AttemptEnded(attempt.id, "stop"))
+            self.post(ev.AttemptEnded(attempt.id, EngineFinish.STOP))
             while self.delivered:  # surplus may fill the next batch at once
                 self._step()
         return self.core.context.event_number - before, time.process_time() - cpu

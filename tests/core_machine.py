@@ -14,7 +14,7 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, Prompt
+from april.core.types import Attempt, EngineFinish, Prompt
 from april.core.versions import PolicyVersion
 
 EOS = 1
@@ -139,8 +139,8 @@ class CoreMachine:
         attempt = self.in_flight.pop(attempt_id)
         self.abort_asked.discard(attempt_id)
         last = attempt.tape.packed()[0][-1:] if attempt.tape.count else []
-        finish = "abort" if not complete else "stop" if len(last) and last[0] == EOS else "length"
-        return self.post(ev.AttemptEnded(attempt_id, finish))
+        whole = EngineFinish.STOP if len(last) and last[0] == EOS else EngineFinish.LENGTH
+        return self.post(ev.AttemptEnded(attempt_id, whole if complete else EngineFinish.ABORT))
 
     def finish_aborts(self) -> None:
         """Every aborted attempt hands over what it has."""

@@ -19,7 +19,7 @@ from april.core.engine_table import RESTS_BEFORE_QUARANTINE
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, OnDataEnd, OnLongPrompt, OnStale, Prompt, SampleId
+from april.core.types import Attempt, AttemptFailure, EngineFinish, OnDataEnd, OnLongPrompt, OnStale, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
 ENGINES = (EngineLimits("a", 40, 5, (EOS,)), EngineLimits("b", 60, None, (EOS,)), EngineLimits("c", 48, 3, (EOS,)))
@@ -484,15 +484,16 @@ class CorePlayer:
         if finish in ("fail", "corrupt"):
             self.world.observed += rejected
             self.world.dropped["corrupt"] += rejected
-            self.send(ev.AttemptFailed(attempt_id, "broke off", corrupt=finish == "corrupt", rejected=rejected))
+            kind = AttemptFailure.CORRUPT if finish == "corrupt" else AttemptFailure.BROKE_OFF
+            self.send(ev.AttemptFailed(attempt_id, "broke off", kind, rejected))
         elif finish == "refused":
-            self.send(ev.AttemptFailed(attempt_id, "HTTP 400", refused=True))
+            self.send(ev.AttemptFailed(attempt_id, "HTTP 400", AttemptFailure.REFUSED))
         elif finish == "busy":
             self.busy = engine
-            self.send(ev.AttemptFailed(attempt_id, "HTTP 503", busy_s=float(rejected)))
+            self.send(ev.AttemptFailed(attempt_id, "HTTP 503", AttemptFailure.BUSY, busy_s=float(rejected)))
             self.busy = ""
         else:
-            self.send(ev.AttemptEnded(attempt_id, finish))
+            self.send(ev.AttemptEnded(attempt_id, EngineFinish(finish)))
 
     # ---------------------------------------------------------------- rewards and the filter
 

@@ -14,7 +14,7 @@ from april.core.batch import deliver_sample
 from april.core.batch_arrays import pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.types import SampleId
+from april.core.types import EngineFinish, SampleId
 from april.errors import InvariantError
 
 
@@ -42,7 +42,7 @@ def generate(m: CoreMachine) -> None:
     (attempt_id,) = m.in_flight
     m.tokens(attempt_id, 4)
     del m.in_flight[attempt_id]
-    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ev.AttemptEnded(attempt_id, "length")))
+    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.LENGTH)))
 
 
 SAID = [5, 6, 10, 11, 12, 13]

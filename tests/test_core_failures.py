@@ -11,7 +11,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
-from april.core.types import DropReason, OnLongPrompt, SampleId, SampleState
+from april.core.types import AttemptFailure, DropReason, EngineFinish, OnLongPrompt, SampleId, SampleState
 from april.errors import InvariantError
 
 TWO_ENGINES = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
@@ -48,7 +48,7 @@ def test_corrupt_attempt_is_dropped_with_a_reason_and_never_trained() -> None:
     m.post(ev.EngineReady("e0"))
     (second,) = m.in_flight
     m.tokens(second, 6)
-    fail(m, second, corrupt=True, rejected=3)
+    fail(m, second, kind=AttemptFailure.CORRUPT, rejected=3)
 
     assert m.core.tokens.as_dict() == {"observed": 14, "delivered": 0, "held": 5, "dropped": {"corrupt": 9}}
     (third,) = m.in_flight.values()
@@ -109,9 +109,9 @@ def test_late_and_repeated_events_of_an_attempt_change_nothing() -> None:
     fail(m, first)
     before = repr(m.core)
 
-    assert m.post(ev.AttemptEnded(first, "stop")) == []
+    assert m.post(ev.AttemptEnded(first, EngineFinish.STOP)) == []
     assert m.post(ev.AttemptFailed(first, "again")) == []
-    assert m.post(ev.AttemptEnded("unknown", "stop")) == []
+    assert m.post(ev.AttemptEnded("unknown", EngineFinish.STOP)) == []
     assert repr(m.core) == before
     assert m.core.counters["late_events"] == 3
 
@@ -151,7 +151,7 @@ def test_failing_rollout_function_begins_again_and_drops_what_it_had() -> None:
     m.post(ev.StepRequested())
     (attempt_id,) = m.in_flight
     m.tokens(attempt_id, 3)
-    m.core.handle(ev.AttemptEnded(attempt_id, "stop"))
+    m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.STOP))
     commands = m.core.handle(ev.SampleFailed(SampleId(0, 0), "boom"))
 
     assert [type(c) for c in commands] == [do.CancelSample, do.StartSample]
@@ -225,7 +225,7 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     ]  # fmt: skip
     assert m.core.engines.states[ids[1].engine].quarantined
     assert len(m.core.buffer.groups[1].samples[0].tape) == 40
-    assert m.post(ev.AttemptEnded(ids[1].id, "stop")) == []
+    assert m.post(ev.AttemptEnded(ids[1].id, EngineFinish.STOP)) == []
     m.in_flight.clear()
     m.update()
     other = ({"a", "b"} - {ids[1].engine}).pop()
@@ -398,7 +398,7 @@ def test_a_pause_that_is_overtaken() -> None:
     for key in [(0, 0), (0, 1)]:
         attempt_id = next(a.id for a in m.in_flight.values() if a.sample.id == key)
         m.tokens(attempt_id, 3)
-        m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, "stop"))
+        m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, EngineFinish.STOP))
         m.core.handle(ev.SampleReturned(SampleId(*key)))
     ((first, _),) = retry_timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")))
     m.core._failures.begin_again(group.samples[1], DropReason.STALE)

@@ -12,7 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.types import Group, OnStale, Prompt, SampleId, SampleState
+from april.core.types import AttemptFailure, EngineFinish, Group, OnStale, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
@@ -317,14 +317,14 @@ def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     first.tape.append(first.tape.packed()[0], first.tape.packed()[1], m.core.clock.current)  # it goes on for a while
     m.generated += 7
     del m.in_flight[first.id]
-    m.post(ev.AttemptEnded(first.id, "abort"))
+    m.post(ev.AttemptEnded(first.id, EngineFinish.ABORT))
     assert m.core.tokens.as_dict()["dropped"] == {"failed": 14}
     m.end(second.id)
     assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
     m.check_ledger()
 
 
-@pytest.mark.parametrize("broke_off", [{}, {"corrupt": True, "rejected": 2}])
+@pytest.mark.parametrize("broke_off", [{}, {"kind": AttemptFailure.CORRUPT, "rejected": 2}])
 def test_attempt_left_behind_may_break_off(broke_off: dict[str, object]) -> None:
     """It belongs to nobody: no failure of the sample, which goes on undisturbed."""
     m = CoreMachine(settings(n=1, samples=1, max_in_flight=4, max_attempt_failures=2), lambda g, i: 20)

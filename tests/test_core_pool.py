@@ -12,7 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import AFFINITY_SLACK, FIRST_REST_S, LONGEST_REST_S, RESTS_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
-from april.core.types import Attempt
+from april.core.types import Attempt, AttemptFailure, EngineFinish
 from april.core.versions import PolicyVersion
 
 TWO = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
@@ -49,7 +49,7 @@ def test_a_busy_engine_is_left_alone_and_its_request_goes_elsewhere() -> None:
     """Nothing was begun, so nothing has failed: no quarantine, no failure of the sample; it rests as it asks."""
     m = machine()
     first = only(m)
-    (timer,) = rests(fail(m, first, busy_s=7.0))
+    (timer,) = rests(fail(m, first, kind=AttemptFailure.BUSY, busy_s=7.0))
     assert timer.seconds == 7.0
     assert only(m).engine == "b"
     assert only(m).sample.attempt_failures == 0
@@ -65,7 +65,7 @@ def test_samples_wait_while_all_engines_rest_and_go_on_afterwards() -> None:
     m = machine(engines=TWO[:1], max_attempt_failures=1)
     seconds = []
     for _ in range(RESTS_BEFORE_QUARANTINE):
-        (timer,) = rests(fail(m, only(m), busy_s=0.0))
+        (timer,) = rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0))
         assert not m.in_flight
         seconds.append(timer.seconds)
         m.post(ev.TimerFired(timer.timer))
@@ -81,9 +81,9 @@ def test_an_engine_that_is_busy_for_ever_is_probed() -> None:
     """After many rests in a row a probe shall say whether it is well."""
     m = machine(engines=TWO[:1])
     for _ in range(RESTS_BEFORE_QUARANTINE):
-        (timer,) = rests(fail(m, only(m), busy_s=0.0))
+        (timer,) = rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0))
         m.post(ev.TimerFired(timer.timer))
-    commands = fail(m, only(m), busy_s=0.0)
+    commands = fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0)
     assert do.ProbeEngine("a") in commands
     assert m.core.engines.states["a"].quarantined
     m.post(ev.EngineReady("a"))
@@ -96,14 +96,14 @@ def test_an_engine_that_is_busy_for_ever_is_an_outage() -> None:
     m = machine(engines=TWO[:1], outage_deadline_s=50.0)
     outages: list[int] = []
     for _ in range(3 * RESTS_BEFORE_QUARANTINE):
-        commands = fail(m, only(m), busy_s=0.0)
+        commands = fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0)
         outages += [t.timer for t in rests(commands) if t.seconds == 50.0]
         if do.ProbeEngine("a") in commands:
             m.post(ev.EngineReady("a"))
         else:
             m.post(ev.TimerFired(rests(commands)[0].timer))
     assert len(outages) == 1  # nothing ends it meanwhile
-    fail(m, only(m), busy_s=0.0)
+    fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0)
     m.post(ev.TimerFired(outages[0]))
     assert "no engine with the current weights has been well for 50 s" in m.errors[0]
 
@@ -116,7 +116,7 @@ def test_an_engine_that_is_busy_for_ever_is_an_outage() -> None:
 def test_a_rest_that_an_engine_asks_for(asked_s: float, rests_s: float) -> None:
     """As long as it asks, within the deadline of an outage; what is no time says nothing."""
     m = machine(engines=TWO[:1], outage_deadline_s=20.0)
-    assert [t.seconds for t in rests(fail(m, only(m), busy_s=asked_s))] == [rests_s]
+    assert [t.seconds for t in rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=asked_s))] == [rests_s]
 
 
 def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:
@@ -124,7 +124,7 @@ def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:
     m = machine(n=2, engines=TWO[:1], outage_deadline_s=50.0)
     state = m.core.engines.states["a"]
     state.rests = RESTS_BEFORE_QUARANTINE + 1
-    commands = [c for x in list(m.in_flight.values()) for c in fail(m, x, busy_s=0.0)]
+    commands = [c for x in list(m.in_flight.values()) for c in fail(m, x, kind=AttemptFailure.BUSY, busy_s=0.0)]
     outage, rest = sorted(rests(commands), key=lambda t: t.seconds)
     assert (outage.seconds, rest.seconds) == (50.0, LONGEST_REST_S)
     m.post(ev.TimerFired(rest.timer))
@@ -140,10 +140,10 @@ def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:
 def test_the_first_rest_of_an_engine_is_told() -> None:
     """Once: a server that is busy now and then is not worth a line each time."""
     m = machine(engines=TWO[:1])
-    (first,) = rests(fail(m, only(m), busy_s=7.0))
+    (first,) = rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=7.0))
     assert first.why == "engine a takes no requests for now and is left alone for 7 s: HTTP 503"
     m.post(ev.TimerFired(first.timer))
-    (again,) = rests(fail(m, only(m), busy_s=7.0))
+    (again,) = rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=7.0))
     assert again.why == ""
 
 
@@ -167,7 +167,7 @@ def test_a_request_that_a_server_with_other_weights_refuses_costs_nothing() -> N
     m = machine(n=1)
     first = only(m)
     m.post(ev.EngineStale("a"))
-    fail(m, first, refused=True)
+    fail(m, first, kind=AttemptFailure.REFUSED)
     assert only(m).engine == "b"
     assert m.core.prompts.as_dict()["dropped"] == {}
     m.end(only(m).id)
@@ -178,7 +178,7 @@ def test_a_burst_of_refusals_counts_once() -> None:
     """Many requests refused in the same moment are one rest, and the cap is what the engine did take."""
     m = machine(n=6, engines=TWO[:1])
     attempts = list(m.in_flight.values())
-    timers = [t for a in attempts[2:] for t in rests(fail(m, a, busy_s=1.0))]
+    timers = [t for a in attempts[2:] for t in rests(fail(m, a, kind=AttemptFailure.BUSY, busy_s=1.0))]
     state = m.core.engines.states["a"]
     assert len(timers) == 1
     assert state.rests == 1
@@ -189,7 +189,7 @@ def test_a_refused_request_costs_its_group_at_once_and_not_the_engine() -> None:
     """The same request would be refused again: the prompt leaves as failed, with what the server says."""
     m = machine(max_failed_groups=100)
     m.tokens(only(m).id, 3)
-    commands = fail(m, only(m), refused=True)
+    commands = fail(m, only(m), kind=AttemptFailure.REFUSED)
     (report,) = [c for c in commands if isinstance(c, do.ReportDrop)]
     assert "HTTP 503" in report.why
     assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
@@ -201,7 +201,7 @@ def test_refusals_in_a_row_end_the_step() -> None:
     """A server that refuses everything is a mistake in the settings: the trainer is told with the server's words."""
     m = machine(max_failed_groups=3)
     for _ in range(3):
-        fail(m, only(m), refused=True)
+        fail(m, only(m), kind=AttemptFailure.REFUSED)
     assert m.errors
     assert "HTTP 503" in m.errors[0]
 
@@ -318,7 +318,7 @@ def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnd
     m.post(ev.EngineStale(second.engine))
     assert m.abort_asked == {second.id}
     del m.in_flight[second.id]
-    m.post(end(second.id, "stop"))
+    m.post(end(second.id, EngineFinish.STOP))
     assert m.core.tokens.as_dict()["dropped"] == {"unknown_weights": 4}
     third = only(m)
     assert third.engine != second.engine
@@ -348,7 +348,7 @@ def test_a_report_of_full_memory_lowers_what_goes_to_that_engine() -> None:
     assert m.core.counters["lowered_caps"] == 1
     for attempt in [x for x in m.in_flight.values() if x.engine == "a"][:3]:
         m.tokens(attempt.id, 1)
-        fail(m, attempt, busy_s=None)
+        fail(m, attempt)
     # quarantined for the broken attempts; well again, it is still over its cap
     m.post(ev.EngineReady("a"))
     assert m.core.engines.states["a"].in_flight == 7
@@ -371,7 +371,7 @@ def test_a_batch_says_what_became_of_each_engine() -> None:
     m = machine(n=2, over=4)
     m.post(ev.EngineLoad("a", running=1, waiting=1, kv_usage=0.97, preemptions=0))
     busy = next(x for x in m.in_flight.values() if x.engine == "b")
-    fail(m, busy, busy_s=1.0)
+    fail(m, busy, kind=AttemptFailure.BUSY, busy_s=1.0)
     m.post(ev.EngineStale("b"))
     while not m.core.step or not m.core.step.stopping:
         m.end(next(i for i in m.in_flight if i not in m.abort_asked))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
-from april.core.types import FinishReason, OnStale, Refill, SampleId, SampleState
+from april.core.types import AttemptFailure, EngineFinish, FinishReason, OnStale, Refill, SampleId, SampleState
 
 ENGINES = (EngineLimits("a", 400, 5, (EOS,)), EngineLimits("b", 500, None, (EOS,)), EngineLimits("c", 450, 3, (EOS,)))
 
@@ -104,13 +104,14 @@ class Life(CoreMachine):
             self.abort_asked.discard(attempt_id)
             rejected = self.rng.randint(0, 4) if corrupt else 0
             self.rejected += rejected
-            self.post(ev.AttemptFailed(attempt_id, "broken", corrupt=corrupt, rejected=rejected))
+            kind = AttemptFailure.CORRUPT if corrupt else AttemptFailure.BROKE_OFF
+            self.post(ev.AttemptFailed(attempt_id, "broken", kind, rejected))
 
     def _corrupt(self) -> None:
         self._fail(corrupt=True)
 
     def _late(self) -> None:
-        self.post(ev.AttemptEnded(f"{self.rng.getrandbits(64):032x}", "stop"))
+        self.post(ev.AttemptEnded(f"{self.rng.getrandbits(64):032x}", EngineFinish.STOP))
         self.post(ev.Scored(self.rng.randint(0, 30), []))
 
     def _score(self) -> None:

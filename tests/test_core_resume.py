@@ -14,7 +14,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.settings import EngineLimits
-from april.core.types import Attempt, FinishReason
+from april.core.types import Attempt, EngineFinish, FinishReason
 
 
 def cut_once(m: CoreMachine, tokens: int) -> Attempt:
@@ -108,7 +108,7 @@ def test_partial_that_ends_in_a_stop_token_is_finished(stop_in_request: bool) ->
     m.end(first)
     m.tokens(second, 6)
     del m.in_flight[second]
-    m.post(ev.AttemptEnded(second, "abort"))
+    m.post(ev.AttemptEnded(second, EngineFinish.ABORT))
 
     sample = m.core.buffer.groups[1].samples[0]
     assert sample.finish is FinishReason.STOP
@@ -123,7 +123,7 @@ def test_partial_at_its_budget_is_finished() -> None:
     m.end(ids[1])
     m.tokens(ids[0], 12)
     del m.in_flight[ids[0]]
-    m.post(ev.AttemptEnded(ids[0], "abort"))
+    m.post(ev.AttemptEnded(ids[0], EngineFinish.ABORT))
 
     assert m.core.buffer.groups[0].samples[0].finish is FinishReason.LENGTH
 

@@ -17,7 +17,7 @@ from april.core import snapshot
 from april.core.engine_table import EngineTable
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.types import FinishReason, OnStale, SampleId, SampleState
+from april.core.types import EngineFinish, FinishReason, OnStale, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
@@ -263,7 +263,7 @@ class Conversation:
         (attempt_id,) = self.m.in_flight
         if self.m.tokens(attempt_id, count):
             del self.m.in_flight[attempt_id]
-            self.take(self.m.core.handle(ev.AttemptEnded(attempt_id, "length")))
+            self.take(self.m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.LENGTH)))
 
 
 ALONE = settings(n=1, samples=1)

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.types import OnDataEnd, OnStale, Refill
+from april.core.types import EngineFinish, OnDataEnd, OnStale, Refill
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
@@ -322,7 +322,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         attempt_id = one_of(self.gone, pick)
         events = [
             ev.AttemptFailed(attempt_id, "late"),
-            ev.AttemptEnded(attempt_id, "stop"),
+            ev.AttemptEnded(attempt_id, EngineFinish.STOP),
             ev.AttemptStalled(attempt_id),
             ev.StopFound(attempt_id),
         ]

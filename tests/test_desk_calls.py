@@ -14,6 +14,7 @@ import pytest
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, TokenTape
+from april.core.types import AttemptFailure, EngineFinish
 from april.core.versions import PolicyVersion
 from april.desk.answers import Answer, Done, GivenUp, Go, Result
 from april.desk.calls import SampleGivenUp, Session, generate
@@ -129,6 +130,6 @@ def test_a_response_without_a_token_is_no_response() -> None:
     )
     event = take(attempt, replace(NOTHING, aborted=False), version)
     assert isinstance(event, ev.AttemptFailed)
-    assert event.corrupt
+    assert event.kind is AttemptFailure.CORRUPT
     assert "ended without a token" in event.error
-    assert take(attempt, NOTHING, version) == ev.AttemptEnded("a", "abort")
+    assert take(attempt, NOTHING, version) == ev.AttemptEnded("a", EngineFinish.ABORT)

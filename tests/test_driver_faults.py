@@ -478,7 +478,7 @@ def test_events_of_attempts_that_are_accounted_for_change_nothing(late: Any) -> 
         batch = await rollouts.step()
         before = repr(rollouts.core)
         for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
-            rollouts.driver.post(late(attempt_id, "stop"))
+            rollouts.driver.post(late(attempt_id, EngineFinish.STOP))
         assert repr(rollouts.core) == before
         assert rollouts.core.counters["late_events"] == 2
         await rollouts.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.core.types import DropReason, Prompt, SampleId
+from april.core.types import AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
 
@@ -50,28 +50,24 @@ class AttemptStalled:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The engine ended an attempt. ``finish`` is "stop", "length" or "abort"; its tokens are on its tape."""
+    """The engine ended an attempt; its tokens are on its tape."""
 
     attempt_id: str
-    finish: str
+    finish: EngineFinish
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """An attempt broke off. Tokens on its tape are kept, unless ``corrupt``; ``rejected`` tokens never got there.
+    """An attempt broke off. ``rejected`` tokens came and are not on its tape: corrupt ones, or of no known weights.
 
-    ``refused``: the engine says that the request is wrong, so no other attempt would do better. ``busy_s``: the engine
-    takes no requests for now and asks to wait that long (0: it does not say how long). ``torn``: the weights were
-    written while the engine generated with them; so many tokens are of no known weights and are not on the tape.
+    ``busy_s``: how long a busy engine asks to wait (0: it does not say).
     """
 
     attempt_id: str
     error: str
-    corrupt: bool = False
+    kind: AttemptFailure = AttemptFailure.BROKE_OFF
     rejected: int = 0
-    refused: bool = False
-    busy_s: float | None = None
-    torn: int | None = None
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from april.core.failures import Failures
 from april.core.tape import Int32
 from april.core.types import (
     Attempt,
+    AttemptFailure,
     DropReason,
+    EngineFinish,
     FinishReason,
     GenerateCall,
     RecordedCall,
@@ -162,7 +164,8 @@ class Generation:
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
-        if not fenced and (event.finish != "abort" or attempt.tape.parsed):  # others may never have reached it
+        # others may never have reached it
+        if not fenced and (event.finish is not EngineFinish.ABORT or attempt.tape.parsed):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._keep(attempt)
         if attempt.dropped_for is not None:
@@ -190,11 +193,11 @@ class Generation:
         if sample.attempt_failures >= self._context.settings.max_attempt_failures:
             self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
 
-    def _complete_after(self, attempt: Attempt, finish: str) -> bool:
+    def _complete_after(self, attempt: Attempt, finish: EngineFinish) -> bool:
         """Complete the call if this attempt brought its last token."""
-        if attempt.tape.stopped or finish == "stop":
+        if attempt.tape.stopped or finish is EngineFinish.STOP:
             self._complete_call(attempt.sample, FinishReason.STOP)
-        elif finish == "length":
+        elif finish is EngineFinish.LENGTH:
             self._complete_call(attempt.sample, FinishReason.LENGTH)
         else:
             return self._complete_if_it_is(attempt.sample)
@@ -206,42 +209,42 @@ class Generation:
         attempt = self._take(event.attempt_id)
         if attempt is None:
             return
+        kind, corrupt = event.kind, event.kind is AttemptFailure.CORRUPT
+        written = kind is AttemptFailure.WEIGHTS_WRITTEN
         context.counters["failed_attempts"] += 1
+        context.counters["busy_refusals"] += kind is AttemptFailure.BUSY
         context.tokens.observe(event.rejected)
-        context.tokens.drop(event.rejected, DropReason.CORRUPT)
-        if event.corrupt:
+        context.tokens.drop(event.rejected, DropReason.UNKNOWN_WEIGHTS if written else DropReason.CORRUPT)
+        if corrupt:
             context.tokens.observe(attempt.tape.count)
             context.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
         else:
             self._keep(attempt)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
-        healthy = event.refused or event.busy_s is not None or event.torn is not None
-        context.counters["busy_refusals"] += event.busy_s is not None
-        if not healthy and context.engines.failed(attempt.engine, at_once=not event.corrupt):
+        suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
+        if suspect and context.engines.failed(attempt.engine, at_once=not corrupt):
             context.out.append(do.ProbeEngine(attempt.engine))
-        if event.torn is not None:
-            context.tokens.observe(event.torn)
-            context.tokens.drop(event.torn, DropReason.UNKNOWN_WEIGHTS)
         if attempt.dropped_for is not None:
             return
         if attempt.doubtful:  # what a server refuses that was started anew, the right one may take
             self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
             return
-        if event.refused:
+        if kind is AttemptFailure.REFUSED:
             self._queue(attempt.sample, f"refused: {event.error}")
             self._failures.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
-        if not event.corrupt and self._complete_after(attempt, "abort"):
+        if not corrupt and self._complete_after(attempt, EngineFinish.ABORT):
             return
-        if event.torn is not None:
-            self._queue(attempt.sample, f"engine {attempt.engine}: weights were written, {event.torn} tokens dropped")
+        if written:
+            why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
+            self._queue(attempt.sample, why)
             return
-        if event.busy_s is not None:
+        if kind is AttemptFailure.BUSY:
             attempt.sample.avoid = attempt.engine
             self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
-        self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not event.corrupt)
+        self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not corrupt)
 
     def _take(self, attempt_id: str) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""

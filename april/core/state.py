@@ -24,7 +24,18 @@ from april.core.over_sampler import WAITING
 from april.core.scoring import Scoring
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
-from april.core.types import DropReason, Group, OnDataEnd, OnLongPrompt, OnStale, Refill, SampleId, SampleState
+from april.core.types import (
+    AttemptFailure,
+    DropReason,
+    EngineFinish,
+    Group,
+    OnDataEnd,
+    OnLongPrompt,
+    OnStale,
+    Refill,
+    SampleId,
+    SampleState,
+)
 from april.core.validation import validate
 from april.core.versions import VersionClock
 from april.errors import InvariantError
@@ -404,7 +415,7 @@ class RolloutCore:
             self.counters["fenced_attempts"] += 1
             if self.engines.failed(attempt.engine, at_once=True):
                 self.context.out.append(do.ProbeEngine(attempt.engine))
-            self._generation.attempt_ended(ev.AttemptEnded(attempt.id, "abort"), fenced=True)
+            self._generation.attempt_ended(ev.AttemptEnded(attempt.id, EngineFinish.ABORT), fenced=True)
 
     def _tokens_unused(self, event: ev.TokensUnused) -> None:
         self.tokens.observe(event.count)
@@ -440,12 +451,12 @@ class RolloutCore:
         """As in generation; an engine that is busy is left alone for a while, one with torn weights fails the step."""
         attempt = self.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
-        if attempt is not None and event.torn is not None:
+        if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
             state = self.engines.states[attempt.engine]
             state.version, state.losses = None, state.losses + 1
             if self.step is not None:  # which ends by it; its other attempts say the same
                 self.context.failure = event.error
-        if attempt is not None and event.busy_s is not None:
+        if attempt is not None and event.kind is AttemptFailure.BUSY:
             in_flight = self.engines.states[attempt.engine].in_flight
             self._engine_busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
 

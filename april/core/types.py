@@ -58,6 +58,32 @@ class FinishReason(StrEnum):
     """Its budget, or the engine's context, is used up."""
 
 
+class EngineFinish(StrEnum):
+    """Why an engine request ended."""
+
+    STOP = "stop"
+    """EOS or a stop token was sampled."""
+    LENGTH = "length"
+    """``max_tokens`` or the engine's context was used up."""
+    ABORT = "abort"
+    """april asked for it."""
+
+
+class AttemptFailure(StrEnum):
+    """Why an attempt broke off."""
+
+    BROKE_OFF = "broke_off"
+    """The request failed, or its engine did: what has come is kept."""
+    CORRUPT = "corrupt"
+    """What came cannot be true, so none of it is kept."""
+    REFUSED = "refused"
+    """The engine says that the request is wrong: no other attempt would do better."""
+    BUSY = "busy"
+    """The engine takes no requests for now."""
+    WEIGHTS_WRITTEN = "weights_written"
+    """The weights were written while the engine generated with them; what it has generated before is kept."""
+
+
 class DropReason(StrEnum):
     """Why tokens or a prompt were given up; every drop has one."""
 

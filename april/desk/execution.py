@@ -12,7 +12,7 @@ from april.core import events as ev
 from april.core.batch import Batch
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, DropReason, Group, Prompt, SampleId
+from april.core.types import Attempt, DropReason, EngineFinish, Group, Prompt, SampleId
 from april.desk.answers import Go, Order, Start
 from april.desk.results import delivery, done, take
 from april.desk.waiting import Waiting
@@ -140,7 +140,7 @@ class Execution:
             case do.Abort(_, attempt_ids, everything):
                 # servers end all requests or none; a single one that nobody wants runs on, and is waited for by nobody
                 asked = (self.core.attempts[i] for i in attempt_ids if i in self.core.attempts)
-                unwanted = [ev.AttemptEnded(a.id, "abort") for a in asked if a.dropped_for is not None]
+                unwanted = [ev.AttemptEnded(a.id, EngineFinish.ABORT) for a in asked if a.dropped_for is not None]
                 self._events += unwanted
                 self._runs_on = not everything and (self._runs_on or bool(unwanted))
                 if everything:

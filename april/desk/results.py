@@ -7,7 +7,7 @@ import numpy as np
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
-from april.core.types import Attempt, FinishReason, Sample
+from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, Sample
 from april.core.versions import PolicyVersion
 from april.desk.answers import Delivery, Done, Result, Span
 from april.driver.wire_checks import check_chunk
@@ -33,10 +33,11 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
         if not len(result.tokens) and not result.aborted:
             raise WireError("a response ended without a token, and nobody had asked for its end")
     except WireError as error:
-        return ev.AttemptFailed(attempt.id, str(error), corrupt=True, rejected=len(result.tokens))
+        return ev.AttemptFailed(attempt.id, str(error), AttemptFailure.CORRUPT, rejected=len(result.tokens))
     attempt.tape.append(result.tokens, result.logprobs, version)
     full = len(result.tokens) >= room
-    return ev.AttemptEnded(attempt.id, "abort" if result.aborted else "length" if full else "stop")
+    whole = EngineFinish.LENGTH if full else EngineFinish.STOP
+    return ev.AttemptEnded(attempt.id, EngineFinish.ABORT if result.aborted else whole)
 
 
 def done(sample: Sample) -> Done:

@@ -15,7 +15,7 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.state import RolloutCore
-from april.core.types import Attempt
+from april.core.types import Attempt, AttemptFailure
 from april.core.versions import PolicyVersion
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
@@ -119,24 +119,24 @@ class AttemptStreams:
             # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
             if self._sweeps[attempt.engine]:
                 await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
-            event = ev.AttemptEnded(attempt.id, "abort" if stream.aborted else await self._read(stream))
+            event = ev.AttemptEnded(attempt.id, EngineFinish.ABORT if stream.aborted else await self._read(stream))
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
             # what a stop string has ended was found good before
-            corrupt = not attempt.tape.stopped
-            event = ev.AttemptFailed(attempt.id, str(rejected), corrupt=corrupt, rejected=rejected.tokens)
+            kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else AttemptFailure.CORRUPT
+            event = ev.AttemptFailed(attempt.id, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
             # it contradicts itself: nobody knows since when, so nothing of it is believed
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, error)
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {error}", corrupt=True)
+            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {error}", AttemptFailure.CORRUPT)
         except EngineBusy as busy:
-            event = ev.AttemptFailed(attempt.id, str(busy), busy_s=busy.retry_after_s or 0.0)
+            event = ev.AttemptFailed(attempt.id, str(busy), AttemptFailure.BUSY, busy_s=busy.retry_after_s or 0.0)
         except RequestRefused as refused:
             log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
-            event = ev.AttemptFailed(attempt.id, str(refused), refused=True)
+            event = ev.AttemptFailed(attempt.id, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
             self._weights.refuse(str(error))
-            event = ev.AttemptFailed(attempt.id, str(error), torn=error.torn)
+            event = ev.AttemptFailed(attempt.id, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
             event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
@@ -147,7 +147,7 @@ class AttemptStreams:
             self._busy.change(-1, asyncio.get_running_loop().time())
             self._post(event)
 
-    async def _read(self, stream: _Stream) -> str:
+    async def _read(self, stream: _Stream) -> EngineFinish:
         """Append the stream's chunks to the attempt's tape; returns why it ended."""
         attempt = stream.attempt
         engine = self._engines[attempt.engine]
@@ -186,7 +186,7 @@ class AttemptStreams:
         if tape.count and not tape.stopped:  # where a stop string ends it, the engine's end is another one
             eos = self._core.engines.eos_token_ids
             check_end(end, request, tape.count, tape.last_token, engine.capabilities.max_context, eos)
-        return str(end.finish)
+        return end.finish
 
     async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""

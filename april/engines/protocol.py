@@ -25,21 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.sampling import SamplingParams
+from april.core.types import EngineFinish as EngineFinish
 from april.core.versions import PolicyVersion
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
-
-
-class EngineFinish(StrEnum):
-    """Why an engine request ended."""
-
-    STOP = "stop"
-    """EOS or a stop token was sampled."""
-    LENGTH = "length"
-    """``max_tokens`` or the engine's context was used up."""
-    ABORT = "abort"
-    """april asked for it."""
 
 
 class LogprobKind(StrEnum):
