@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from april.arguments import add_april_arguments, config_from_arguments
-    from april.config import Config, SamplingConfig
+    from april.config.flags import add_april_arguments, config_from_arguments
+    from april.config.settings import Config, SamplingConfig
     from april.core.batch import Batch, DeliveredSample
     from april.core.ledger import Ledger
     from april.core.sampling import SamplingParams
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
-    from april.engines.transformers import TransformersEngine
-    from april.engines.vllm_in_process import VllmInProcessEngine
+    from april.engines.transformers.engine import TransformersEngine
+    from april.engines.vllm.in_process import VllmInProcessEngine
     from april.errors import (
         AprilError,
         CheckpointError,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "april.arguments": ("add_april_arguments", "config_from_arguments"),
+    "april.config.flags": ("add_april_arguments", "config_from_arguments"),
     "april.config": ("Config", "SamplingConfig"),
     "april.core.batch": ("Batch", "DeliveredSample"),
     "april.core.ledger": ("Ledger",),
@@ -57,8 +57,8 @@ _HOMES = {
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
-    "april.engines.transformers": ("TransformersEngine",),
-    "april.engines.vllm_in_process": ("VllmInProcessEngine",),
+    "april.engines.transformers.engine": ("TransformersEngine",),
+    "april.engines.vllm.in_process": ("VllmInProcessEngine",),
     "april.errors": (
         "AprilError",
         "CheckpointError",

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from april.config import Config
+from april.config.settings import Config
 from april.driver.user_code import check_function, is_async
 from april.scheduler import RolloutScheduler
 

@@ -15,8 +15,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from april.config import Config
-from april.config_values import MOST, without_contents
+from april.config.engine_fit import misfits
+from april.config.settings import Config
+from april.config.values import MOST, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import SampleId
@@ -33,8 +34,7 @@ from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
 from april.driver.update_call import UpdateCall
 from april.driver.user_code import check_function, refuse_inside_user_code
-from april.engine_fit import misfits
-from april.engines.factory import create_engines
+from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 

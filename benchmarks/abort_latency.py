@@ -30,10 +30,10 @@ import numpy as np
 
 import april
 from april.driver.loop_thread import LoopThread
-from april.engines.openai_metrics import parse_metrics
-from april.engines.sglang import ABORTS_AT_ONCE
-from april.engines.sglang_wire import rid_of
-from april.engines.vllm_wire import TOKEN_ROUTE, engine_id
+from april.engines.http.metrics_page import parse_metrics
+from april.engines.sglang.engine import ABORTS_AT_ONCE
+from april.engines.sglang.wire import rid_of
+from april.engines.vllm.wire import TOKEN_ROUTE, engine_id
 from benchmarks.canned_replies import MODEL, SGLANG, VLLM
 from benchmarks.client_arms import Case, attempt_id, bare_call, engine_config, open_session, prompts_of
 from benchmarks.client_cost import canned_server, server_counts, server_options

@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 
 import april
-from april.config_engines import SglangEngineConfig, VllmEngineConfig
+from april.config.engines import SglangEngineConfig, VllmEngineConfig
 from april.core.sampling import SamplingParams, attempt_seed
-from april.engines import sglang_wire, vllm_wire
 from april.engines.protocol import Float32, Int32, Request
+from april.engines.sglang import wire as sglang_wire
+from april.engines.vllm import wire as vllm_wire
 from benchmarks.arm_result import ArmResult, Round, measured
 from benchmarks.bare_client import Kept, check_kept
 from benchmarks.canned_replies import MODEL, TOKENS_PER_EVENT, VLLM

@@ -14,8 +14,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 from april.errors import EngineError, WireError
 from benchmarks.generate_wire import (
     JSON_HEADERS,

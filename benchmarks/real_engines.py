@@ -23,14 +23,14 @@ from typing import Any
 
 import msgspec
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
 from april.driver.llm import LLM
-from april.engines.factory import open_servers
+from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
-from april.engines.response_lengths import LognormalLengths
-from april.simulation import Simulation
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.simulate.simulation import Simulation
 from april.testing import rollouts
 from april.testing.same_loop import Rollouts
 from benchmarks.step_times import LONG, SHORT, MeasuredCost, StepTimes, attempt_id, prompt

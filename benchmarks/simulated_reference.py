@@ -14,9 +14,9 @@ import time
 
 from april.core.settings import CoreSettings
 from april.core.types import Refill
-from april.engines.decode_cost import roofline
-from april.engines.response_lengths import LognormalLengths
-from april.simulation import Simulation
+from april.engines.simulated.decode_cost import roofline
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.simulate.simulation import Simulation
 
 COST = roofline("qwen3-4b", "h100", tensor_parallel=2)
 LENGTHS = LognormalLengths.split(median=2500, sigma=0.8, between_share=0.6, seed=1)

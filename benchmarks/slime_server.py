@@ -30,11 +30,11 @@ from aiohttp import web
 
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.engines.decode_cost import DecodeCost, roofline
 from april.engines.protocol import EngineFinish, Request
-from april.engines.response_lengths import LognormalLengths, ResponseLengths
-from april.engines.simulated import SimulatedEngine
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.engines.simulated.decode_cost import DecodeCost, roofline
+from april.engines.simulated.engine import SimulatedEngine
+from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
+from april.testing.servers.sglang.server import FakeSglangServer
 
 VOCAB_SIZE, EOS, CONTEXT = 32_000, 1, 1 << 16
 PER_UPDATE = 1.0 / 1024
@@ -226,7 +226,7 @@ async def serve(server: TimedSglangServer) -> None:
 def main() -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slime_server")
-    parser.add_argument("--model", default="qwen3-4b", help="of april.engines.decode_cost.MODELS")
+    parser.add_argument("--model", default="qwen3-4b", help="of april.engines.simulated.decode_cost.MODELS")
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--shorter", type=float, default=8.0, help="responses are so many times shorter than meant to")

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from april.core.sampling import SamplingParams
-from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Engine, EngineFinish, Request
+from april.engines.simulated.decode_cost import DecodeCost
 
 POINTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 SHORT, LONG = 50, 250

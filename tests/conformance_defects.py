@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, Request
 from april.errors import EngineError
 from april.testing import FakeEngine
 from april.testing.records import AttemptRecord

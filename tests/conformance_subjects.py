@@ -10,10 +10,10 @@ import numpy as np
 from tiny_models import tiny_model
 from tiny_tokenizers import tokenizer
 
-from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Engine, Float32, Int32, Request
-from april.engines.simulated import SimulatedEngine
-from april.engines.transformers import TransformersEngine
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.testing import FakeEngine
 from april.testing.conformance import Reference, Subject, Weights
 from april.testing.fake_tokens import conversation

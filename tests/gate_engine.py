@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
+from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, LogprobKind, Request
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 
 VOCAB, EOS = 1000, 0
 HEAD, TAIL = [5, 5], [6, EOS]

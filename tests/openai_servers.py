@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from april.config_engines import OpenAIEngineConfig
+from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_end
-from april.engines.openai import OpenAIEngine, connect_openai
+from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import EngineFinish, Request
-from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
+from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
 
 PATIENCE_S = 20.0
 """Only reached when a test fails: turns a hang into an error."""

@@ -10,9 +10,9 @@ from typing import Any
 import april
 from april.core.types import FinishReason
 from april.driver.rewards import Response
-from april.engines.decode_cost import DecodeCost
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.simulated.response_lengths import LognormalLengths
 
 LENGTHS = LognormalLengths(20, 0.7, 0.7, seed=5)
 FAST = DecodeCost(1e-5, 0.0, 0.0)

@@ -12,8 +12,8 @@ from april.core.batch import Batch
 from april.core.sealed import seal
 from april.core.types import SampleId, SampleState
 from april.driver.restarts import KIND
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
+from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted
 
 LENGTHS = LognormalLengths(25, 0.6, 0.6, seed=4)

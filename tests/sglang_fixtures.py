@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from april.config_engines import SglangEngineConfig
+from april.config.engines import SglangEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish, Request
-from april.engines.sglang import SglangEngine, connect_sglang
-from april.testing.fake_sglang_faults import PlannedFault, SglangFault
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.engines.sglang.engine import SglangEngine, connect_sglang
+from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.sglang.server import FakeSglangServer
 
 PROMPT = [11, 12, 13]
 PATIENCE_S = 20.0

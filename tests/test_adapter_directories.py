@@ -14,10 +14,10 @@ from sglang_fixtures import ServerThread, read, request, run
 
 import april
 from april.core.versions import PolicyVersion
-from april.engines.vllm_in_process import VllmInProcessEngine
+from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineError
-from april.testing.fake_sglang_server import FakeSglangServer
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.servers.sglang.server import FakeSglangServer
+from april.testing.servers.vllm.server import FakeVllmServer
 
 SECOND = PolicyVersion(0, 1)
 

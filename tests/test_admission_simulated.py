@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import april
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
 from april.testing import rollouts, run_virtual
 
 MEMORY = DecodeCost(0.02, 1e-4, 1e-7, per_prefill_token_s=5e-4, kv_capacity_tokens=24_000)

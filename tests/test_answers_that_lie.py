@@ -16,7 +16,7 @@ from april.core.versions import FIRST_VERSION
 from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
-from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
 
 LIES = [
     OpenAIFaultKind.DOUBLED_EVENT,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from april.core.versions import FIRST_VERSION
-from april.engines import sglang_wire, vllm_wire
 from april.engines.protocol import Chunk
+from april.engines.sglang import wire as sglang_wire
+from april.engines.vllm import wire as vllm_wire
 from april.errors import WireError
 
 

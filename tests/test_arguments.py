@@ -13,10 +13,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 import april
-from april.config import SamplingConfig
-from april.config_engines import SimulatedEngineConfig, TransformersEngineConfig
-from april.config_fields import flag_options, settings_of
-from april.config_values import PositiveInt
+from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
+from april.config.fields import flag_options, settings_of
+from april.config.settings import SamplingConfig
+from april.config.values import PositiveInt
 from april.core.types import OnStale, Refill
 
 NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]

@@ -22,7 +22,7 @@ from april.core.versions import PolicyVersion
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated.response_lengths import LognormalLengths
 from april.testing.virtual_clock import VirtualClockLoop
 
 LENGTHS = LognormalLengths(12, 0.7, 0.7, seed=9)

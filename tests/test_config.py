@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 import april
-from april.config import Config
-from april.config_engines import SimulatedEngineConfig, TransformersEngineConfig
+from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
+from april.config.settings import Config
 from april.core.sampling import SamplingParams
 from april.core.types import OnLongPrompt, OnStale, Refill
-from april.engines.factory import create_engines
-from april.engines.simulated import SimulatedEngine
+from april.engines.kinds.factory import create_engines
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import ConfigError
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 32, "max_response_len": 1000}

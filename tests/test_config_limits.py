@@ -9,8 +9,8 @@ import pytest
 from real_schedulers import scheduler
 
 import april
-from april.config_fields import settings_of
-from april.config_values import LONGEST_S, MOST
+from april.config.fields import settings_of
+from april.config.values import LONGEST_S, MOST
 from april.errors import ConfigError
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "max_response_len": 50, "engine": {"kind": "simulated"}}

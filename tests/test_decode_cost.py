@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines.decode_cost import (
+from april.engines.simulated.clockwork import SimulatedDecoder
+from april.engines.simulated.decode_cost import (
     DecodeCost,
     GpuSpeed,
     ModelSize,
@@ -20,8 +21,7 @@ from april.engines.decode_cost import (
     s_max,
     synchronous_s,
 )
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated_clockwork import SimulatedDecoder
+from april.engines.simulated.response_lengths import LognormalLengths
 
 costs = st.builds(
     DecodeCost,

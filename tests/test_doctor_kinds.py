@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 import april
 from april.cli import app
+from april.core.sampling import LogprobKind
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
-from april.engines.openai_wire import TokenShape
-from april.engines.protocol import LogprobKind
-from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
-from april.testing.fake_sglang_server import FakeSglangServer
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.engines.openai.wire import TokenShape
+from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
+from april.testing.servers.sglang.server import FakeSglangServer
+from april.testing.servers.vllm.server import FakeVllmServer
 
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""

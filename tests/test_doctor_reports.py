@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 
 import april
 from april.cli import app
+from april.core.sampling import LogprobKind
 from april.doctor import examine
 from april.doctor.abilities import abilities
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, verdict_of
-from april.engines.identify import ServerKind
-from april.engines.offers import Offer
-from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.kinds.identify import ServerKind
+from april.engines.kinds.offers import Offer
+from april.engines.protocol import AbortMeans, Capabilities
 
 GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
 WELL = Offer(GOOD, "tiny", "0.32.0", "0.0")

@@ -16,7 +16,7 @@ from april.core.batch import Batch
 from april.core.types import DropReason, OnStale, Prompt, Refill, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
-from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError, SchedulerClosed
 from april.testing.virtual_clock import run_virtual
 

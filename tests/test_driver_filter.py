@@ -18,7 +18,7 @@ from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill, Sam
 from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM
 from april.driver.rewards import Response, rewards_differ
-from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError
 
 LENGTHS = LognormalLengths(15, 0.6, 0.6, seed=8)

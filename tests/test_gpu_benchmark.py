@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from april.engines.decode_cost import DecodeCost
+from april.engines.simulated.decode_cost import DecodeCost
 from benchmarks.gpu import schedules, step_time
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.record import Deadline, Record

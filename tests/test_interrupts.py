@@ -15,7 +15,7 @@ from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check,
 
 import april
 from april.engines.protocol import Capabilities
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import EngineError, RolloutError
 
 

@@ -20,14 +20,14 @@ import april
 from april.core.versions import FIRST_VERSION
 from april.doctor.examine import Patience, examine_urls
 from april.doctor.show import show
-from april.engines.http_client import HttpClient
-from april.engines.openai_wire import CompletionStream, TokenShape
-from april.engines.reply_reader import AnswerReader
-from april.engines.sglang_wire import ReplyReader as SglangReader
-from april.engines.sglang_wire import rid_of
-from april.engines.vllm_wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
-from april.engines.vllm_wire import ReplyReader as VllmReader
-from april.engines.weight_labels import WeightLabels
+from april.engines.http.http_client import HttpClient
+from april.engines.http.reply_reader import AnswerReader
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.openai.wire import CompletionStream, TokenShape
+from april.engines.sglang.wire import ReplyReader as SglangReader
+from april.engines.sglang.wire import rid_of
+from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
+from april.engines.vllm.wire import ReplyReader as VllmReader
 from april.errors import AprilError, EngineError
 
 KEY = "sk-CANARY-77aa"
@@ -141,7 +141,7 @@ def _openai() -> CompletionStream:
 @pytest.mark.parametrize("what", SAID)
 def test_answers_with_status_200(what: str) -> None:
     """Errors and names inside of answers and events."""
-    april.engines.server_text.hide(KEY)  # as a client does
+    april.server_text.hide(KEY)  # as a client does
     reader, payload = SAID[what][0](), json.dumps(SAID[what][1]).encode()
     error: AprilError | None = None
     if isinstance(reader, AnswerReader):
@@ -185,11 +185,11 @@ def test_doctor(what: str) -> None:
 # ---------------------------------------------------------------- that it stays so
 
 HOUSE = Path(april.__file__).parent
-LOCAL = {"transformers.py", "model_check.py", "model_support.py", "response_lengths.py"}
+LOCAL = {"transformers", "simulated"}
 """They speak with no server."""
-READERS = {"server_json.py", "server_text.py"}
-PLACES = [p for p in [*HOUSE.glob("engines/*.py"), *HOUSE.glob("doctor/*.py"), HOUSE / "adapters" / "slime_servers.py"]
-          if p.name not in LOCAL | READERS]  # fmt: skip
+READERS = {"server_json.py"}
+PLACES = [p for p in [*HOUSE.glob("engines/**/*.py"), *HOUSE.glob("doctor/*.py"), HOUSE / "adapters/slime/servers.py"]
+          if p.name not in READERS and p.parent.name not in LOCAL]  # fmt: skip
 OWN = {name for name in dir(april.errors) if name.endswith(("Error", "Busy", "Refused", "Unreachable"))} | {"NotJson"}
 SHOWN = {"said", "quoted", "error_text", "type", "len"}
 RAW = {"body", "headers", "reason", "message", "finish_reason"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +13,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FLOORS = ("core", "engines", "driver", "desk")
-"""From the ground up; scheduler, simulation, simulate, demo, doctor and cli are above them all."""
+FLOORS = ("core", "config", "engines", "driver", "desk")
+"""From the ground up; scheduler, simulate, demo, doctor and cli are above them all."""
+ABOVE = ("scheduler", "simulate", "demo", "doctor", "cli", "adapters", "testing")
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
 IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module imported anywhere in a file, those for type checking left out."""
+    """Every module imported anywhere in a file, as ``from``s name it, those for type checking left out."""
     tree = ast.parse(path.read_text("utf-8"))
     skipped = {
         id(node)
@@ -45,19 +47,63 @@ def test_the_core_is_pure() -> None:
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_floors_import_only_what_is_below(floor: int) -> None:
-    """core < engines < driver < desk; none of them knows the scheduler, the demo or the command line."""
-    top = ("scheduler", "simulation", "simulate", "demo", "doctor", "engine_fit", "cli", "adapters")
-    above = {f"april.{name}" for name in (*FLOORS[floor + 1 :], *top)}
-    for path in (PACKAGE / FLOORS[floor]).glob("*.py"):
+    """core < config < engines < driver < desk, sub-packages too; none knows the scheduler or what stands on it."""
+    above = {f"april.{name}" for name in (*FLOORS[floor + 1 :], *ABOVE)}
+    files = list((PACKAGE / FLOORS[floor]).rglob("*.py"))
+    assert files
+    for path in files:
         for name in imports(path):
             assert not any(name == a or name.startswith(a + ".") for a in above), f"{path.name} imports {name}"
+
+
+def test_no_adapter_imports_another() -> None:
+    """Each trainer's adapter is a leaf: a package of its own, which nothing outside of it imports."""
+    adapters = PACKAGE / "adapters"
+    rooms = {path.name for path in adapters.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == {"openrlhf", "slime", "trl", "verl"}
+    assert [path.name for path in adapters.glob("*.py")] == ["__init__.py"]
+    for path in FILES:
+        own = path.relative_to(adapters).parts[0] if path.is_relative_to(adapters) else None
+        for name in imports(path):
+            if name.startswith("april.adapters"):
+                assert own is not None, f"{path.name} imports {name}"
+                assert name.split(".")[2:3] == [own], f"{path.name} imports {name}"
+
+
+def test_every_engine_is_one_package() -> None:
+    """The protocol, the engines by name, a package per kind, and one for what those before servers share."""
+    entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
+    kinds = {"vllm", "sglang", "openai", "transformers", "simulated"}
+    assert entries == {"protocol.py", "kinds", "http", *kinds}
+    for path in (PACKAGE / "engines" / "http").glob("*.py"):
+        for name in imports(path):
+            assert not any(name.startswith(f"april.engines.{kind}") for kind in kinds), f"{path.name} imports {name}"
+
+
+def test_packages_import_each_other_in_one_direction() -> None:
+    """No circle; a module beside packages counts as a package."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+    packages = {name for name in modules if any(other.startswith(name + ".") for other in modules)}
+    mixed = {"april", "april.engines"}
+
+    def package(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        return name if name in packages or parent in mixed else parent
+
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        below = graph.setdefault(package(name), set())
+        below |= {package(n) for n in imports(path) if n in modules and n not in mixed}
+        below.discard(package(name))
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_no_engine_is_decided_on_by_name_above_the_engines() -> None:
     """Decide by capabilities: engine kinds are named in engines/ and in the configuration's types only."""
     kinds = ('"transformers"', '"simulated"', '"vllm"', '"sglang"', '"openai"')
     for path in FILES:
-        if path.is_relative_to(PACKAGE / "engines") or path.name == "config.py":
+        if path.is_relative_to(PACKAGE / "engines") or path == PACKAGE / "config" / "settings.py":
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Compare):

@@ -18,8 +18,8 @@ from april.errors import SchedulerClosed
 
 PROGRAM = """
 import asyncio, os, sys, threading, april
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
 engine = SimulatedEngine("e", DecodeCost(1e-4, 0, 0), lambda r: 10 + 1000 * r.sample_key[0], max_running=8)
 config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
 options = {}

@@ -8,11 +8,11 @@ import pytest
 from real_schedulers import config, engine, scheduler
 
 import april
+from april.core.sampling import LogprobKind
 from april.core.settings import EngineLimits
 from april.driver.llm import LLM
 from april.driver.rollout_driver import limits_of
-from april.engines.protocol import LogprobKind
-from april.engines.simulated import SimulatedEngine
+from april.engines.simulated.engine import SimulatedEngine
 
 
 def engine_of(kind: LogprobKind, name: str) -> SimulatedEngine:

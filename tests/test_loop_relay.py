@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from april.engines import loop_relay
-from april.engines.loop_relay import LoopRelay, result_from
+from april.engines.http import loop_relay
+from april.engines.http.loop_relay import LoopRelay, result_from
 
 PATIENCE_S = 20.0
 

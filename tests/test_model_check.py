@@ -12,11 +12,11 @@ import torch
 from tiny_models import ARCHITECTURES, tiny_model
 
 from april.core.sampling import SamplingParams
-from april.engines.model_check import check_model
-from april.engines.model_support import DecodeMasks, refuse_unsupported
 from april.engines.protocol import Request
-from april.engines.slot_cache import SlotCache
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
+from april.engines.transformers.model_check import check_model
+from april.engines.transformers.model_support import DecodeMasks, refuse_unsupported
+from april.engines.transformers.slot_cache import SlotCache
 from april.errors import ConfigError
 
 MIXTURE = {

@@ -15,8 +15,8 @@ from april.core.tape import SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
+from april.engines.simulated.response_lengths import LognormalLengths
 
 LENGTHS = LognormalLengths(14, 0.5, 0.5, seed=8)
 

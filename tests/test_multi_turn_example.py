@@ -30,7 +30,7 @@ from april.core.tape import SegmentKind
 from april.core.types import SampleId
 from april.driver.llm import LLM, Completion
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 
 UPDATES = 6
 

@@ -13,10 +13,10 @@ from openai_servers import PROMPT, ask, connected, greedy, logprobs_of
 
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.openai_wire import CompletionStream, TokenShape
+from april.engines.openai.wire import CompletionStream, TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
 
 SHAPES = list(TokenShape)
 

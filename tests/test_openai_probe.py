@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from openai_servers import config_for
 
-from april.engines.http_client import HttpClient
-from april.engines.openai_probe import OpenAIOffer, probe_openai
-from april.engines.openai_wire import TokenShape
-from april.engines.protocol import LogprobKind
+from april.core.sampling import LogprobKind
+from april.engines.http.http_client import HttpClient
+from april.engines.openai.probe import OpenAIOffer, probe_openai
+from april.engines.openai.wire import TokenShape
 from april.errors import ConfigError
-from april.testing.fake_openai_server import MODEL, FakeOpenAIServer, serving_openai
+from april.testing.servers.openai.server import MODEL, FakeOpenAIServer, serving_openai
 
 
 def probed(server: FakeOpenAIServer, **changes: Any) -> OpenAIOffer:

@@ -14,8 +14,8 @@ from real_schedulers import assert_nothing_is_left, endless, reward
 
 import april
 from april.driver.rewards import Response
-from april.engines.openai_wire import TokenShape
-from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind, serving_openai
+from april.engines.openai.wire import TokenShape
+from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind, serving_openai
 
 
 class Served:

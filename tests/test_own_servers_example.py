@@ -11,10 +11,10 @@ import pytest
 from sglang_fixtures import ServerThread
 
 import april
-from april.engines.openai_wire import TokenShape
-from april.testing.fake_openai_server import FakeOpenAIServer, serving_openai
-from april.testing.fake_sglang_server import FakeSglangServer
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.engines.openai.wire import TokenShape
+from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
+from april.testing.servers.sglang.server import FakeSglangServer
+from april.testing.servers.vllm.server import FakeVllmServer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_servers.py"
 KNOWN = ["--vocab-size", "512", "--eos-token-ids", "2"]

@@ -15,8 +15,8 @@ from sglang_fixtures import ServerThread
 from tiny_models import tiny_model
 
 import april
-from april.testing.fake_vllm_runs import fake_vllm_response
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.servers.vllm.runs import fake_vllm_response
+from april.testing.servers.vllm.server import FakeVllmServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

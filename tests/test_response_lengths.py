@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines.response_lengths import (
+from april.engines.simulated.response_lengths import (
     ConstantLengths,
     LognormalLengths,
     MixtureLengths,
@@ -50,7 +50,7 @@ def test_a_length_depends_on_the_key_only(
 def test_lengths_do_not_depend_on_the_process() -> None:
     """PYTHONHASHSEED changes nothing, and the numbers are the same on every Python and platform (pinned)."""
     program = (
-        "from april.engines.response_lengths import *\n"
+        "from april.engines.simulated.response_lengths import *\n"
         "kinds = [LognormalLengths(2500, 0.4, 0.7, 16384, 1), MixtureLengths.math_trace(seed=1),"
         " TraceLengths([5, 6, 7, 1000], seed=2)]\n"
         "print([k.group(g, 3).tolist() for k in kinds for g in (0, 12345678901)])"

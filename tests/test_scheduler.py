@@ -21,7 +21,7 @@ import april
 from april.core.types import DropReason
 from april.driver.rewards import Response
 from april.engines.protocol import Capabilities
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import (
     ConfigError,
     DataExhausted,
@@ -469,8 +469,8 @@ def test_an_interpreter_that_exits_without_close() -> None:
     """A script that forgets close ends at once, with its own exit status and without noise."""
     code = """
 import asyncio, april, sys
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
 engine = SimulatedEngine("e", DecodeCost(1e-3, 0, 0), lambda r: 10 + 1000 * r.sample_key[0], max_running=8)
 config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
 rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], reward=None, engines=[engine])

@@ -14,7 +14,7 @@ import april
 from april.core.types import FinishReason
 from april.driver.rewards import Response
 from april.engines.protocol import Request
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import ConfigError, RolloutError
 
 

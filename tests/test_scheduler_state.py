@@ -13,8 +13,8 @@ from gate_engine import GateEngine
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, reward, scheduler
 
 import april
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
 
 PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i} for i in range(1, 41)]

@@ -11,9 +11,10 @@ import sglang_fixtures
 import vllm_fixtures
 from sglang_fixtures import read, request, run, until
 
+from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, EngineFinish, LogprobKind
-from april.engines.server_engine import PAUSE_DEADLINE_S, ServerEngine
+from april.engines.http.server_engine import PAUSE_DEADLINE_S, ServerEngine
+from april.engines.protocol import Capabilities, EngineFinish
 from april.errors import EngineError, EngineUnreachable
 from april.testing.virtual_clock import run_virtual
 

@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 from sglang_fixtures import run, until
 
-from april.config_engines import VllmEngineConfig
-from april.engines.http_client import HttpClient
-from april.engines.server_pool import connect_all
-from april.engines.vllm import connect_vllm
+from april.config.engines import VllmEngineConfig
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_pool import connect_all
+from april.engines.vllm.engine import connect_vllm
 from april.errors import EngineError
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.servers.vllm.server import FakeVllmServer
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines import server_sent_events
-from april.engines.server_sent_events import EventSplitter
+from april.engines.http import server_sent_events
+from april.engines.http.server_sent_events import EventSplitter
 from april.errors import EngineError, WireError
 
 STREAM = (

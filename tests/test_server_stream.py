@@ -11,10 +11,10 @@ import pytest
 
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.admission import Admission
+from april.engines.http.admission import Admission
+from april.engines.http.server_stream import Reader, ServerStream
 from april.engines.protocol import EngineFinish, Request
-from april.engines.server_stream import Reader, ServerStream
-from april.engines.sglang_wire import ReplyReader, rid_of
+from april.engines.sglang.wire import ReplyReader, rid_of
 from april.errors import EngineUnreachable
 
 REQUEST = Request("0" * 32, np.array([1, 2], np.int32), SamplingParams(8))

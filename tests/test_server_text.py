@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines import server_text
-from april.engines.server_json import NotJson, read_json
-from april.engines.server_text import LOOKED_AT, hide, quoted, said
-from april.engines.wire_errors import error_text
+from april import server_text
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.wire_errors import error_text
+from april.server_text import LOOKED_AT, hide, quoted, said
 
 KEY = "sk-Test/Key+77aa=="
 WRITTEN: dict[str, Callable[[str], str]] = {

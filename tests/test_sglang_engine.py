@@ -11,11 +11,11 @@ from sglang_fixtures import PROMPT, Got, connected, read, request, run, served, 
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
-from april.engines.sglang import SglangEngine
+from april.engines.sglang.engine import SglangEngine
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.fake_sglang_faults import PlannedFault, SglangFault
-from april.testing.fake_sglang_runs import fake_sglang_response
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.sglang.runs import fake_sglang_response
+from april.testing.servers.sglang.server import FakeSglangServer
 
 MODES: list[dict[str, Any]] = [
     {"incremental": True},

@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 from sglang_fixtures import read, request, run, served, until
 
-from april.config_engines import SglangEngineConfig
-from april.engines import sglang_offer
-from april.engines.http_client import HttpClient
-from april.engines.protocol import LogprobKind
-from april.engines.sglang import connect_sglang
-from april.engines.sglang_offer import SglangOffer, probe_sglang
+from april.config.engines import SglangEngineConfig
+from april.core.sampling import LogprobKind
+from april.engines.http.http_client import HttpClient
+from april.engines.sglang import offer as sglang_offer
+from april.engines.sglang.engine import connect_sglang
+from april.engines.sglang.offer import SglangOffer, probe_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
-from april.testing.fake_control_faults import ControlFault, PlannedControlFault
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.servers.control_faults import ControlFault, PlannedControlFault
+from april.testing.servers.sglang.server import FakeSglangServer
 
 
 async def offer(server: FakeSglangServer, **config: Any) -> SglangOffer:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from sglang_fixtures import PROMPT, read, request, run, until
 
-from april.config_engines import SglangEngineConfig
+from april.config.engines import SglangEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
-from april.engines.sglang import SglangEngine, connect_sglang
+from april.engines.sglang.engine import SglangEngine, connect_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
-from april.testing.fake_sglang_router import FakeSglangRouter
-from april.testing.fake_sglang_runs import fake_sglang_response
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.servers.sglang.router import FakeSglangRouter
+from april.testing.servers.sglang.runs import fake_sglang_response
+from april.testing.servers.sglang.server import FakeSglangServer
 
 V1 = PolicyVersion(0, 1)
 

@@ -12,10 +12,10 @@ import april
 from april.core.batch import Batch
 from april.driver import engine_watch
 from april.driver.rewards import Response
-from april.testing.fake_sglang_faults import KEEPS_ALIVE, PlannedFault, SglangFault
-from april.testing.fake_sglang_router import FakeSglangRouter
-from april.testing.fake_sglang_runs import fake_sglang_response
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.servers.sglang.faults import KEEPS_ALIVE, PlannedFault, SglangFault
+from april.testing.servers.sglang.router import FakeSglangRouter
+from april.testing.servers.sglang.runs import fake_sglang_response
+from april.testing.servers.sglang.server import FakeSglangServer
 
 MAX_LEN = 80
 STEPS = 6

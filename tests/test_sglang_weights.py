@@ -8,12 +8,12 @@ import pytest
 from sglang_fixtures import PROMPT, Got, beside, connected, read, request, run, served, until
 
 from april.core.versions import PolicyVersion
-from april.engines import sglang
 from april.engines.protocol import EngineFinish
-from april.engines.sglang_worker import HalfUpdated
+from april.engines.sglang import engine as sglang
+from april.engines.sglang.worker import HalfUpdated
 from april.errors import EngineError, EngineUnreachable
-from april.testing.fake_sglang_faults import PlannedFault, SglangFault
-from april.testing.fake_sglang_runs import fake_sglang_response
+from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.sglang.runs import fake_sglang_response
 
 V1 = PolicyVersion(0, 1)
 LONG = 10**6

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.core.versions import PolicyVersion
+from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import Chunk, EngineFinish
-from april.engines.sglang_wire import ReplyReader, rid_of
-from april.engines.weight_labels import WeightLabels
+from april.engines.sglang.wire import ReplyReader, rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
-from april.testing.fake_sglang_answers import answer
-from april.testing.fake_sglang_runs import FakeRun, fake_sglang_response
+from april.testing.servers.sglang.answers import answer
+from april.testing.servers.sglang.runs import FakeRun, fake_sglang_response
 
 RID = "0" * 32
 V0 = PolicyVersion(0, 0)

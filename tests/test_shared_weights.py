@@ -18,7 +18,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import Evaluator
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.errors import EngineError, RolloutError, WeightsInUse
 
 PROMPT = np.array([5, 6, 7], np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from april.core.types import OnStale, Refill
-from april.engines.decode_cost import limit_tokens_per_s
+from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.simulate import workload
 from april.simulate.length_statistics import length_statistics
 from april.simulate.measure import measure

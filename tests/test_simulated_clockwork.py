@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines.decode_cost import DecodeCost, roofline
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated_clockwork import Finished, SimulatedDecoder
+from april.engines.simulated.clockwork import Finished, SimulatedDecoder
+from april.engines.simulated.decode_cost import DecodeCost, roofline
+from april.engines.simulated.response_lengths import LognormalLengths
 
 
 class SingleStepDecoder:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.engines.response_lengths import ConstantLengths
-from april.engines.simulated import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.simulated.response_lengths import ConstantLengths
 from april.errors import EngineError
 from april.testing.virtual_clock import VirtualDeadlock, run_virtual
 
@@ -434,10 +434,10 @@ def test_on_a_real_loop() -> None:
 DETERMINISM = """
 import asyncio, hashlib, numpy as np
 from april.core.sampling import SamplingParams
-from april.engines.decode_cost import roofline
+from april.engines.simulated.decode_cost import roofline
 from april.engines.protocol import Request
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.testing.virtual_clock import run_virtual
 
 async def main():

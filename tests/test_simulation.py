@@ -12,9 +12,9 @@ import pytest
 
 from april.core.settings import CoreSettings
 from april.core.types import Refill
-from april.engines.decode_cost import DecodeCost
-from april.engines.response_lengths import ConstantLengths, LognormalLengths
-from april.simulation import Simulation
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths
+from april.simulate.simulation import Simulation
 
 ROOT = Path(__file__).parent.parent
 COST = DecodeCost(

@@ -11,11 +11,11 @@ import torch
 from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from april.engines.model_check import check_model
-from april.engines.model_support import refuse_unsupported
 from april.engines.protocol import EngineFinish, Float32, Int32
-from april.engines.slot_batch import SlotDecoder, SlotRequest
-from april.engines.stats import EngineStats
+from april.engines.transformers.model_check import check_model
+from april.engines.transformers.model_support import refuse_unsupported
+from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest
+from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError
 
 Result = dict[str, tuple[Int32, Float32, EngineFinish | None]]

@@ -22,12 +22,12 @@ from april.driver.evaluation import Evaluator
 from april.driver.time_limits import TimeLimits
 from april.engines.protocol import Chunk, EngineFinish, Piling, Request
 from april.errors import EngineError
-from april.testing.fake_openai_server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
-from april.testing.fake_sglang_faults import KEEPS_ALIVE as SGLANG_KEEPS_ALIVE
-from april.testing.fake_sglang_faults import PlannedFault
-from april.testing.fake_sglang_server import FakeSglangServer
-from april.testing.fake_vllm_faults import KEEPS_ALIVE, PlannedVllmFault
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.sglang.faults import KEEPS_ALIVE as SGLANG_KEEPS_ALIVE
+from april.testing.servers.sglang.faults import PlannedFault
+from april.testing.servers.sglang.server import FakeSglangServer
+from april.testing.servers.vllm.faults import KEEPS_ALIVE, PlannedVllmFault
+from april.testing.servers.vllm.server import FakeVllmServer
 from april.testing.virtual_clock import run_virtual
 
 STALL_S = 10.0

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import END, KINDS, ids_of, tokenizer
 
+from april.core.sampling import GAP, wrong_stop_strings
 from april.driver.detokenizer import Detokenizer
-from april.driver.stop_strings import GAP, StopMatcher, wrong_stop_strings
+from april.driver.stop_strings import StopMatcher
 from april.errors import ConfigError, RolloutError
 
 Decode = Callable[[list[int]], str]

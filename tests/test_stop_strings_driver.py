@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
-from april.config import Config
+from april.config.settings import Config
+from april.config.unsupported_options import REFUSED
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
@@ -21,9 +22,8 @@ from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
 from april.errors import ConfigError, RolloutError
-from april.refused import REFUSED
 from april.testing.virtual_clock import run_virtual
 
 LONG = 200

@@ -16,7 +16,7 @@ import april
 from april.core.types import FinishReason
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.transformers import STREAM_INTERVAL, TransformersEngine
+from april.engines.transformers.engine import STREAM_INTERVAL, TransformersEngine
 from april.errors import ConfigError
 
 KIND = "text"

@@ -15,8 +15,8 @@ import pytest
 import april
 from april.core.batch import Batch
 from april.core.versions import PolicyVersion
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
 from april.testing import AuditError, FakeEngine, Fault, FaultScript, audit, fake_logprobs, rollouts, run_virtual
 
 CONFIG = april.Config(rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=2, max_response_len=60)

@@ -25,8 +25,8 @@ from april.core.types import DropReason, FinishReason, Group, OnDataEnd, OnStale
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, Request
-from april.engines.response_lengths import LognormalLengths
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
+from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted
 
 SAMPLES, EPOCHS, CAP = 4, 3, 150

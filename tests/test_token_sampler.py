@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from april.engines.token_sampler import SamplingRows, nucleus, sample, uniforms
+from april.engines.transformers.token_sampler import SamplingRows, nucleus, sample, uniforms
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, tiny_model
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.errors import EngineError
 
 V1 = PolicyVersion(0, 1)

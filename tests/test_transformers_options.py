@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def test_threads_are_left_alone_unless_asked() -> None:
 
 def test_importing_the_engine_imports_no_torch() -> None:
     """Neither torch nor transformers is loaded until an engine is made."""
-    code = "import sys, april.engines.transformers; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, april.engines.transformers.engine; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
 

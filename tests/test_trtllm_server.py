@@ -14,18 +14,19 @@ from real_schedulers import assert_nothing_is_left, endless, reward
 from test_openai_scheduler import Served
 from test_openai_scheduler import config as scheduler_config
 
-from april.config import Config
+from april.config.settings import Config
+from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report
-from april.engines.http_client import failure_of
-from april.engines.openai_metrics import parse_metrics
-from april.engines.openai_wire import CompletionStream, TokenShape
-from april.engines.protocol import EngineFinish, EngineLoad, LogprobKind
+from april.engines.http.http_client import failure_of
+from april.engines.http.metrics_page import parse_metrics
+from april.engines.openai.wire import CompletionStream, TokenShape
+from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused
 from april.scheduler import RolloutScheduler
-from april.testing.fake_openai_server import OpenAIFault, OpenAIFaultKind, serving_openai
-from april.testing.fake_trtllm_server import PAUSED, VERSION, FakeTrtllmServer
+from april.testing.servers.openai.server import OpenAIFault, OpenAIFaultKind, serving_openai
+from april.testing.servers.openai.trtllm import PAUSED, VERSION, FakeTrtllmServer
 
 EXCHANGE = (
     b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'

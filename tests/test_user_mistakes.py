@@ -27,7 +27,7 @@ from april.driver.llm import LLM
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import checked_reward
 from april.engines.protocol import Chunk, Request
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError, RolloutError
 from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
 

@@ -11,13 +11,13 @@ from sglang_fixtures import PROMPT, read, request, run, until
 from vllm_fixtures import connected, served
 
 from april.core.versions import PolicyVersion
-from april.engines import answer_size
-from april.engines.openai import OpenAIEngine
+from april.engines.http import answer_size
+from april.engines.openai.engine import OpenAIEngine
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.fake_vllm_faults import HARMLESS, PlannedVllmFault, VllmFault
-from april.testing.fake_vllm_runs import fake_vllm_response
-from april.testing.fake_vllm_server import COMPLETIONS, TOKENS
+from april.testing.servers.vllm.faults import HARMLESS, PlannedVllmFault, VllmFault
+from april.testing.servers.vllm.runs import fake_vllm_response
+from april.testing.servers.vllm.server import COMPLETIONS, TOKENS
 
 MODES: list[dict[str, Any]] = [
     {},

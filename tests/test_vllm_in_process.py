@@ -17,11 +17,11 @@ from openai_servers import PATIENCE_S, Answer
 from real_schedulers import assert_nothing_is_left, endless
 
 import april
-from april.core.sampling import SamplingParams
+from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
-from april.engines.protocol import EngineFinish, LogprobKind, Request
-from april.engines.vllm_in_process import VllmInProcessEngine
+from april.engines.protocol import EngineFinish, Request
+from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import ConfigError, EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]

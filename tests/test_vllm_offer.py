@@ -11,16 +11,17 @@ import pytest
 from sglang_fixtures import read, request, run, until
 from vllm_fixtures import KNOWN, connected, served
 
-from april.config_engines import VllmEngineConfig
+from april.config.engines import VllmEngineConfig
 from april.core.engine_table import EngineTable
+from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.driver.rollout_driver import limits_of
-from april.engines.http_client import HttpClient
-from april.engines.protocol import AbortMeans, LogprobKind
-from april.engines.server_probe import eos_of, model_files
-from april.engines.vllm_offer import VllmOffer, probe_vllm
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import eos_of, model_files
+from april.engines.protocol import AbortMeans
+from april.engines.vllm.offer import VllmOffer, probe_vllm
 from april.errors import ConfigError, EngineError
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.testing.servers.vllm.server import FakeVllmServer
 
 
 async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmOffer:

@@ -15,11 +15,11 @@ import april
 from april.core.batch import Batch
 from april.driver import engine_watch
 from april.driver.rewards import Response
-from april.engines import server_process
-from april.testing.fake_control_faults import ControlFault, PlannedControlFault
-from april.testing.fake_vllm_faults import KEEPS_ALIVE, PlannedVllmFault, VllmFault
-from april.testing.fake_vllm_runs import fake_vllm_response
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.engines.http import server_process
+from april.testing.servers.control_faults import ControlFault, PlannedControlFault
+from april.testing.servers.vllm.faults import KEEPS_ALIVE, PlannedVllmFault, VllmFault
+from april.testing.servers.vllm.runs import fake_vllm_response
+from april.testing.servers.vllm.server import FakeVllmServer
 
 MAX_LEN = 80
 STEPS = 5

@@ -13,7 +13,7 @@ from vllm_fixtures import beside, served
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.errors import EngineError
-from april.testing.fake_vllm_runs import fake_vllm_response
+from april.testing.servers.vllm.runs import fake_vllm_response
 
 SECOND = PolicyVersion(0, 1)
 

@@ -25,9 +25,9 @@ from april.driver.llm import RolloutFunction, single_turn
 from april.driver.prompt_source import PromptSource
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.engines.decode_cost import DecodeCost
 from april.engines.protocol import Capabilities, Chunk, Health, Request
-from april.engines.simulated import SimulatedEngine, synthetic_response
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, synthetic_response
 from april.testing.virtual_clock import run_virtual
 
 VOCAB, EOS = 1000, 0

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from april.config_engines import VllmEngineConfig
-from april.engines.vllm import connect_vllm
-from april.testing.fake_vllm_faults import PlannedVllmFault, VllmFault
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.config.engines import VllmEngineConfig
+from april.engines.vllm.engine import connect_vllm
+from april.testing.servers.vllm.faults import PlannedVllmFault, VllmFault
+from april.testing.servers.vllm.server import FakeVllmServer
 
 KNOWN: dict[str, Any] = {"vocab_size": 512, "eos_token_ids": (2,)}
 """Settings that no files of a model tell here."""

@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+
+GAP = "\ufffd"
+"""Stands in decoded text for bytes that are no character, or not yet."""
+
+
+class LogprobKind(StrEnum):
+    """Of which distribution the log-probabilities are."""
+
+    TEMPERATURE = "temperature"
+    """log_softmax(logits / T), before top-p and friends."""
+    PROCESSED = "processed"
+    """Of the distribution that was really sampled from."""
+    RAW = "raw"
+    """log_softmax(logits), whatever the temperature."""
+    UNKNOWN = "unknown"
+    """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
+
+    @property
+    def follows_temperature(self) -> bool:
+        """Whether it is log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
+        return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +78,15 @@ def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, resta
     """
     text = f"{run_seed}/{group}/{index}/{token_offset}" + (f"/{restarts}" if restarts else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def wrong_stop_strings(stop: Sequence[str]) -> str | None:
+    """What cannot be a stop string, or None."""
+    for text in stop:
+        if not isinstance(text, str):
+            return f"stop strings must be strings, got {text!r}"
+        if not text:
+            return "an empty stop string would end every response at once; leave it out"
+        if GAP in text:
+            return f"the stop string {text!r} has U+FFFD in it, which also stands for unfinished characters"
+    return None

@@ -22,13 +22,13 @@ import numpy as np
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from april.config_engines import EngineConfig
+from april.config.engines import EngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.demo import task
 from april.demo.served_model import WeightsDirectory
 from april.demo.settings import DemoSettings
 from april.demo.stage import MAX_LEN, Work
-from april.engines.factory import open_servers
+from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
 
 TICK_S = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from april.config import Config, SamplingConfig
+from april.config.settings import Config, SamplingConfig
 from april.core.types import Refill
 from april.demo import task
 

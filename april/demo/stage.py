@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from april.demo import task
 from april.demo.settings import DemoSettings
 from april.engines.protocol import Engine
-from april.engines.transformers import TransformersEngine
+from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError
 
 MAX_LEN = task.PROMPT_LENGTH + task.RESPONSE_CAP

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 
+from april.core.sampling import LogprobKind
 from april.doctor.advice import remedy
 from april.doctor.findings import Finding, Level
-from april.engines.identify import ServerKind
-from april.engines.offers import Offer
-from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.engines.kinds.identify import ServerKind
+from april.engines.kinds.offers import Offer
+from april.engines.protocol import AbortMeans, Capabilities
 
 _BY_ID = "each request by its id; its tokens are handed over"
 _PAUSING = "all requests at once, by pausing the server: nobody else can use it meanwhile; tokens are handed over"

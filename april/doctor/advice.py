@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from april.config_engines import SglangEngineConfig
+from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
-from april.engines.identify import Identity, ServerKind
-from april.engines.offers import SETTINGS
+from april.engines.kinds.identify import Identity, ServerKind
+from april.engines.kinds.offers import SETTINGS
 
 _NO_ENGINE = {
     ServerKind.OTHER: (

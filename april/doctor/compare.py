@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from april.doctor.findings import Finding, Level
-from april.engines.offers import Offer
+from april.engines.kinds.offers import Offer
 
 
 def compared(offers: Mapping[str, Offer]) -> list[Finding]:

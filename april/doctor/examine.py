@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from april.config import Config
-from april.config_engines import ServerEngineConfig, SglangEngineConfig
+from april.config.engine_fit import misfits
+from april.config.engines import ServerEngineConfig, SglangEngineConfig
+from april.config.settings import Config
 from april.doctor.abilities import abilities
 from april.doctor.advice import at_rest, missing, not_probed, paused, router_findings, router_settings
 from april.doctor.compare import compared
 from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
 from april.doctor.reach import why_no_talk, why_unreachable
-from april.engine_fit import misfits
-from april.engines.http_client import HttpClient
-from april.engines.identify import Identity, ServerKind, identify, why_silent
-from april.engines.offers import SETTINGS, Offer, probe
-from april.engines.server_pool import api_key
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_pool import api_key
+from april.engines.kinds.identify import Identity, ServerKind, identify, why_silent
+from april.engines.kinds.offers import SETTINGS, Offer, probe
 from april.errors import ConfigError, EngineBusy, EngineError
 
 

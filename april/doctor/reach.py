@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from april.doctor.advice import missing
 from april.doctor.findings import Finding
-from april.engines.server_text import said
 from april.errors import EngineError, EngineUnreachable
+from april.server_text import said
 
 _REACH = "reach"
 _TALK = "talk"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from april.config import Config
+from april.config.server_key import checked_key
+from april.config.server_url import checked_url
+from april.config.settings import Config
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Report
 from april.doctor.show import show
-from april.engines.server_key import checked_key
-from april.engines.server_url import checked_url
 from april.errors import ConfigError
 
 

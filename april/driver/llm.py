@@ -14,12 +14,11 @@ from typing import Any, Never
 
 import numpy as np
 
-from april.core.sampling import SamplingParams
+from april.config.unsupported_options import REFUSED
+from april.core.sampling import SamplingParams, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
-from april.driver.stop_strings import wrong_stop_strings
 from april.errors import RolloutError, UsageError
-from april.refused import REFUSED
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,26 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from april.core.sampling import GAP
 from april.core.tape import Int32
 
-GAP = "\ufffd"
-"""Stands in decoded text for bytes that are no character, or not yet."""
 BLOCK_TOKENS = 32
 """Tokens looked at in one go. Those of a block with a match, or with broken characters, are looked at one by one."""
 UNFINISHED_TOKENS = 3
 """Most tokens of a character that is not complete yet: UTF-8 has at most 4 bytes."""
-
-
-def wrong_stop_strings(stop: Sequence[str]) -> str | None:
-    """What cannot be a stop string, or None."""
-    for text in stop:
-        if not isinstance(text, str):
-            return f"stop strings must be strings, got {text!r}"
-        if not text:
-            return "an empty stop string would end every response at once; leave it out"
-        if GAP in text:
-            return f"the stop string {text!r} has U+FFFD in it, which also stands for unfinished characters"
-    return None
 
 
 class StopMatcher:
@@ -43,7 +30,7 @@ class StopMatcher:
     Args:
         decode: text of a list of token ids, special tokens included. May strip a leading space, may show incomplete
             characters as U+FFFD, and must otherwise only append text for further tokens.
-        stops: at least one; see :func:`wrong_stop_strings`.
+        stops: at least one; see :func:`april.core.sampling.wrong_stop_strings`.
         before: all tokens before this attempt, int32 [P + T]: the prompt and the response so far.
         in_call: how many of the last of them this call generated, in earlier attempts.
         min_tokens: tokens of this attempt that may not complete a stop string.

@@ -15,8 +15,8 @@ from april.core import events as ev
 from april.core.state import RolloutCore
 from april.core.versions import PolicyVersion
 from april.driver.user_code import describe
+from april.engines.http.weight_directories import why_unloadable
 from april.engines.protocol import Engine
-from april.engines.weight_directories import why_unloadable
 from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable
 
 log = logging.getLogger("april")

@@ -12,8 +12,8 @@ import numpy as np
 from april.core.numbers import wrong_ids, wrong_logprobs
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.server_text import quoted
 from april.errors import WireError
+from april.server_text import quoted
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 

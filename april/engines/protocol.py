@@ -24,30 +24,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.sampling import LogprobKind as LogprobKind
 from april.core.sampling import SamplingParams
 from april.core.types import EngineFinish as EngineFinish
 from april.core.versions import PolicyVersion
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
-
-
-class LogprobKind(StrEnum):
-    """Of which distribution the log-probabilities are."""
-
-    TEMPERATURE = "temperature"
-    """log_softmax(logits / T), before top-p and friends."""
-    PROCESSED = "processed"
-    """Of the distribution that was really sampled from."""
-    RAW = "raw"
-    """log_softmax(logits), whatever the temperature."""
-    UNKNOWN = "unknown"
-    """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
-
-    @property
-    def follows_temperature(self) -> bool:
-        """Whether it is log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
-        return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
 class AbortMeans(StrEnum):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from april.simulate.simulation import Simulation
 from april.simulate.workload import Schedule, Workload
-from april.simulation import Simulation
 
 Progress = Callable[[int], None]
 """Told how many steps are done."""

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill
-from april.engines.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
-from april.engines.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
+from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
+from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
@@ -48,7 +48,7 @@ class Workload:
     """One job: defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
 
     Attributes:
-        model, gpu, tensor_parallel, memory_share: of one engine, see :func:`april.engines.decode_cost.roofline`.
+        model, gpu, tensor_parallel, memory_share: of one engine, see :func:`.decode_cost.roofline`.
         engines: how many of them.
         groups, samples: N prompt groups per batch of n responses each.
         over: N' of the april mode; None: 2 N.

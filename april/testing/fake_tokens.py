@@ -12,7 +12,7 @@ import numpy as np
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Float32, Int32, Request
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from april.config.server_url import checked_url
 from april.engines.protocol import Request
-from april.engines.server_url import checked_url
 
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",

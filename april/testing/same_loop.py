@@ -12,7 +12,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from april.engines.decode_cost import DecodeCost
+from april.engines.simulated.decode_cost import DecodeCost
 from benchmarks.gpu import exactness, schedules, step_time
 from benchmarks.gpu.device import bandwidth, chosen, facts, free_bytes
 from benchmarks.gpu.picture import NO_PICTURE, draw

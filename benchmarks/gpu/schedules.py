@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.types import Prompt
 from april.driver.llm import LLM
-from april.engines.decode_cost import DecodeCost, limit_tokens_per_s
-from april.engines.response_lengths import LognormalLengths
-from april.engines.transformers import TransformersEngine
+from april.engines.simulated.decode_cost import DecodeCost, limit_tokens_per_s
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.engines.transformers.engine import TransformersEngine
 from april.scheduler import RolloutScheduler
 from benchmarks.gpu.record import Deadline
 from benchmarks.gpu.shapes import Traffic

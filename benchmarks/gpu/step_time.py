@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from april.engines.decode_cost import DecodeCost
-from april.engines.model_support import generation_mode
-from april.engines.slot_batch import SlotDecoder, SlotRequest
-from april.engines.stats import EngineStats
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.transformers.model_support import generation_mode
+from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest
+from april.engines.transformers.stats import EngineStats
 from benchmarks.gpu.device import free_bytes, synchronize
 from benchmarks.gpu.record import NO_TIME, Deadline
 from benchmarks.gpu.shapes import EOS, Shape, Traffic

@@ -16,10 +16,10 @@ from typing import Any
 from real_schedulers import LENGTHS, VOCAB
 
 import april.adapters
-from april.adapters.openrlhf_arguments import config_of
-from april.adapters.openrlhf_rollouts import Rollouts
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine, by_sample_key
+from april.adapters.openrlhf.arguments import config_of
+from april.adapters.openrlhf.rollouts import Rollouts
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 
 ROWS, GROUPS, SAMPLES = 24, 4, 2
 
@@ -146,7 +146,7 @@ class Run:
         async def opened(actors: Any) -> list[Engine]:
             return self.engines
 
-        from april.adapters.openrlhf_prompts import CarryingLoader
+        from april.adapters.openrlhf.prompts import CarryingLoader
 
         config = config_of(self.args, own)
         self.rollouts = Rollouts(self.args, config, Tokenizer(), [], open_engines=opened, check=True)
@@ -356,9 +356,9 @@ def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
         classes[name].__module__ = {
             "PPOTrainer": "openrlhf.trainer.ppo_trainer", "RolloutRayActor": "openrlhf.trainer.ray.vllm_engine"
         }.get(name, "openrlhf.trainer.ppo_trainer_async")  # fmt: skip
-    before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf_actors")}
+    before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf.actors")}
     sys.modules.update(made)
-    sys.modules.pop("april.adapters.openrlhf_actors", None)
+    sys.modules.pop("april.adapters.openrlhf.actors", None)
     vars(april.adapters).pop("openrlhf_actors", None)
     try:
         yield made

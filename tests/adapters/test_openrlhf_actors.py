@@ -16,7 +16,7 @@ from real_schedulers import assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import ROWS, SAMPLES, Engine, installed, namespace, row
 from april.adapters import openrlhf as launcher
-from april.adapters.openrlhf_rollouts import Rollouts
+from april.adapters.openrlhf.rollouts import Rollouts
 from april.errors import RolloutError
 
 SETTINGS = {"over_sampling_batch_size": 8}
@@ -50,7 +50,7 @@ def engines_are_engines(actors: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_synchronous_trainer(modules: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF's own loop trains april's batches, each prompt once; evaluations stay its own; a checkpoint goes on."""
-    actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     trainer = actors.AprilPPOTrainer(strategy, engines_are_engines(actors, monkeypatch))
     trainer.fit()
 
@@ -69,7 +69,7 @@ def test_the_synchronous_trainer(modules: Any, strategy: Any, monkeypatch: pytes
 
 def test_the_asynchronous_trainer(modules: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its generating half is april's, in the process where it is made."""
-    actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     trainer = actors.AprilPPOTrainerAsync(strategy, engines_are_engines(actors, monkeypatch))
     assert isinstance(trainer.generator, actors.AprilGenerateSamplesActor)
     samples, _, drawn, exhausted = trainer.fit()
@@ -78,7 +78,7 @@ def test_the_asynchronous_trainer(modules: Any, strategy: Any, monkeypatch: pyte
 
 def test_another_number_of_prompts(modules: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """N is that of the flags."""
-    actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     trainer = actors.AprilPPOTrainer(strategy, engines_are_engines(actors, monkeypatch))
     trainer.samples_generator._dataloader_iter = rows = iter(())
     with pytest.raises(RolloutError, match="OpenRLHF asked for 5 prompts"):
@@ -89,7 +89,7 @@ def test_another_number_of_prompts(modules: Any, strategy: Any, monkeypatch: pyt
 async def test_the_engine_actor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts whole transfers, refuses those that come while requests run, and asks for rewards as OpenRLHF does."""
     install_vllm(monkeypatch)
-    actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     actor = actors.AprilRolloutRayActor.__new__(actors.AprilRolloutRayActor)
     llm = FakeAsyncLLM(mode="processed_logprobs")
     await actor.__init__(llm)
@@ -125,7 +125,7 @@ def test_the_switch(modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert (ran["name"], ran["argv"]) == ("openrlhf.cli.train_ppo_ray", ["--train.seed", "1", "--help"])
     assert ran["strategy"].args.april == {"over_sampling_batch_size": 8}
     assert "--april.config FILE" in capsys.readouterr().out
-    actors: Any = importlib.import_module("april.adapters.openrlhf_actors")
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     for path, cls in (
         ("ppo_trainer.PPOTrainer", actors.AprilPPOTrainer),
         ("ppo_trainer_async.PPOTrainerAsync", actors.AprilPPOTrainerAsync),

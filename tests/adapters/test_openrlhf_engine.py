@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm, logprob, next_token
 
-from april.adapters.openrlhf_engine import OpenRLHFEngine, connect
-from april.core.sampling import SamplingParams
+from april.adapters.openrlhf.engine import OpenRLHFEngine, connect
+from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Chunk, EngineFinish, LogprobKind, Request
-from april.engines.vllm_actor import ActorSide
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.vllm.actor import ActorSide
 from april.errors import EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]

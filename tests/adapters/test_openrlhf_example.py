@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from adapters.openrlhf_stand_in import namespace
-from april.adapters.openrlhf_arguments import config_of
+from april.adapters.openrlhf.arguments import config_of
 
 HERE = Path(__file__).parent.parent.parent / "examples" / "openrlhf"
 

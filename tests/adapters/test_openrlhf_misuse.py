@@ -11,9 +11,9 @@ import pytest
 
 from adapters.openrlhf_stand_in import SamplesGenerator, installed, namespace
 from april.adapters.openrlhf import main
-from april.adapters.openrlhf_arguments import config_of, split_flags
-from april.adapters.openrlhf_framework import require_openrlhf, undecorated
-from april.adapters.openrlhf_samples import Scored, prompt_ids, row_of, trained_ranges
+from april.adapters.openrlhf.arguments import config_of, split_flags
+from april.adapters.openrlhf.framework import require_openrlhf, undecorated
+from april.adapters.openrlhf.samples import Scored, prompt_ids, row_of, trained_ranges
 from april.errors import ConfigError, RolloutError
 
 OVER = {"over_sampling_batch_size": 8}

@@ -13,7 +13,7 @@ from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Loader, LoaderWithWorkers, Run, row
 from april.core.types import DropReason
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
 from april.errors import CheckpointError, RolloutError
 
 ALL = Counter(row(i)[1] for i in range(ROWS))

@@ -16,9 +16,9 @@ from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 from adapters import slime_functions_of_a_user as user
 from adapters.slime_stand_in import DataSource, Sample, Tokenizer, installed, namespace
 from adapters.test_slime_rollouts import simulated
-from april.adapters import slime_carry
+from april.adapters.slime import carry as slime_carry
 from april.adapters.slime import make_generate_rollout
-from april.engines.simulated import synthetic_response
+from april.engines.simulated.engine import synthetic_response
 from april.errors import CheckpointError
 from april.state_file import pack
 

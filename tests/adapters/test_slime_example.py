@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from adapters.slime_stand_in import namespace
-from april.adapters.slime_arguments import config_of
+from april.adapters.slime.arguments import config_of
 
 HERE = Path(__file__).parent.parent.parent / "examples" / "slime"
 

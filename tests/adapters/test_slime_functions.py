@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from adapters.slime_stand_in import DataSource, Sample, Tokenizer, installed, namespace
-from april.adapters.slime_framework import Framework
-from april.adapters.slime_functions import FunctionEngine
-from april.adapters.slime_samples import Groups, Held
+from april.adapters.slime.framework import Framework
+from april.adapters.slime.functions import FunctionEngine
+from april.adapters.slime.samples import Groups, Held
 from april.core.sampling import SamplingParams
 from april.core.types import SampleId
 from april.core.versions import PolicyVersion
@@ -140,7 +140,7 @@ def test_a_pause_ends_calls_that_do_not_end_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After the deadline of a pause, said in the log: weights are not held up by a tool that hangs."""
-    monkeypatch.setattr("april.engines.server_engine.PAUSE_DEADLINE_S", 0.05)
+    monkeypatch.setattr("april.engines.http.server_engine.PAUSE_DEADLINE_S", 0.05)
 
     async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
         running = asyncio.create_task(read(engine, request(0, "a")))

@@ -19,8 +19,8 @@ from adapters import slime_functions_of_a_user as user
 from adapters.slime_stand_in import DataSource, Sample, Status, Tokenizer, installed, namespace
 from april.adapters.slime import GenerateRollout, generate_rollout, make_generate_rollout
 from april.core.types import DropReason
-from april.engines.decode_cost import DecodeCost
-from april.engines.simulated import SimulatedEngine, by_sample_key, synthetic_response
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
 from april.errors import RolloutError
 
 USER = "adapters.slime_functions_of_a_user"

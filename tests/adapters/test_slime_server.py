@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from april.engines.decode_cost import DecodeCost
-from april.engines.response_lengths import LognormalLengths
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import LognormalLengths
 from benchmarks.slime_server import PER_UPDATE, TimedSglangServer
 
 LENGTHS = LognormalLengths(40.0, 0.6, 0.5, seed=3)

@@ -13,8 +13,8 @@ from sglang_fixtures import ServerThread
 from adapters.slime_stand_in import DataSource, Sample, Status, installed, namespace
 from april.adapters.slime import make_generate_rollout
 from april.errors import ConfigError, EngineError
-from april.testing.fake_sglang_router import FakeSglangRouter
-from april.testing.fake_sglang_server import FakeSglangServer
+from april.testing.servers.sglang.router import FakeSglangRouter
+from april.testing.servers.sglang.server import FakeSglangServer
 
 USER = "adapters.slime_functions_of_a_user"
 EOS = 2

@@ -20,10 +20,10 @@ from vllm_fixtures import KNOWN
 
 import april
 from april.adapters import trl as adapter
-from april.adapters.trl_checkpoint import BUFFER_FILE, STATE_FILE
-from april.adapters.trl_checks import require_trl
-from april.adapters.trl_data import ROW, DatasetPasses
-from april.testing.fake_vllm_server import FakeVllmServer
+from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE
+from april.adapters.trl.checks import require_trl
+from april.adapters.trl.data import ROW, DatasetPasses
+from april.testing.servers.vllm.server import FakeVllmServer
 
 from . import stand_in_trl as trl
 

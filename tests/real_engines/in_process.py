@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from april.engines.protocol import Engine
-from april.engines.vllm_in_process import VllmInProcessEngine
+from april.engines.vllm.in_process import VllmInProcessEngine
 from april.testing.conformance import Report, Subject, Weights, run
 from april.testing.conformance.servers import hugging_face, hugging_face_tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.settings import CoreSettings
 from april.errors import ConfigError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from april.engines.protocol import Float32, Int32, LogprobKind
+from april.core.sampling import LogprobKind
+from april.engines.protocol import Float32, Int32
 from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import Check, check
 from april.testing.conformance.outcomes import Broken, NotOffered, NotTested

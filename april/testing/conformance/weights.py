@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from april.engines.protocol import EngineFinish, Float32, LogprobKind
+from april.core.sampling import LogprobKind
+from april.engines.protocol import EngineFinish, Float32
 from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import check
 from april.testing.conformance.logprobs import expected

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from april.config import Config
+from april.config.settings import Config
 from april.core.batch import Batch
+from april.core.sampling import GAP
 from april.core.types import DropReason, FinishReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
-from april.driver.stop_strings import GAP
 from april.engines.protocol import Int32
 from april.testing.conformance.bench import Bench, same
 from april.testing.conformance.between import Between

@@ -16,8 +16,8 @@ import short_runs
 sys.path.insert(0, str(short_runs.HERE / "on_cpu"))  # stands in for flash-attn
 
 from april.adapters import openrlhf as launcher
-from april.adapters.openrlhf_arguments import config_of
-from april.adapters.openrlhf_framework import find
+from april.adapters.openrlhf.arguments import config_of
+from april.adapters.openrlhf.framework import find
 
 EXAMPLES = short_runs.ROOT / "examples" / "openrlhf"
 

@@ -11,7 +11,7 @@ SUBSTITUTED: list[str] = []
 
 def pytest_configure() -> None:
     """From now on, for files that are loaded by path, as those tests do."""
-    from april.adapters.openrlhf_actors import GeneratesByApril, WithApril
+    from april.adapters.openrlhf.actors import GeneratesByApril, WithApril
 
     places = {
         "samples_generator.py": ("SamplesGenerator", GeneratesByApril),

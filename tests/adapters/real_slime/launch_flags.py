@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from april.adapters.slime_arguments import config_of
+from april.adapters.slime.arguments import config_of
 from benchmarks.slime_surroundings import Trainer
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ import tiny
 import torch
 from transformers import TrainerCallback
 
-from april.adapters.trl_checkpoint import BUFFER_FILE, KIND, STATE_FILE
+from april.adapters.trl.checkpoint import BUFFER_FILE, KIND, STATE_FILE
 from april.errors import CheckpointError
 from april.state_file import unpack
 

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 import april
 from april.adapters.trl import rollout
-from april.adapters.trl_checks import SEAMS, TESTED_VERSION, require_trl
+from april.adapters.trl.checks import SEAMS, TESTED_VERSION, require_trl
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9"),

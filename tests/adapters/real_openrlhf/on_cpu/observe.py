@@ -22,7 +22,7 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
     """Wrap one method of april's and one of the trainer's, where they are imported."""
     me = os.getpid()
 
-    @after("april.adapters.openrlhf_rollouts")
+    @after("april.adapters.openrlhf.rollouts")
     def _batches(module: Any) -> None:
         number, take, close = count(), module.Rollouts.next, module.Rollouts.close
 

@@ -1,0 +1,241 @@
+"""One training run of OpenRLHF: a scheduler over its prompts, a batch per step, the carry in every checkpoint.
+
+Invariant: between two calls of :meth:`Rollouts.next` no request of april's is at any engine, so OpenRLHF may put them
+to sleep, change their weights and evaluate on them as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from april.adapters.openrlhf.engine import connect
+from april.adapters.openrlhf.prompts import KEY, Prompts
+from april.adapters.openrlhf.samples import Held, Scored, judged_text, prompt_ids, responses_of
+from april.config.settings import Config
+from april.core.batch import Batch
+from april.core.ledger import Ledger
+from april.core.types import Prompt, SampleId
+from april.driver.rewards import Response
+from april.errors import CheckpointError, DataExhausted, RolloutError
+from april.scheduler import RolloutScheduler
+from april.state_file import pack, unpack
+
+log = logging.getLogger("april")
+
+KIND = "openrlhf"
+
+
+class Rollouts:
+    """What lives as long as OpenRLHF's trainer.
+
+    Args:
+        args: OpenRLHF's namespace.
+        config: april's settings for it.
+        tokenizer: the trainer's.
+        actors: handles of the engine actors.
+        open_engines: makes april's engines from them; they also count the trainer's transfers of weights and ask for
+            rewards (see :class:`april.adapters.openrlhf.engine.OpenRLHFEngine`).
+        check: cross-check april's books after every event (slow).
+    """
+
+    def __init__(
+        self, args: Any, config: Config, tokenizer: Any, actors: Sequence[Any], *,
+        open_engines: Callable[[Sequence[Any]], Any] = connect, check: bool = False,
+    ) -> None:  # fmt: skip
+        self._args, self._config, self._tokenizer, self._actors = args, config, tokenizer, actors
+        self._open_engines, self._check = open_engines, check
+        self._engines: list[Any] = []
+        self.scheduler: RolloutScheduler | None = None
+        """From the first batch on."""
+        self.batch: Batch | None = None
+        """The last one."""
+        self.ledger: dict[str, Ledger] = {}
+        """At the end."""
+        self._prompts = Prompts(self._encode)
+        self._rows: Iterator[Any] | None = None
+        self._scored: Held = {}
+        self._saved: dict[str, Any] | None = None
+        self._pushes = 0
+
+    @property
+    def _has_rewards(self) -> bool:
+        """Rewards come from a function or a server; otherwise from a reward model of the trainer's, later."""
+        return bool(self._args.reward.remote_url)
+
+    # ---------------------------------------------------------------- a step
+
+    def next(self, rows: Iterator[Any]) -> tuple[list[dict[str, Any]], int, bool]:
+        """N groups as OpenRLHF's executor would return them, prompts drawn for it, and whether all is over.
+
+        Args:
+            rows: the loader's iterator of this episode.
+        """
+        begins = rows is not self._rows
+        if begins:
+            self._rows = rows
+            self._prompts.begin(rows)
+        if self.scheduler is None:
+            self.scheduler = self._open()
+        elif begins:
+            self.scheduler.extend(self._prompts)
+        self._follow_weights()
+        before = self._prompts.drawn
+        try:
+            batch = self.scheduler.next_batch()
+        except DataExhausted:
+            self._rows = None  # a loader with workers of its own gives the same iterator for the next episode
+            return [], self._prompts.drawn - before, True
+        self.batch = batch
+        responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards))
+        for sample in batch.samples:
+            self._scored.pop(sample.id, None)
+        metrics = {name: round(value, 4) for name, value in batch.metrics.items()}
+        log.info("april: batch %d under weights %s: %s", batch.id, batch.version, metrics)
+        return responses, self._prompts.drawn - before, False
+
+    def _follow_weights(self) -> None:
+        """The trainer has put weights into the engines since the last step as often as the engines say."""
+        assert self.scheduler is not None
+        now = self._look()
+        while self._pushes < now:
+            # they are there: april counts them, and has the cached keys of the old ones thrown away
+            self.scheduler.weight_update(transfer=lambda: None)
+            self._pushes += 1
+
+    def _look(self) -> int:
+        async def all_engines() -> list[int]:
+            return list(await asyncio.gather(*(engine.pushes() for engine in self._engines)))
+
+        counts = asyncio.run(all_engines())
+        if len(set(counts)) > 1:
+            raise RolloutError(
+                f"the engines have got weights {counts} times: one of them was started anew, or a transfer broke off; "
+                "start the run again from its checkpoint"
+            )
+        return counts[0]
+
+    # ---------------------------------------------------------------- the scheduler
+
+    def _open(self) -> RolloutScheduler:
+        self._engines = asyncio.run(_list(self._open_engines(self._actors)))
+        self._pushes = self._look()
+        filters = bool(self._args.algo.dynamic_filtering_enable)
+        scheduler = RolloutScheduler(
+            self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
+            reward=self._reward if self._has_rewards else None, filter=self._in_range if filters else None,
+        )  # fmt: skip
+        if self._saved is not None:
+            try:
+                self._restore(scheduler, self._saved)
+            except BaseException:
+                scheduler.close()
+                raise
+            self._saved = None
+        if not self._config.leaves_partials:
+            log.warning(
+                "april runs without over-sampling, so every step waits for its longest response; set "
+                "--april.over_sampling_batch_size above --rollout.batch_size"
+            )
+        return scheduler
+
+    def _encode(self, text: str) -> list[int]:
+        return prompt_ids(self._tokenizer, text, self._args.data.max_len, self._args.rollout.max_new_tokens)
+
+    async def _reward(self, prompt: Prompt, response: Response) -> float:
+        """Asked in an engine's actor, where OpenRLHF has loaded the reward function."""
+        engine = self._engines[(response.sample_id.group + response.sample_id.index) % len(self._engines)]
+        query = judged_text(self._tokenizer, prompt, response)
+        answer = await engine.judge(query, prompt.data["prompt"], prompt.data["label"])
+        scored = self._scored[response.sample_id] = Scored.of(answer)
+        return scored.reward
+
+    def _in_range(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
+        """OpenRLHF's dynamic filter: the mean score is inside of ``--algo.dynamic_filtering_range``."""
+        low, high = self._args.algo.dynamic_filtering_range
+        scores = [self._scored[response.sample_id].score for response in responses]
+        kept = bool(low < sum(scores) / len(scores) < high)
+        if not kept:
+            for response in responses:
+                del self._scored[response.sample_id]
+        return kept
+
+    def close(self) -> None:
+        """End the scheduler; what it held and no checkpoint has is gone."""
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is None:
+            return
+        try:
+            self.ledger = scheduler.ledger()
+            log.info("april: at the end, %s", self.ledger)
+        finally:
+            scheduler.close()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The loader's state with april's of the same moment, after the last batch was trained on.
+
+        april's is bytes in a uint8 array [length], for OpenRLHF logs the states that it loads.
+
+        Raises:
+            CheckpointError: a label is no plain value.
+        """
+        if self.scheduler is None:
+            return loader_state()
+        through = None if self.batch is None else self.batch.id
+        state = self.scheduler.state_dict(through)
+        theirs, drawn = self._prompts.save(state["prompts"]["position"], loader_state)
+        groups = {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
+        scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
+        # of groups that are gone; rewards go on writing meanwhile
+        for sample in list(self._scored):
+            if sample.group not in groups and sample.group < state["core"]["groups_drawn"]:
+                self._scored.pop(sample, None)
+        content = {
+            "state": state, "prompts": drawn,
+            "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],
+        }  # fmt: skip
+        return {**theirs, KEY: _as_tensor(pack(KIND, content))}
+
+    def load(self, saved: Any) -> bool:
+        """Go on from a saved state at the next batch; whether the saved episode's prompts had ended.
+
+        Raises:
+            CheckpointError: it is damaged, or another version of april wrote it.
+        """
+        if saved is None:
+            log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
+            return False
+        try:
+            data = np.asarray(saved, np.uint8).tobytes()
+        except (TypeError, ValueError) as error:
+            raise _damaged(error) from error
+        self._saved = unpack(KIND, data, "the loader's state")
+        return bool(self._saved["prompts"]["ended"])
+
+    def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
+        try:
+            self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
+            self._scored.update({SampleId(group, index): Scored(*said) for group, index, *said in saved["scored"]})
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(error) from error
+        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has put the weights there
+
+
+def _damaged(error: Exception) -> CheckpointError:
+    return CheckpointError(f"april's carry in the checkpoint is damaged: {type(error).__name__}: {error}")
+
+
+async def _list(engines: Any) -> list[Any]:
+    return list(await engines)
+
+
+def _as_tensor(packed: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

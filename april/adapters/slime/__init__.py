@@ -1,0 +1,12 @@
+"""april inside slime and miles: ``--rollout-function-path april.adapters.slime.generate_rollout``."""
+
+from __future__ import annotations
+
+from april.adapters.slime.rollout_function import (
+    GenerateRollout,
+    RolloutFunction,
+    generate_rollout,
+    make_generate_rollout,
+)
+
+__all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_generate_rollout"]

@@ -1,0 +1,179 @@
+"""A custom generate function of slime as an engine: it talks to the servers itself, april counts and schedules.
+
+slime can end the requests of such a function only all at once (``abort_all``), which is what the end of a step wants.
+The sample that the function returned is the truth; what april keeps of its tokens is for the books and the versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from april.adapters.slime.framework import Framework
+from april.adapters.slime.samples import Groups, Held
+from april.core.sampling import LogprobKind
+from april.core.types import Prompt, SampleId
+from april.core.versions import PolicyVersion
+from april.driver.llm import LLM
+from april.driver.user_code import check_function
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_engine import ServerEngine
+from april.engines.http.server_words import control, nothing
+from april.engines.http.wire_arrays import empty_chunk
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
+from april.errors import EngineError, RequestRefused
+
+log = logging.getLogger("april")
+
+MAX_CONTEXT = 1 << 30
+"""The function keeps slime's own limits; april has none for it."""
+
+
+class FunctionEngine(ServerEngine):
+    """Implements :class:`april.engines.protocol.Engine`; one request is one call of ``function``.
+
+    Args:
+        function: ``async (args, sample, sampling_params[, evaluation]) -> sample``, as slime's own ``generate``.
+        samples: what the function has made of each sample so far; continued, saved and restored from here.
+        urls: the servers, for aborts.
+    """
+
+    def __init__(
+        self, args: Any, framework: Framework, function: Any, groups: Groups, samples: Held, urls: Sequence[str]
+    ) -> None:
+        if callable(function) and "evaluation" in inspect.signature(function).parameters:
+            function = functools.partial(function, evaluation=False)
+        check_function("--custom-generate-function-path", function, ("args", "sample", "sampling_params"))
+        per_server = getattr(args, "sglang_server_concurrency", None)
+        super().__init__("slime", Capabilities(
+            LogprobKind.UNKNOWN, 2**31 - 1, MAX_CONTEXT, (), per_server * len(urls) if per_server and urls else None,
+            version_spans=False, streams=False, honours_seeds=False,
+        ))  # fmt: skip
+        self._args, self._framework, self._function = args, framework, function
+        self._groups, self._samples = groups, samples
+        self._fresh: Held = {}
+        self._urls = urls
+        self._clients: list[HttpClient] = []
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._cut: set[str] = set()
+
+    async def rollout(self, prompt: Prompt, llm: LLM) -> None:
+        """The rollout function that belongs to this engine: it says which sample a request is about."""
+        self._fresh[llm.sample_id] = prompt.data["group"][llm.sample_id.index]
+        await llm.generate()
+        del self._fresh[llm.sample_id]
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Call the function; one chunk with everything that it added."""
+        assert request.sample_key is not None
+        key = SampleId(*request.sample_key)
+        async with self._admission.request(request.attempt_id) as admitted:
+            if not admitted:
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+            known = self._samples.get(key)
+            if known is None or known.response_length != request.response_offset:
+                known = self._groups.sample(self._fresh[key])
+            before = known.response_length
+            # a copy: a call that fails has changed nothing
+            call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
+            self._calls[request.attempt_id] = call
+            try:
+                sample = await call
+            except asyncio.CancelledError:
+                if request.attempt_id not in self._cut:
+                    raise
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+            finally:
+                del self._calls[request.attempt_id]
+                self._cut.discard(request.attempt_id)
+            self._samples[key] = sample
+            yield self._chunk(sample, before)
+
+    async def _call(self, sample: Any, index: int) -> Any:
+        args = self._args
+        params: dict[str, Any] = {
+            "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len, "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids, "skip_special_tokens": args.rollout_skip_special_tokens,
+            "no_stop_trim": True, "spaces_between_special_tokens": False,
+        }  # fmt: skip
+        if args.rollout_top_p != 1:
+            params["custom_params"] = {"return_top_p_token_ids": True}
+        if getattr(args, "sglang_enable_deterministic_inference", False):
+            params["sampling_seed"] = args.rollout_seed + index
+        for name in ("session_id", "routing_key"):
+            if getattr(sample, name, "") is None:
+                setattr(sample, name, str(uuid.uuid4()))
+        sample = await self._function(args, sample, params)
+        if isinstance(sample, list):
+            raise RequestRefused(
+                "the custom generate function returned several samples for one, which april cannot count; use slime's "
+                "own rollout function for it"
+            )
+        return sample
+
+    def _chunk(self, sample: Any, before: int) -> Chunk:
+        length = sample.response_length
+        tokens = np.array(sample.tokens[len(sample.tokens) - length :][before:], np.int32)
+        said = sample.rollout_log_probs
+        logprobs = np.zeros(len(tokens), np.float32) if said is None else np.array(said[before:], np.float32)
+        finish = {
+            sample.Status.ABORTED: EngineFinish.ABORT, sample.Status.TRUNCATED: EngineFinish.LENGTH,
+        }.get(sample.status, EngineFinish.STOP)  # fmt: skip
+        return Chunk(tokens, logprobs, self._version, finish)
+
+    # ---------------------------------------------------------------- aborts and weights
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """All of them through the servers; some only by ending their calls, which loses what the calls have so far."""
+        asked = set(self._to_abort(attempt_ids)) & set(self._calls)
+        if not asked:
+            return
+        if asked == set(self._calls):
+            self._clients = self._clients or [HttpClient(url, name=self.name) for url in self._urls]
+            await asyncio.gather(
+                *(control(c, "/abort_request", nothing, body={"abort_all": True}) for c in self._clients)
+            )
+        else:
+            self._end(asked)
+
+    def _end(self, attempt_ids: Collection[str]) -> None:
+        for attempt in attempt_ids:
+            self._cut.add(attempt)
+            self._calls[attempt].cancel()
+
+    async def pause(self) -> None:
+        """Nothing runs when it returns: a call that does not end (a tool that hangs) is ended, what it has is lost."""
+        try:
+            await super().pause()
+        except EngineError as error:
+            log.warning("%s; the calls of the custom generate function are ended, what they have is lost", error)
+            self._end(list(self._calls))
+            await self._admission.until_idle()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """slime has updated them."""
+        if path is not None:
+            raise EngineError("slime updates the weights of its servers itself")
+        self.require_idle()
+        self._labels.present = version
+
+    async def health(self) -> Health:
+        """slime watches its servers itself."""
+        return Health(True)
+
+    async def close(self) -> None:
+        """Calls in flight are given up."""
+        for call in self._calls.values():
+            call.cancel()
+        for client in self._clients:
+            await client.close()

@@ -1,0 +1,126 @@
+"""slime's reward functions, sample hooks and dynamic filter as april's: the same paths, loaded by slime's loader.
+
+They run on slime's own event loop, where its HTTP sessions live, beside generation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from april.adapters.slime.framework import Framework
+from april.adapters.slime.samples import Groups, Held, fill
+from april.core.types import Prompt
+from april.driver.rewards import Response
+from april.errors import RolloutError
+
+
+class SlimeHooks:
+    """What ``args`` names, as functions of a scheduler; ``held`` keeps the samples that were scored.
+
+    Args:
+        groups: makes samples.
+        finished: samples that a custom generate function has filled itself, by sample; None: april fills them.
+    """
+
+    def __init__(self, args: Any, framework: Framework, groups: Groups, finished: Held | None = None) -> None:
+        self._args = args
+        self._framework = framework
+        self._groups = groups
+        self._finished = finished
+        self.held: Held = {}
+        self.dropped: Counter[str] = Counter()
+        """Groups that the filter has rejected since the last batch, by its reason."""
+        self.judged: list[list[Any]] = []
+        """Groups that were scored since the last batch, rejected ones included; kept where slime has a use for them."""
+        self._remaining = 0
+        path = getattr(args, "dynamic_sampling_filter_path", None)
+        self._filter = framework.load_function(path) if path else None
+        self._keeps_judged = bool(getattr(args, "rollout_all_samples_process_path", None))
+        self.has_filter = self._filter is not None or self._keeps_judged
+        self._has_hooks = bool(getattr(args, "rollout_sample_hook_path", None))
+        for path in (args.custom_rm_path, *(getattr(args, "rollout_sample_hook_path", None) or ())):
+            if path:
+                framework.load_function(path)  # a wrong path is told now, not at the first response
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        self._remaining = self._args.over_sampling_batch_size or self._args.rollout_batch_size
+
+    def take(self) -> tuple[Counter[str], list[list[Any]]]:
+        """What the filter has rejected and what was scored since this was last asked; scoring goes on meanwhile."""
+        dropped, self.dropped = self.dropped, Counter()
+        judged, self.judged = self.judged, []
+        return dropped, sorted(judged, key=lambda group: group[0].index)
+
+    async def reward(self, prompt: Prompt, response: Response) -> float:
+        """Reward of one response, by slime's own ``async_rm``."""
+        sample = await self._hooked(self._sample(prompt, response))
+        if sample.reward is None:
+            sample.reward = await self._framework.on_its_loop(
+                self._framework.get("rollout.rm_hub.async_rm")(self._args, sample)
+            )
+        self.held[response.sample_id] = sample
+        return self._value(sample)
+
+    async def group_reward(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
+        """Rewards of a whole group (``--group-rm``), by slime's own ``batched_async_rm``."""
+        samples = [await self._hooked(self._sample(prompt, response)) for response in responses]
+        rewards = await self._framework.on_its_loop(
+            self._framework.get("rollout.rm_hub.batched_async_rm")(self._args, samples)
+        )
+        if len(rewards) != len(samples):
+            raise RolloutError(f"the group reward gave {len(rewards)} rewards for {len(samples)} samples")
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.reward = reward
+        self.held.update(zip((r.sample_id for r in responses), samples, strict=True))
+        return [self._value(sample) for sample in samples]
+
+    async def filter(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
+        """The verdict of ``--dynamic-sampling-filter-path``; its reason is counted."""
+        group = [self.held[r.sample_id] for r in responses]
+        if self._keeps_judged:
+            self.judged.append(group)
+        if self._filter is None:
+            return True
+
+        async def judge() -> Any:
+            return self._framework.get("rollout.filter_hub.base_types.call_dynamic_filter")(
+                self._filter, self._args, group
+            )
+
+        verdict = await self._framework.on_its_loop(judge())
+        target = self._args.rollout_batch_size
+        if verdict.keep or (getattr(verdict, "keep_when_insufficient", False) and self._remaining <= target):
+            return True
+        self.dropped[str(verdict.reason or "rejected")] += 1
+        self._remaining -= 1
+        if self._remaining < target:  # where slime would submit as many again
+            self._remaining += self._args.over_sampling_batch_size or target
+        for response in responses:
+            del self.held[response.sample_id]
+        return False
+
+    def _sample(self, prompt: Prompt, response: Response) -> Any:
+        if self._finished is not None:
+            return self._finished[response.sample_id]
+        sample = self._groups.sample(prompt.data["group"][response.sample_id.index])
+        text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
+        return fill(sample, prompt, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
+
+    async def _hooked(self, sample: Any) -> Any:
+        if not self._has_hooks:
+            return sample
+        apply = self._framework.get("rollout.sample_hooks.apply_rollout_sample_hooks")
+        return await self._framework.on_its_loop(apply(self._args, sample, evaluation=False))
+
+    def _value(self, sample: Any) -> float:
+        key = self._args.reward_key
+        value = sample.reward[key] if key else sample.reward
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise RolloutError(
+                f"the reward of sample {sample.index} is {value!r}, no number; of several, name one by --reward-key"
+            ) from None

@@ -1,0 +1,95 @@
+"""The SGLang servers behind slime's router, what they call their weights, and whether these are new."""
+
+from __future__ import annotations
+
+import asyncio
+
+from april.core.versions import PolicyVersion
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.sglang.router import router_workers
+from april.errors import EngineError
+
+UNLABELLED = (None, "default")
+"""Labels of weights that nobody has labelled."""
+NAMED_VERSIONS = 1000
+"""So many are remembered by name."""
+
+
+class Weights:
+    """Whose weights the servers have: the trainer labels them when it updates them, or every rollout has new ones.
+
+    Args:
+        router: address of slime's router; None: there are no servers to ask.
+        relabels: april writes labels of its own, over the trainer's.
+        rollout_id: that of the first rollout.
+    """
+
+    def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
+        self._router, self._relabels = router, relabels
+        self._last_id = rollout_id
+        self._told: int | None = None
+        self.names: dict[PolicyVersion, tuple[str, int]] = {}
+        """What slime calls the weights of a version, and the rollout that began under it."""
+        self.urls, self._seen = self._ask()
+        self._said, self._known = self._seen, self._seen
+        self._labelled = any(label not in UNLABELLED for label in self._seen)
+
+    def look(self, rollout_id: int, told: int | None) -> bool:
+        """Whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
+
+        ``told``: their version, where the trainer says it; else the servers' labels tell.
+        """
+        self.urls, self._seen = self._ask()
+        self._said = self._seen if told is None else (str(told),)
+        last, self._last_id, before, self._told = self._last_id, rollout_id, self._told, told
+        self._labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
+        if rollout_id == last:
+            return False
+        if told is not None:
+            return told != before
+        return not self._labelled or self._seen != self._known
+
+    def name(self, version: PolicyVersion, rollout_id: int) -> None:
+        """What the servers had when they were last looked at is ``version``, and april's engines know it."""
+        named = [label for label in self._said if label not in UNLABELLED]
+        self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
+        for old in sorted(self.names)[:-NAMED_VERSIONS]:
+            del self.names[old]
+        self._known = self._ask()[1] if self._relabels else self._seen
+
+    def _ask(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+        return ((), ()) if self._router is None else asyncio.run(servers_behind(self._router))
+
+
+async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """Addresses of the router's servers, sorted, and the labels of their weights.
+
+    Raises:
+        ConfigError, EngineError: there is no router, or it has no servers.
+    """
+    client = HttpClient(router, name="the router")
+    try:
+        urls = tuple(sorted(await router_workers(client)))
+    finally:
+        await client.close()
+    if not urls:
+        raise EngineError(f"the router {router} has no workers yet; slime starts them before it asks for a rollout")
+    return urls, tuple(await asyncio.gather(*map(_label, urls)))
+
+
+async def _label(url: str) -> str | None:
+    """Of a server's weights; None: it does not say, or is not there."""
+    client = HttpClient(url, name=url)
+    try:
+        for route in ("/model_info", "/get_model_info"):
+            reply = await client.call("GET", route, timeout_s=10.0, retry=True)
+            if reply.ok:
+                said = read_json(reply.body)
+                label = said.get("weight_version") if isinstance(said, dict) else None
+                return None if label is None else str(label)
+        return None
+    except (EngineError, NotJson):
+        return None
+    finally:
+        await client.close()

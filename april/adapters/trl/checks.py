@@ -1,0 +1,179 @@
+"""What the TRL adapter can be exact with; everything else is refused when the trainer is made, one sentence each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from itertools import chain
+from typing import Any
+
+from april.config.engines import TransformersEngineConfig
+from april.config.settings import Config
+from april.core.types import OnDataEnd
+from april.errors import ConfigError
+
+TESTED_VERSION = "1.16.0"
+SEAMS = {
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_tokenize_prompts": ("self", "prompts"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+}
+"""Methods of GRPOTrainer that are called or overridden, with their parameters."""
+_SAMPLING = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None,), "repetition_penalty": (1.0,)}
+"""Settings of GRPOConfig, and the values under which all tokens are drawn from softmax(logits / temperature)."""
+
+
+def require_trl() -> Any:
+    """The package trl; raises ConfigError if it cannot be imported."""
+    try:
+        return importlib.import_module("trl")
+    except ImportError as error:
+        raise ConfigError(
+            f"april.adapters.trl needs trl: pip install trl=={TESTED_VERSION} (its import failed: {error})"
+        ) from error
+
+
+def require_seams(base: Any) -> None:
+    """Raise ConfigError unless a trainer class has the methods that the adapter builds on."""
+    for name, parameters in SEAMS.items():
+        found = getattr(base, name, None)
+        if found is None or tuple(inspect.signature(found).parameters) != parameters:
+            try:
+                version = metadata.version("trl")
+            except metadata.PackageNotFoundError:
+                version = "of an unknown version"
+            raise ConfigError(
+                f"{base.__name__}.{name}({', '.join(parameters[1:])}) is not there in trl {version}; april's adapter "
+                f"was held against trl {TESTED_VERSION}: install that, or another version that has it"
+            )
+
+
+def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
+    """The settings, completed by what GRPOConfig says; raises ConfigError where the two contradict each other."""
+    args = trainer.args
+    if args.temperature == 0:
+        raise ConfigError(
+            "GRPOConfig.temperature=0: greedy responses of a group are all equal, and the trainer recomputes "
+            "log_softmax(logits / T); use a positive temperature"
+        )
+    groups = args.generation_batch_size // args.num_generations
+    theirs = {
+        "rollout_batch_size": ("generation_batch_size / num_generations", groups),
+        "n_samples_per_prompt": ("num_generations", args.num_generations),
+        "max_response_len": ("max_completion_length", args.max_completion_length),
+    }
+    if isinstance(given, Config):
+        config = given
+    else:
+        if given.get("group_quorum", 1) != 1:
+            raise ConfigError(
+                f"group_quorum={given['group_quorum']}: TRL takes advantages over whole groups of num_generations, by "
+                "their place in the batch, so groups are delivered whole; leave it out"
+            )
+        sampling = given.get("sampling") or {}
+        if isinstance(sampling, Mapping):
+            sampling = {"temperature": args.temperature, **sampling}
+        own = {name: value for name, value in given.items() if name != "group_quorum"}
+        values = {name: value for name, (_, value) in theirs.items()} | {"seed": args.seed}
+        config = Config.from_mapping({**values, **own, "sampling": sampling})
+    ours = {**config.model_dump(include=set(theirs)), "sampling.temperature": config.sampling.temperature}
+    for name, (their_name, value) in {**theirs, "sampling.temperature": ("temperature", args.temperature)}.items():
+        if ours[name] != value:
+            raise ConfigError(
+                f"{name}={ours[name]} of april contradicts {their_name}={value} of GRPOConfig; leave it out, or make "
+                "them equal"
+            )
+    # where TRL sees the end of a completion, generation ends
+    stop = tuple(sorted({*config.sampling.stop_token_ids, *trainer.eos_token_ids}))
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"stop_token_ids": stop})})
+
+
+def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: bool) -> None:
+    """Raise ConfigError for the first thing under which rollouts or their log-probabilities would not be right.
+
+    Args:
+        trainer: made, and not trained yet.
+        config: as april will go by it.
+        servers: whether there is a directory through which servers get weights.
+        filters: whether groups may be rejected.
+    """
+    to_filter = _objections_to_filter(trainer, config) if filters else ()
+    for sentence in chain(_objections(trainer, config, servers), to_filter):
+        raise ConfigError(sentence)
+
+
+def _objections_to_filter(trainer: Any, config: Config) -> Iterator[str]:
+    if config.on_data_end is not OnDataEnd.WRAP:
+        yield "filter: rejected groups are replaced by more prompts than a pass may have; set on_data_end: wrap"
+    for function in trainer.reward_funcs:
+        if hasattr(function, "parameters"):
+            yield "filter: rewards by a model are computed by TRL alone, too late for it; use reward functions"
+    tokenizer = trainer.processing_class
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        yield "filter: this tokenizer has a response template, by which TRL alone parses completions; leave one out"
+
+
+def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator[str]:
+    args, dataset = trainer.args, trainer.train_dataset
+    if trainer.accelerator.num_processes > 1:
+        yield (
+            f"{trainer.accelerator.num_processes} processes would each draw the same prompts: april's TRL adapter does "
+            "not coordinate ranks yet; run one process"
+        )
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, name):
+            yield f"{name}=True: april generates, on the engine of its own configuration; leave {name} out"
+    for name, neutral in _SAMPLING.items():
+        if (value := getattr(args, name)) not in neutral:
+            yield (
+                f"GRPOConfig.{name}={value} is not part of the log-probabilities that the trainer recomputes, so its "
+                "ratios would be wrong; leave it out"
+            )
+    if args.generation_kwargs:
+        yield f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs)}: april generates; see april's sampling"
+    if config.allow_mismatch:
+        yield "allow_mismatch: true: TRL recomputes log_softmax(logits / temperature) and nothing else; leave it out"
+    if trainer.tools or trainer.environment_factories:
+        yield "tools and environments generate inside GRPOTrainer, beside april; leave them out"
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        yield (
+            f"train_dataset is a {type(dataset).__name__}, which cannot be read row by row, and april orders the "
+            "prompts itself; use a datasets.Dataset"
+        )
+    elif trainer._is_vlm or {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        yield "images: april resumes by token ids alone, and they would be lost; use text prompts"
+    if config.epochs != 1 or config.on_data_end is OnDataEnd.WAIT:
+        yield (
+            f"epochs={config.epochs}, on_data_end={config.on_data_end}: the trainer decides how long it trains; set "
+            "num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap"
+        )
+    embedded = isinstance(config.engine, TransformersEngineConfig)
+    adapters = getattr(trainer.model, "peft_config", None)
+    if adapters is not None and not embedded:
+        yield (
+            "PEFT model: servers would be given the adapter alone; train the whole model, or generate with the "
+            "embedded engine, which reads adapters in place"
+        )
+    if adapters is not None and getattr(trainer.model.config, "quantization_config", None) is not None:
+        yield "PEFT model over a quantised base: not held against TRL's log-probabilities; load the base unquantised"
+    for name, adapter in (adapters or {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield (
+                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt, "
+                "and april resumes by the tokens there are; use LoRA"
+            )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(trainer, f"is_{name}_enabled", False):
+            yield (
+                f"{name} moves parameters about, where april's TRL adapter reads and saves the whole model of one "
+                f"process; train without {name}"
+            )
+    if embedded == has_weights_dir:
+        yield (
+            "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"
+            if embedded
+            else f"engine {config.engine.kind} gets its weights through a directory: give rollout(weights_dir=...)"
+        )

@@ -1,0 +1,292 @@
+"""TRL: april inside the unmodified GRPOTrainer, by its ``rollout_func`` and a subclass of a few methods.
+
+Invariants:
+
+* what TRL scores and trains are the rows that april delivered: TRL's sampler says how many, april says which;
+* the old log-probabilities of the loss are those of the weights that generated the tokens;
+* a checkpoint of the trainer holds april's state of the same moment, whatever the moment.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from april.adapters.trl import checkpoint
+from april.adapters.trl.checks import config_for, refuse_unsupported, require_seams
+from april.adapters.trl.data import DatasetPasses, group_reward
+from april.config.engines import TransformersEngineConfig
+from april.config.settings import Config, read_yaml
+from april.core.batch import Batch
+from april.core.ledger import Ledger
+from april.core.types import OnDataEnd
+from april.errors import ConfigError, RolloutError
+from april.scheduler import RolloutScheduler
+
+Filter = Callable[[Any, Any], Any]
+
+
+def rollout(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    weights_dir: str | Path | None = None,
+    filter: Filter | None = None,
+    **settings: Any,
+) -> Rollout:
+    """The ``rollout_func`` of an :data:`AprilGRPOTrainer`.
+
+    Args:
+        config: an :class:`april.Config`, a mapping of its settings, or a YAML file. In the latter two, what GRPOConfig
+            says already (batch size, samples per prompt, length, temperature, seed) may be left out.
+        weights_dir: directory that servers of ``config.engine`` can read; new weights go through it. The embedded
+            engine needs none: it reads the trainer's model in place.
+        filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
+            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group, and once more
+            for those that are trained.
+        settings: more settings, above those of ``config``: ``rollout(over_sampling_batch_size=64)``.
+
+    Raises:
+        ConfigError: the file cannot be read, or a Config comes with settings. Everything else is checked when the
+            trainer is made.
+    """
+    if isinstance(config, Config):
+        if settings:
+            raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
+        return Rollout(config, weights_dir, filter)
+    values = read_yaml(config) if isinstance(config, (str, Path)) else {} if config is None else config
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"rollout: expected a mapping of settings, got {type(values).__name__}")
+    return Rollout({**values, **settings}, weights_dir, filter)
+
+
+class Rollout:
+    """One trainer's rollouts: draws its own prompts, and hands over what TRL asks for."""
+
+    def __init__(
+        self, settings: Config | Mapping[str, Any], weights_dir: str | Path | None, filter: Filter | None
+    ) -> None:
+        self._settings = settings
+        self._filter = filter
+        self._weights_dir = None if weights_dir is None else Path(weights_dir)
+        self._config: Config | None = None
+        self.scheduler: RolloutScheduler | None = None
+        """While the trainer trains or evaluates."""
+        self.ledger: dict[str, Ledger] = {}
+        """april's ledgers at the end of the last training."""
+        self._written: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._batch: Batch | None = None
+        self._last_batch: int | None = None
+        self._saved: dict[str, Any] | None = None
+        self._weights_of = 0 if self._weights_dir is None else -1
+        """Optimizer steps of the weights that the engines have; -1: not known."""
+
+    @property
+    def config(self) -> Config:
+        """Settings as april goes by them; known once a trainer was made with this rollout."""
+        if self._config is None:
+            raise ConfigError("rollout(...) belongs to no trainer yet: give it to AprilGRPOTrainer(rollout_func=...)")
+        return self._config
+
+    def attach(self, trainer: Any) -> None:
+        """Check everything against the trainer, before anything starts.
+
+        Raises:
+            ConfigError: settings that contradict GRPOConfig, or that this adapter cannot be exact with.
+        """
+        config = config_for(self._settings, trainer)
+        refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
+        self._config = config
+
+    # ---------------------------------------------------------------- what TRL calls
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's rollout function: lists per row, ``prompt_ids``, ``completion_ids``, ``logprobs``.
+
+        Raises:
+            ConfigError: the trainer is a plain GRPOTrainer.
+        """
+        if not getattr(trainer, "trains_with_april", False):
+            raise ConfigError(
+                "this rollout_func needs AprilGRPOTrainer (april.adapters.trl): a plain GRPOTrainer ignores the "
+                "log-probabilities of a rollout and would train tokens of older weights uncorrected"
+            )
+        if not trainer.model.training:
+            return self._evaluate(prompts, trainer)
+        batch, self._batch = self._batch, None
+        if batch is None or len(batch) != len(prompts):
+            raise RolloutError("TRL asked for rollouts outside of its generation step; nothing was drawn for them")
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [s.prompt.token_ids.tolist() for s in batch.samples],
+            "completion_ids": [s.tokens.tolist() for s in batch.samples],
+            "logprobs": [s.logprobs.tolist() for s in batch.samples],
+        }
+        if not all(s.loss_mask.all() for s in batch.samples):
+            columns["env_mask"] = [s.loss_mask.tolist() for s in batch.samples]
+        return columns
+
+    def next_rows(self, trainer: Any, asked: int) -> list[dict[str, Any]]:
+        """The dataset's rows of the next batch, one per response, in place of those that TRL's sampler chose."""
+        wanted = self.config.rollout_batch_size * self.config.n_samples_per_prompt
+        if asked != wanted:
+            raise RolloutError(f"TRL asked for {asked} rows at once and not for a generation batch of {wanted}")
+        scheduler = self._open(trainer)
+        self._give_weights(trainer)
+        if self._last_batch is not None:
+            scheduler.commit(self._last_batch)  # its gradients may wait for the next one, and bring no update of it
+        batch = scheduler.next_batch()
+        if len(batch) != wanted:
+            raise RolloutError(
+                f"the prompts ended with a batch of {len(batch)} rows where TRL needs {wanted}, as groups were dropped "
+                f"({dict(scheduler.ledger()['prompts'].dropped)}); set on_data_end: wrap to begin them again"
+            )
+        for name, value in batch.metrics.items():
+            if name != "reward_mean":  # the rewards are TRL's
+                trainer._metrics["train"][f"april/{name}"].append(value)
+        self._batch, self._last_batch = batch, batch.id
+        passes = DatasetPasses(trainer)
+        return [passes.row_of(sample.prompt) for sample in batch.samples]
+
+    def _evaluate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Rollouts of the present weights for the rows that were asked, in their order; training loses nothing."""
+        scheduler = self._open(trainer)
+        self._give_weights(trainer)
+        ids = trainer._tokenize_prompts(prompts)[0]
+        rounds = scheduler.evaluate(ids, seed=trainer.args.seed).responses
+        return {
+            "prompt_ids": [list(row) for row in ids],
+            "completion_ids": [responses[0].tokens.tolist() for responses in rounds],
+            "logprobs": [responses[0].logprobs.tolist() for responses in rounds],
+        }
+
+    # ---------------------------------------------------------------- engines and weights
+
+    def _open(self, trainer: Any) -> RolloutScheduler:
+        if self.scheduler is not None:
+            return self.scheduler
+        config = self.config
+        if config.on_data_end is not OnDataEnd.WRAP:
+            config = config.model_copy(update={"epochs": max(1, int(trainer.state.num_train_epochs))})
+        scheduler = RolloutScheduler(
+            config,
+            prompts=DatasetPasses(trainer),
+            reward=_scored_by_trl if self._filter is None else None,
+            group_reward=None if self._filter is None else group_reward(trainer),
+            filter=self._filter,
+            model=trainer.model if isinstance(config.engine, TransformersEngineConfig) else None,
+            tokenizer=trainer.processing_class,
+        )
+        if self._saved is not None:
+            try:
+                # the saved version is that of these weights, those of a batch that was half trained then included
+                self._written = self._save_weights(trainer)
+                scheduler.load_state_dict(self._saved, path=self._written)
+            except BaseException:
+                scheduler.close()
+                raise
+            self._weights_of = trainer.state.global_step
+        self.scheduler = scheduler
+        return scheduler
+
+    def _give_weights(self, trainer: Any) -> None:
+        """The engines have the trainer's present weights; the batches delivered before are trained on."""
+        step = trainer.state.global_step
+        if step == self._weights_of or self.scheduler is None:
+            return
+        path = self._save_weights(trainer)
+        self.scheduler.weight_update(path=path, trained=self._last_batch)
+        if self._written is not None and self._written != path:
+            shutil.rmtree(self._written, ignore_errors=True)
+        self._written = path
+        self._weights_of = step
+
+    def _save_weights(self, trainer: Any) -> str | None:
+        """The directory from which servers get the trainer's present weights; None: the model is read in place."""
+        if self._weights_dir is None:
+            return None
+        path = self._weights_dir / f"step_{trainer.state.global_step}"
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
+        return str(path)
+
+    def close(self) -> None:
+        """End the engines; the next training begins anew, or from a checkpoint."""
+        scheduler, self.scheduler = self.scheduler, None
+        self._forget()
+        if scheduler is not None:
+            try:
+                self.ledger = scheduler.ledger()
+            finally:
+                scheduler.close()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, trainer: Any, folder: Path) -> None:
+        """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
+        rest = self._open(trainer).state_dict(trained_through=self._last_batch)
+        checkpoint.write(folder, trainer, rest)
+
+    def load(self, trainer: Any, folder: Path) -> None:
+        """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
+
+        Raises:
+            CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
+        """
+        self._saved = checkpoint.read(folder, trainer)
+
+
+async def _scored_by_trl(prompt: Any, response: Any) -> float:
+    return 0.0
+
+
+def april_trainer(base: Any) -> Any:
+    """A subclass of ``base``, a GRPOTrainer or a subclass of yours, that trains on april's rollouts.
+
+    Raises:
+        ConfigError: ``base`` has not what this adapter builds on.
+    """
+    require_seams(base)
+
+    class AprilTrainer(base):  # type: ignore[misc]
+        """Takes ``rollout_func=april.adapters.trl.rollout(...)``; everything else is as in its base."""
+
+        trains_with_april = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if not isinstance(self.rollout_func, Rollout):
+                raise ConfigError("AprilGRPOTrainer needs rollout_func=april.adapters.trl.rollout(...)")
+            self.rollout_func.attach(self)
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            self.rollout_func.close()  # an evaluation may have opened it
+            # the rest of a generation batch in which an earlier training ended; a checkpoint brings its own
+            self._step, self._buffered_inputs = 0, None
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self.rollout_func.close()
+
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            if not self.model.training:
+                return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
+            output = super()._generate_and_score_completions(self.rollout_func.next_rows(self, len(inputs)))
+            # TRL would take the ratio to be 1; where a token is old, or masked, it is not
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+            return output  # type: ignore[no-any-return]
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            self.rollout_func.save(self, folder)  # first: a checkpoint that is complete for TRL has april's state
+            super()._save_checkpoint(model, trial)
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                self.rollout_func.load(self, Path(checkpoint))
+
+    AprilTrainer.__name__ = AprilTrainer.__qualname__ = f"April{base.__name__}"
+    return AprilTrainer

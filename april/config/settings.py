@@ -1,0 +1,372 @@
+"""The configuration: one frozen model, refused with one sentence wherever it contradicts itself.
+
+Accepted from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. Names follow what
+users of slime already type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
+from april.config.unsupported_options import REFUSED
+from april.config.values import (
+    Model,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    Seconds,
+    Seed,
+    one_or_more,
+    without_contents,
+)
+from april.core.sampling import SamplingParams, wrong_stop_strings
+from april.core.settings import CoreSettings
+from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.errors import ConfigError
+from april.extras import install
+
+MOST_ASKED = 1_000_000
+"""How often the same abort may be asked for."""
+RETRY_PAUSE_S = 4.0
+"""Before a reward function or filter that failed is asked again, the first time; 8 times as long the next time."""
+_ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
+
+
+def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if wrong := wrong_stop_strings(stop):
+        raise ValueError(wrong)
+    return stop
+
+
+class SamplingConfig(Model):
+    """How responses are drawn, in training."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
+    """Only the most likely tokens that together have this probability; 1: all."""
+    min_tokens: NonNegativeInt = 0
+    """No EOS before this many tokens."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """In addition to the engine's EOS ids."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
+    """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""
+
+
+class Config(Model):
+    """Everything april needs to know.
+
+    Raises:
+        ConfigError: an unknown key, a value out of range, or a contradiction; one sentence each.
+    """
+
+    rollout_batch_size: PositiveInt
+    """N: prompt groups per batch."""
+    n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
+    """n: responses per prompt."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work."""
+    partial_rollout: bool = True
+    """Keep unfinished responses and continue them in the next step."""
+    max_response_len: PositiveInt
+    """Most tokens of a response, over all its segments."""
+    refill: Refill = Refill.NONE
+    """When new work starts inside a step: once (none), per finished group, or per finished sample."""
+    max_in_flight: PositiveInt | None = None
+    """Samples generated at the same time, on all engines together; None: max(N, N') * n, and no more than the engines'
+    slots."""
+    sampling: SamplingConfig = SamplingConfig()
+    max_staleness: NonNegativeInt = 5
+    """Most weight updates between a token and the training of its batch; also most batches that may be out, delivered
+    and not trained."""
+    on_stale: OnStale = OnStale.FINISH
+    """What happens to a sample that exceeds it. Steps wait so that none does, except with drop."""
+    max_age: PositiveInt | None = None
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
+    4 * (max_staleness + 1))."""
+    max_resumes: PositiveInt = 100
+    """Continuations of one response, after which the same holds, unless on_stale is finish, which has its own
+    deadlines: nothing circles for ever."""
+    on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
+    """A prompt that leaves no room for a response: stop with an error, or skip and count it."""
+    epochs: PositiveInt = 1
+    """Passes over the prompts."""
+    on_data_end: OnDataEnd = OnDataEnd.SHORT
+    """What becomes of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
+    given (wait), or the prompts begin again, for ever (wrap)."""
+    max_filtered_groups: PositiveInt = 1000
+    """Groups that the filter may reject in a row before the step fails."""
+    max_held_tokens: PositiveInt | None = None
+    """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    max_attempt_failures: PositiveInt = 3
+    """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    max_failed_groups: PositiveInt = 8
+    """Groups dropped for failures in a row before the step fails."""
+    function_timeout_s: Seconds | None = 600.0
+    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
+    then that is a failure. None: for ever."""
+    abort_deadline_s: Seconds = 30.0
+    """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
+    close."""
+    abort_resend_s: Seconds = 1.0
+    """Time between two requests for the same abort."""
+    stall_timeout_s: Seconds | None = 1800.0
+    """Longest time without a token of a request (comments and empty events do not count), or without the answer of one
+    that comes whole; then its engine is asked to end it, and what came is continued."""
+    outage_deadline_s: Seconds = 600.0
+    """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
+    allow_mismatch: bool = False
+    """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
+    seed: Seed = 0
+    """Of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
+    engine: EngineConfig = TransformersEngineConfig()
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentences(error)) from None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        n, over = self.rollout_batch_size, self.over_sampling_batch_size or self.rollout_batch_size
+        if over > n and not self.partial_rollout:
+            raise ValueError(
+                f"over_sampling_batch_size={over} starts more groups than rollout_batch_size={n}, and "
+                "partial_rollout=false would throw their tokens away; set partial_rollout: true"
+            )
+        bound = min(self.max_staleness, self.age_limit)
+        if self.on_stale is OnStale.FINISH and over > (bound + 1) * n:
+            which = "max_staleness" if bound == self.max_staleness else "max_age"
+            raise ValueError(
+                f"over_sampling_batch_size={over} holds more groups than {which}={bound} lets "
+                f"april deliver in time, which is {(bound + 1) * n}; raise {which} or set on_stale"
+            )
+        if self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP:
+            raise ValueError(f"epochs={self.epochs} ends, and on_data_end=wrap never does; leave out one of them")
+        if self.refill is not Refill.NONE and not self.partial_rollout:
+            raise ValueError(
+                f"refill={self.refill} leaves unfinished responses at the end of a step, and partial_rollout=false "
+                "would throw them away; set partial_rollout: true or refill: none"
+            )
+        if self.sampling.min_tokens >= self.max_response_len:
+            raise ValueError(
+                f"sampling.min_tokens={self.sampling.min_tokens} must be below max_response_len={self.max_response_len}"
+            )
+        if self.abort_resend_s > self.abort_deadline_s:
+            raise ValueError(
+                f"abort_resend_s={self.abort_resend_s:g} is longer than abort_deadline_s={self.abort_deadline_s:g}"
+            )
+        if self.abort_deadline_s / self.abort_resend_s > MOST_ASKED:
+            raise ValueError(
+                f"abort_resend_s={self.abort_resend_s:g} would ask {self.abort_deadline_s / self.abort_resend_s:.0e} "
+                f"times within abort_deadline_s={self.abort_deadline_s:g}; {MOST_ASKED:,} times are the most"
+            )
+        if self.sampling.top_p < 1 and not self.allow_mismatch:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p:g} is not part of the log-probabilities that a trainer "
+                "recomputes (log_softmax(logits / T)), so its ratios would be wrong; set top_p: 1, or "
+                "allow_mismatch: true if your trainer accounts for it"
+            )
+        if self.sampling.min_tokens > 0 and not self.allow_mismatch:
+            raise ValueError(
+                f"sampling.min_tokens={self.sampling.min_tokens} forbids EOS at first, which the log-probabilities "
+                "that a trainer recomputes do not know; set min_tokens: 0, or allow_mismatch: true"
+            )
+        if self.sampling.temperature == 0 and not self.allow_mismatch:
+            raise ValueError(
+                "sampling.temperature=0 makes all samples of a group equal and has no log-probability to train on; "
+                "use a positive temperature, or allow_mismatch: true"
+            )
+        return self
+
+    @property
+    def groups_in_work(self) -> int:
+        """N' as given, or N; N without partial_rollout, as portions may come to more than N."""
+        return (self.over_sampling_batch_size if self.partial_rollout else None) or self.rollout_batch_size
+
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether a step may start more groups than it delivers: N' > N, portions of several groups, or refill."""
+        return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
+
+    @property
+    def age_limit(self) -> int:
+        """max_age as given, or 4 * (max_staleness + 1)."""
+        return self.max_age or 4 * (self.max_staleness + 1)
+
+    @property
+    def passes(self) -> int | None:
+        """Passes over the prompts; None: for ever."""
+        return None if self.on_data_end is OnDataEnd.WRAP else self.epochs
+
+    @property
+    def samples_in_flight(self) -> int:
+        """The in-flight cap as given, or max(N, N') * n (N' < N: the portions that reach N)."""
+        n, over = self.rollout_batch_size, self.groups_in_work
+        groups = over if over >= n else -(-n // over) * over
+        return self.max_in_flight or groups * self.n_samples_per_prompt
+
+    @classmethod
+    def from_mapping(cls, values: Any) -> Self:
+        """From a plain mapping or an OmegaConf container (resolved)."""
+        if "omegaconf" in sys.modules:
+            omegaconf = sys.modules["omegaconf"]
+            if isinstance(values, omegaconf.Container):
+                try:
+                    values = omegaconf.OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+                except omegaconf.errors.OmegaConfBaseException as error:
+                    raise ConfigError(" ".join(str(error).split())) from None
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"expected a mapping of settings, got {type(values).__name__}")
+        return cls(**{str(key): value for key, value in values.items()})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """From a YAML file."""
+        values = read_yaml(path)
+        try:
+            return cls.from_mapping(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def core_settings(
+        self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False
+    ) -> CoreSettings:
+        """What the core needs of it."""
+        return CoreSettings(
+            rollout_batch_size=self.rollout_batch_size,
+            n_samples_per_prompt=self.n_samples_per_prompt,
+            over_sampling_batch_size=self.groups_in_work,
+            max_response_len=self.max_response_len,
+            max_in_flight=self.samples_in_flight,
+            refill=self.refill,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            max_age=self.age_limit,
+            max_resumes=self.max_resumes,
+            on_long_prompt=self.on_long_prompt,
+            on_data_end=self.on_data_end,
+            max_held_tokens=self.max_held_tokens,
+            has_reward=has_reward,
+            group_reward=group_reward,
+            has_filter=has_filter,
+            max_filtered_groups=self.max_filtered_groups,
+            max_attempt_failures=self.max_attempt_failures,
+            retry_pause_s=RETRY_PAUSE_S,
+            max_failed_groups=self.max_failed_groups,
+            abort_deadline_s=self.abort_deadline_s,
+            abort_resend_s=self.abort_resend_s,
+            outage_deadline_s=self.outage_deadline_s,
+            run_seed=self.seed,
+            run_id=run_id,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Sampling parameters of a whole response; the seed is set per attempt."""
+        return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file says; raises ConfigError if it cannot be read."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"reading YAML needs PyYAML: {install('yaml')}") from None
+    try:
+        return yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_why_no_yaml(error)}") from None
+
+
+def _why_no_yaml(error: Exception) -> str:
+    """What is wrong and where; not the line itself, as it may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return " ".join(f"{getattr(error, 'problem', None)} in line {mark.line + 1}".split())
+
+
+def _sentences(error: ValidationError) -> str:
+    """One sentence per mistake: where, what is wrong, what is possible. Values of secrets are never shown."""
+    lines = []
+    for item in error.errors(include_url=False):
+        loc, kind = item["loc"], None
+        if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
+            kind, loc = str(loc[1]), ("engine", *loc[2:])
+        where = ".".join(str(part) for part in loc)
+        got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(_why_unknown(where, kind))
+            case "missing" | "too_short" if kind is not None:
+                meaning = str(_ENGINES[kind].model_fields[str(loc[-1])].description).partition(";")[0]
+                lines.append(f"{where} is required for engine.kind {kind}: {meaning[0].lower()}{meaning[1:]}")
+            case "missing":
+                lines.append(f"{where}: is required")
+            case "union_tag_invalid":
+                ctx = item["ctx"]
+                near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
+                meant = f"; do you mean {near[0]}?" if near else ""
+                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
+            case "model_attributes_type" | "model_type" | "dict_type":
+                hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
+                lines.append(f"{where}: expected a mapping of settings{got}{hint}")
+            case "union_tag_not_found":
+                lines.append(f"{where}.kind: is required")
+            case "value_error":
+                error_text = str(item["ctx"]["error"])
+                lines.append(f"{where}: {error_text}" if where and not error_text.startswith("engine.") else error_text)
+            case _:
+                lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}{got}")
+    return "; ".join(lines)
+
+
+def _is_kind(value: Any) -> bool:
+    return isinstance(value, str) and value in _ENGINES
+
+
+_OTHER_NAMES = dict.fromkeys(("max_tokens", "max_new_tokens"), "max_response_len") | {"stop_strings": "sampling.stop"}
+"""What other interfaces call a setting."""
+_ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
+    "max_model_len": "max_len",
+    "context_length": "max_len",
+    "served_model_name": "model",
+    "router_url": "router",
+}
+"""What servers and their clients call a setting of an engine."""
+
+
+def _why_unknown(where: str, kind: str | None) -> str:
+    """Why there is no such setting, and which one may be meant; ``kind`` of the engine, for settings of engines."""
+    name = where.rpartition(".")[2]
+    if kind is not None:
+        return f"{where}{_why_unknown_in_engine(name, kind)}"
+    if name in REFUSED and name not in _OTHER_NAMES:
+        return f"{where}: {REFUSED[name]}"
+    engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
+    sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
+    known = [section + field for section, fields in sections.items() for field in fields]
+    near = [path for path in known if path.rpartition(".")[2] == name]
+    near = near or ([_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where, known, 1, 0.75))
+    return f"{where}: unknown setting; {f'do you mean {near[0]}?' if near else 'see april.Config for the names'}"
+
+
+def _why_unknown_in_engine(name: str, kind: str) -> str:
+    others = [other for other, engine in _ENGINES.items() if name in engine.model_fields]
+    if others:
+        return f" belongs to engine.kind {' or '.join(others)}, not to {kind}"
+    known = [field for field in _ENGINES[kind].model_fields if field != "kind"]
+    near = [_ENGINE_NAMES[name]] if _ENGINE_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    advice = f"do you mean engine.{near[0]}?" if near else f"engine.kind {kind} has {', '.join(known)}"
+    return f": unknown setting; {advice}"

@@ -1,0 +1,1 @@
+"""Clients of servers over HTTP: what all kinds share."""

@@ -1,0 +1,386 @@
+"""One HTTP server as an engine client sees it: requests, streams, and what went wrong in typed errors.
+
+aiohttp's defaults are wrong for long generations; each setting here says why it differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from math import isfinite
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from april.config.server_key import checked_key
+from april.config.server_url import checked_url
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.server_sent_events import EventSplitter
+from april.engines.http.wire_errors import error_text, failure_of
+from april.errors import EngineError, EngineUnreachable, WireError
+from april.server_text import said, without_keys
+
+CONTROL_TIMEOUT_S = 30.0
+"""Longest wait for the answer to a control call, unless the caller knows better."""
+MAX_REPLY_BYTES = 4 << 20
+"""Largest answer that is read, unless the caller knows better."""
+MAX_ERROR_BYTES = 1 << 16
+MAX_RETRY_AFTER_S = 60.0
+_JSON = {"Content-Type": "application/json"}
+_BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Status and body of an answer, whatever the status."""
+
+    status: int
+    body: bytes
+    retry_after_s: float | None = None
+    """Seconds that it asks to wait, at most a minute; None: it does not say."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 200."""
+        return self.status == 200
+
+
+class HttpClient:
+    """Calls one server. Must be used on one event loop; the connection pool opens with the first call.
+
+    Args:
+        url: http or https, without path, query, user or password.
+        name: of the engine, for messages.
+        api_key: sent as a bearer token; appears in no message, even where the server repeats it.
+        keepalive_s: how long an idle connection is kept: below the server's own limit, or a request meets a
+            connection that is just being closed.
+    """
+
+    def __init__(
+        self, url: str, *, name: str, api_key: str | None = None, keepalive_s: float = 2.0,
+        connect_timeout_s: float = 10.0,
+    ) -> None:  # fmt: skip
+        self.url = checked_url(url)
+        self.name = name
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {checked_key(api_key)}"
+        self._keepalive_s = keepalive_s
+        self._connect_timeout_s = connect_timeout_s
+        self.refusals = 0
+        """How often nothing listened on the server's port."""
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._callers: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for this server at the moment, those that read an answer left out."""
+        self._answers: set[Answer] = set()
+        self._cut: dict[asyncio.Task[Any], int] = {}
+        """Those that :meth:`close` has cancelled, and how often others had done so before."""
+
+    def __repr__(self) -> str:
+        return f"<HttpClient {self.name} {self.url}>"
+
+    async def call(
+        self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
+    ) -> Reply:  # fmt: skip
+        """One exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
+
+        Args:
+            timeout_s: for all of it; None: for ever.
+            limit: bytes of an answer with status 200; None: MAX_REPLY_BYTES.
+            retry: the call may be made twice without harm: when its connection breaks, it is made once more.
+
+        Raises:
+            EngineUnreachable: no connection, one that broke, or no answer in time.
+            EngineError: a redirect, or an answer that is too large.
+        """
+        raw = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        while True:
+            try:
+                if timeout_s is None:
+                    return await self._exchange(method, route, raw, params, limit)
+                async with asyncio.timeout(timeout_s):
+                    return await self._exchange(method, route, raw, params, limit)
+            except _BROKEN as error:
+                if type(error) is TimeoutError and timeout_s is not None:
+                    raise EngineUnreachable(
+                        f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or "
+                        "hung?"
+                    ) from None
+                if not retry:
+                    # aiohttp's error repeats what the server has sent
+                    raise self._unreachable(method, route, error) from None
+                retry = False
+
+    async def _exchange(
+        self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None, limit: int | None
+    ) -> Reply:
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            response = await self._http.request(
+                method, self.url + route, data=raw, params=params, headers=None if raw is None else _JSON,
+                allow_redirects=False,
+            )  # fmt: skip
+            try:
+                status = response.status
+                if status != 200:
+                    self._refuse_redirect(response, route)
+                most = MAX_REPLY_BYTES if limit is None else limit
+                content = await self._read(response, most if status == 200 else MAX_ERROR_BYTES, route)
+            except BaseException:
+                response.close()
+                raise
+            response.release()
+            return Reply(status, content, None if status == 200 else _retry_after_s(response))
+        except asyncio.CancelledError:
+            self._raise_if_cut(task)
+            raise
+        finally:
+            self._callers.discard(task)
+
+    async def json(
+        self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
+    ) -> Any:  # fmt: skip
+        """:meth:`call`, for an answer that must be 200 and JSON (or empty: None).
+
+        Raises:
+            RequestRefused, EngineBusy, EngineError: another status, by kind.
+            WireError: the answer is no JSON.
+        """
+        reply = await self.call(method, route, body, params=params, timeout_s=timeout_s, retry=retry)
+        self.require_ok(reply, route)
+        if not reply.body:
+            return None
+        try:
+            return read_json(reply.body)
+        except NotJson as error:
+            raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
+
+    @asynccontextmanager
+    async def events(
+        self, route: str, body: bytes, limit: int | None = None
+    ) -> AsyncIterator[AsyncIterator[list[bytes]]]:
+        """POST, and the payloads of the server-sent events as they come, in lists of one or more; see :meth:`post`.
+
+        ``limit``: bytes of one event; None: MAX_EVENT_BYTES of the splitter.
+
+        Raises:
+            WireError: the stream is no event stream, or ends inside an event.
+        """
+        answer = await self.post(route, body)
+        try:
+            yield self._payloads(answer, limit)
+        finally:
+            answer.close()
+
+    async def _payloads(self, answer: Answer, limit: int | None) -> AsyncIterator[list[bytes]]:
+        splitter = EventSplitter(limit)
+        while piece := await answer.read():
+            events = splitter.feed(piece)
+            if events:
+                yield events
+        if rest := splitter.end():
+            yield rest
+
+    async def post(self, route: str, body: bytes) -> Answer:
+        """POST JSON; the answer has begun with status 200, and is read piece by piece. It must be closed.
+
+        Raises:
+            RequestRefused, EngineBusy, EngineError: the status is not 200.
+            EngineUnreachable: the connection could not be made, or broke.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
+            if response.status != 200:
+                try:
+                    self._refuse_redirect(response, route)
+                    content = await self._read(response, MAX_ERROR_BYTES, route)
+                    self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
+                finally:
+                    response.close()
+        except asyncio.CancelledError:
+            self._raise_if_cut(task)
+            raise
+        except _BROKEN as error:
+            raise self._unreachable("POST", route, error) from None
+        finally:
+            self._callers.discard(task)
+        return Answer(self, route, response)
+
+    def require_ok(self, reply: Reply, route: str) -> None:
+        """Raise the error that a status other than 200 means."""
+        if reply.ok:
+            return
+        what = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
+        raise failure_of(reply.status, what, reply.retry_after_s)
+
+    async def close(self) -> None:
+        """Close all connections; calls in flight break. Idempotent."""
+        self._closed = True
+        for task in (self._callers | {a.task for a in self._answers if a.reading and a.task}) - self._cut.keys():
+            # aiohttp lets readers of a closed session wait for ever
+            self._cut[task] = task.cancelling()
+            task.cancel()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _raise_if_cut(self, task: asyncio.Task[Any] | None) -> None:
+        """Raise EngineUnreachable if it was :meth:`close` that has cancelled this task, and nobody else."""
+        before = self._cut.pop(task, None) if task is not None else None
+        if task is not None and before is not None and task.uncancel() <= before:
+            raise EngineUnreachable(f"engine {self.name} was closed while a call was on its way") from None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineError(f"engine {self.name} is closed; make a new one")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # limit 0: the default of 100 connections would throttle over-sampling without a word
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
+                # the default total of 300 s would cut long responses
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+                headers=self._headers,
+                # no proxy from the environment, no cookies, no decompression bombs
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                read_bufsize=1 << 18,
+            )
+        return self._session
+
+    async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
+        """The body, if it is within ``limit`` bytes; an error text is cut there instead, and is without keys."""
+        length = response.content_length
+        if response.status == 200 and length is not None and length > limit:
+            raise self._too_large(route, limit)
+        if length is not None and length <= limit:
+            content = await response.read()
+            return content if response.status == 200 else _without_keys(content)
+        pieces, size = [], 0
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            pieces.append(piece)
+            if size > limit:
+                response.close()
+                if response.status == 200:
+                    raise self._too_large(route, limit)
+                break
+        content = b"".join(pieces)
+        return content if response.status == 200 else _without_keys(content, cut=size > limit)
+
+    def _too_large(self, route: str, limit: int) -> EngineError:
+        return EngineError(f"{self.url}{route} answers with more than {limit} bytes; april stops reading")
+
+    def _refuse_redirect(self, response: aiohttp.ClientResponse, route: str) -> None:
+        if 300 <= response.status < 400:
+            target = response.headers.get("Location", "nowhere").partition("?")[0].partition("#")[0]
+            raise EngineError(
+                f"{self.url}{route} answered with a redirect ({response.status}) to {said(target)}, which "
+                "april does not follow; give the server's own address"
+            )
+
+    def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
+        if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+            self.refusals += 1
+        why, hint = _what_broke(error), "is the server alive?"
+        if "WRONG_VERSION_NUMBER" in why:
+            hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
+        certificate = getattr(error, "certificate_error", None)
+        distrusted = "" if certificate is None else said(getattr(certificate, "verify_message", certificate))
+        what = f"{method} {self.url}{route} failed: {why}; {hint}"
+        return EngineUnreachable(what, why=why, distrusted=distrusted)
+
+
+class Answer:
+    """The answer to one POST, as it comes; for the task that asked."""
+
+    __slots__ = ("_client", "_more", "_response", "_route", "reading", "task")
+
+    def __init__(self, client: HttpClient, route: str, response: aiohttp.ClientResponse) -> None:
+        self._client = client
+        self._route = route
+        self._response = response
+        self._more = response.content.readany
+        self.task = asyncio.current_task()
+        self.reading = False
+        """Its task waits for more."""
+        client._answers.add(self)
+
+    async def read(self) -> bytes:
+        """What has come since, at least one byte; nothing at the end.
+
+        Raises EngineUnreachable when the connection breaks.
+        """
+        if self._client._closed:
+            raise EngineUnreachable(f"engine {self._client.name} was closed while a call was on its way")
+        self.reading = True
+        try:
+            return await self._more()
+        except asyncio.CancelledError:
+            self._client._raise_if_cut(self.task)
+            raise
+        except _BROKEN as error:
+            raise self._client._unreachable("POST", self._route, error) from None
+        finally:
+            self.reading = False
+
+    def close(self) -> None:
+        """The connection is used again if the answer was read to its end."""
+        self._client._answers.discard(self)
+        if self._response.content.is_eof():
+            self._response.release()
+        else:
+            self._response.close()
+
+
+_OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
+    (aiohttp.ServerDisconnectedError, "the server closed the connection without an answer"),
+    (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
+    (aiohttp.ClientResponseError, "the answer is no HTTP"),
+)
+"""For errors of aiohttp that repeat what the server has sent, token ids among it."""
+
+
+def _what_broke(error: BaseException) -> str:
+    own = next((words for kind, words in _OWN_WORDS if isinstance(error, kind)), "")
+    return own or said(error) or type(error).__name__
+
+
+def _without_keys(content: bytes, *, cut: bool = False) -> bytes:
+    return without_keys(content.decode("utf-8", "surrogateescape"), cut=cut).encode("utf-8", "surrogateescape")
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    """The header as seconds, at most a minute; None: it has none, or one that means nothing."""
+    asked = response.headers.get("Retry-After", "")
+    try:
+        seconds = float(asked)
+    except ValueError:
+        until, now = _date(asked), _date(response.headers.get("Date", ""))
+        if until is None or now is None:
+            return None
+        seconds = (until - now).total_seconds()
+    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
+
+
+def _date(text: str) -> datetime | None:
+    """None: it is none, or does not say in which zone."""
+    try:
+        date = parsedate_to_datetime(text)
+    except (ValueError, OverflowError):
+        return None
+    return date if date.tzinfo is not None else None

@@ -1,0 +1,125 @@
+"""What engines before a server, or an engine object, have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from april.core.versions import PolicyVersion
+from april.engines.http.admission import Admission
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.protocol import Capabilities, Request
+from april.errors import EngineError, RequestRefused
+
+ABORT_RESEND_S = 1.0
+"""While a pause waits for attempts to end; the server may not have known them yet."""
+PAUSE_DEADLINE_S = 25.0
+"""Below the 30 s after which the driver gives an engine up that does not pause, so that the reason is heard."""
+
+
+class ServerEngine:
+    """Base of engines whose requests pass a gate; the protocol's ``generate``, ``update_weights`` and ``health`` are
+    the subclasses' own."""
+
+    _abort_again_s = ABORT_RESEND_S
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self._name = name
+        self._capabilities = capabilities
+        self._labels = WeightLabels()
+        self._admission = Admission()
+        self._torn = ""
+        """Why its weights are those of no version, since an update has failed."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} version {self._version} {self._admission!r}>"
+
+    @property
+    def name(self) -> str:
+        """Short unique label; host and port of a server."""
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As found when it was made."""
+        return self._capabilities
+
+    @property
+    def _version(self) -> PolicyVersion:
+        """Of the present weights."""
+        return self._labels.present
+
+    def _check(self, request: Request) -> None:
+        """Servers shorten what is too long without a word, and die of an id that their vocabulary lacks.
+
+        Raises:
+            EngineError: the weights are those of no version.
+            RequestRefused: no ids, one outside the vocabulary, or more tokens than there is room for.
+        """
+        if self._torn:
+            raise EngineError(self._torn)
+        ids, limit = request.token_ids, self._capabilities
+        if not len(ids):
+            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
+        # as unsigned numbers, negative ones are too large as well
+        if ids.view(np.uint32).max() >= limit.vocab_size:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
+                f"{self.name}; is the tokenizer that of the model?"
+            )
+        if len(ids) + request.sampling.max_tokens > limit.max_context:
+            raise RequestRefused(
+                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
+                f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
+            )
+
+    def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
+        """Of these attempts (None: of all) those that the server has; the others that wait are ended here."""
+        self._admission.abort(attempt_ids)
+        inside = self._admission.inside
+        return list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Ask for the end of these attempts (None: of all)."""
+        raise NotImplementedError
+
+    async def pause(self) -> None:
+        """Close admission and end what is inside, asking again until it has ended; a call that fails is made again.
+
+        The server itself is not paused: nothing of ours is inside any more, and to every probe a paused server is dead.
+
+        Raises:
+            EngineError: requests have not ended in PAUSE_DEADLINE_S.
+        """
+        self._admission.close()
+        failure: EngineError | None = None
+        try:
+            async with asyncio.timeout(PAUSE_DEADLINE_S):
+                while self._admission.inside:
+                    try:
+                        await self.abort(None)
+                    except EngineError as error:
+                        failure = error  # requests of a server that died end by themselves
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._abort_again_s):
+                            await self._admission.until_idle()
+        except TimeoutError:
+            raise EngineError(
+                f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
+                f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
+            ) from failure
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._admission.open()
+
+    def require_idle(self) -> None:
+        """Raises EngineError while requests run: their tokens would be of no version."""
+        if self._admission.inside:
+            raise EngineError(
+                f"engine {self.name}: weights were updated while {len(self._admission.inside)} requests run, whose "
+                "tokens would be of no version; pause it first"
+            )

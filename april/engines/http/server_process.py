@@ -1,0 +1,148 @@
+"""Whether answers come from the process that was given the present weights; what is not known is not assumed.
+
+A server that is started anew has the weights of its start. One with labels shows it; another by the time at which its
+process began, if its metrics say that; of one that says neither, april knows only that its port was found closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.http_client import HttpClient
+from april.engines.http.metrics_page import ServerMetrics, read_metrics
+from april.errors import EngineError
+
+PAUSE_LOOK_S = 5.0
+"""Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""
+LOOKS_APART_S = 0.1
+"""Between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
+PATIENCE_S = 10.0
+"""How long answers are held back while the server does not say which process it is."""
+AGAIN_S = 0.5
+"""Between two such questions."""
+
+UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
+
+Look = Callable[[], Awaitable[bool | None]]
+"""Whether the server has the present weights; None: it does not say."""
+
+
+class ServerProcess:
+    """The process behind one address, as its metrics tell it apart from the next one.
+
+    Args:
+        route: of the metrics; None: there are none that may be asked.
+        started_s: when it began, at the connection; None: it does not say.
+    """
+
+    def __init__(self, client: HttpClient, route: str | None, started_s: float | None) -> None:
+        self._client = client
+        self._route = route
+        self._present = self._seen = started_s
+        self._refusals = client.refusals
+        self._paused: tuple[float | None, int] | None = None
+        self.keeps_weights = True
+        """A process that is started anew has the present weights too: they are those of the start."""
+
+    async def look(self) -> tuple[bool | None, ServerMetrics]:
+        """Whether it is the one that has the present weights (None: it does not say), and its metrics."""
+        metrics = await read_metrics(self._client, self._route)
+        if self._present is None:
+            return self.keeps_weights or self._client.refusals == self._refusals, metrics
+        if metrics.started_s is None:
+            return (True if self.keeps_weights else None), metrics
+        self._seen = metrics.started_s
+        return metrics.started_s == self._present, metrics
+
+    async def pause(self) -> None:
+        """Remember the process: the trainer may write weights into it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_LOOK_S):
+                metrics = await read_metrics(self._client, self._route)
+                self._seen = metrics.started_s or self._seen
+        self._paused = self._seen, self._client.refusals
+
+    def resume(self) -> None:
+        """Nobody writes any more."""
+        self._paused = None
+
+    async def take(self, version: PolicyVersion) -> None:
+        """The process that was paused has the weights ``version``.
+
+        Raises:
+            EngineError: it is another one now.
+        """
+        now = (await read_metrics(self._client, self._route)).started_s
+        paused, refusals = self._paused or (now or self._seen, self._client.refusals)
+        gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
+        if gone:
+            raise EngineError(
+                f"{self._client.url} was started anew while weights were handed over, and may have those of its start; "
+                "hand them over again"
+            )
+        self._present = self._seen = now or paused
+        self._refusals = self._client.refusals
+        self.keeps_weights = version == FIRST_VERSION
+
+
+class Confirmation:
+    """Answers wait here until the server was seen to have the present weights after they had begun.
+
+    Whoever answers on a port before and after such a look is the process that was seen: one look is enough for all
+    of a stream, and for all streams that had begun by then, whatever it says.
+    """
+
+    def __init__(self, look: Look, name: str) -> None:
+        self._look = look
+        self._name = name
+        self._confirmed_s = -math.inf
+        """When the last look began that has seen them."""
+        self._looked_s = -math.inf
+        """When the last look of all began."""
+        self._same: bool | None = None
+        """What came of it."""
+        self._one = asyncio.Lock()
+
+    async def since(self, began_s: float, *, patience_s: float | None = None) -> None:
+        """Until it was seen, by a look that began at ``began_s`` (loop time) or later.
+
+        Raises:
+            EngineError: it has other weights, or did not say which for ``patience_s`` (None: PATIENCE_S).
+        """
+        loop = asyncio.get_running_loop()
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        deadline, heard_s = loop.time() + patience_s, -math.inf
+        while True:
+            async with self._one:
+                if self._confirmed_s >= began_s:
+                    return
+                if self._looked_s < began_s or self._looked_s <= heard_s:
+                    await self._look_once()
+                if self._confirmed_s >= began_s:
+                    return
+                heard_s, same = self._looked_s, self._same
+            if same is False:
+                raise EngineError(
+                    f"engine {self._name} was started anew and has not the weights that it was given; its answers are "
+                    "not used"
+                )
+            if same is None and loop.time() >= deadline:
+                raise EngineError(
+                    f"engine {self._name} has not said for {patience_s:g} s whether it is still the process that was "
+                    "given the present weights (its metrics fail); answers of unknown weights are not used"
+                )
+            if same is None:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _look_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._looked_s + LOOKS_APART_S - loop.time()))
+        looked_s = loop.time()
+        self._same = await self._look()
+        self._looked_s = looked_s
+        if self._same:
+            self._confirmed_s = looked_s

@@ -1,0 +1,1 @@
+"""Engines by name: made from their settings, recognised by their answers, asked what they offer."""

@@ -1,0 +1,90 @@
+"""From the configuration to engine objects; the only place that knows engines by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from april.config.engines import (
+    EngineConfig,
+    OpenAIEngineConfig,
+    SglangEngineConfig,
+    SimulatedEngineConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
+from april.engines.protocol import Engine
+from april.engines.simulated.decode_cost import roofline
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.engines.transformers.engine import TransformersEngine
+from april.errors import ConfigError
+
+
+def create_engines(
+    config: EngineConfig, model: Any, seed: int, run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]]
+) -> list[Engine]:
+    """The engines that ``config`` describes; ``model`` is a model object for those that embed one.
+
+    ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
+
+    Raises:
+        ConfigError: a model is missing or superfluous, the engine's packages are not installed, a server cannot do what
+            april needs, or servers differ in what must be equal.
+        EngineError: a server could not be asked.
+    """
+    if isinstance(config, TransformersEngineConfig):
+        return [_transformers(config, model, seed)]
+    if model is not None:
+        raise ConfigError(f"engine kind {config.kind} takes no model object; leave model out or change engine.kind")
+    if isinstance(config, SimulatedEngineConfig):
+        return _simulated(config, seed)
+    return run(open_servers(config))
+
+
+async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
+    """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    # here, and not above: the configuration and simulations need no aiohttp
+    if isinstance(config, VllmEngineConfig):
+        from april.engines.vllm.engine import connect_vllm
+
+        return list[Engine](await connect_vllm(config))
+    if isinstance(config, SglangEngineConfig):
+        from april.engines.sglang.engine import connect_sglang
+
+        return await connect_sglang(config)
+    from april.engines.openai.engine import connect_openai
+
+    return list[Engine](await connect_openai(config))
+
+
+def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
+    options: dict[str, Any] = {
+        "slots": config.slots,
+        "max_len": config.max_len,
+        "stream_interval": config.stream_interval,
+        "seed": seed,
+    }
+    if model is not None:
+        return TransformersEngine(model, **options)
+    if config.model is None:
+        raise ConfigError(
+            "engine kind transformers needs a model: give the scheduler model=..., or set engine.model to a directory"
+        )
+    return TransformersEngine.from_pretrained(config.model, **options)
+
+
+def _simulated(config: SimulatedEngineConfig, seed: int) -> list[Engine]:
+    cost = roofline(config.model, config.gpu, config.tensor_parallel)
+    lengths = LognormalLengths(config.median_len, config.sigma_between, config.sigma_within, seed=seed)
+    return [
+        SimulatedEngine(
+            f"simulated{i}",
+            cost,
+            by_sample_key(lengths),
+            max_running=config.slots,
+            vocab_size=config.vocab_size,
+            max_context=config.max_len,
+        )
+        for i in range(config.count)
+    ]

@@ -1,0 +1,146 @@
+"""Which kind of server is behind an address? Asked with GETs alone, which change nothing on any server.
+
+Routes that only one kind has decide: an sglang-router lists its workers, SGLang has ``/model_info``, vLLM names itself
+as the owner of its models. ``/health`` is never asked: on SGLang it takes a second at best, and 20 while paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from april.engines.http.http_client import HttpClient, Reply
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.openai.known_servers import known_server
+from april.server_text import said
+
+VERSION_CHARS = 64
+"""Of a server's version in a report."""
+
+
+class ServerKind(StrEnum):
+    """What a server turned out to be."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    ROUTER = "sglang-router"
+    OPENAI = "openai"
+    """It lists models as OpenAI does, and is none of the others."""
+    NEEDS_KEY = "needs a key"
+    """It answers 401 or 403 to everything that would tell."""
+    STARTING = "starting"
+    """It answers 502, 503 or 504 to everything that would tell."""
+    OTHER = "other"
+    """A web server that april knows nothing about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a server says of itself, as it can be shown."""
+
+    kind: ServerKind
+    version: str | None = None
+    """Of its software; with its name where the kind does not say it."""
+    models: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    """Addresses of a router's workers, as it says them."""
+    needs_key: bool = False
+    """Its models are shown only to those with a key that was not given, or was wrong."""
+
+
+ROUTES = ("/v1/models", "/version", "/model_info", "/workers")
+
+
+async def identify(client: HttpClient, timeout_s: float) -> Identity:
+    """Ask all routes at once.
+
+    Raises:
+        EngineUnreachable: it does not answer within ``timeout_s`` seconds, or the connection breaks.
+        EngineError: it redirects, or answers without end.
+    """
+    replies = await asyncio.gather(
+        *(client.call("GET", route, timeout_s=timeout_s) for route in ROUTES), return_exceptions=True
+    )
+    answers = [reply for reply in replies if isinstance(reply, Reply)]
+    errors = [reply for reply in replies if isinstance(reply, BaseException)]
+    if errors and not any(reply.ok for reply in answers):
+        raise errors[0]
+    by_route = {route: reply for route, reply in zip(ROUTES, replies, strict=True) if isinstance(reply, Reply)}
+    return _judge(by_route)
+
+
+async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> str:
+    """What the server says that means: requests are taken and not answered. Empty if it says nothing of the kind.
+
+    Raises:
+        EngineError: as :func:`identify`.
+    """
+    for route, means in _PAUSED.get(kind, ()):
+        reply = await client.call("GET", route, timeout_s=timeout_s)
+        if means(reply):
+            return f"{route} says {said(reply.body, 200) or reply.status}"
+    return ""
+
+
+def _judge(replies: dict[str, Reply]) -> Identity:
+    answers = {route: _json(reply) for route, reply in replies.items() if reply.ok}
+    listed = [m for m in _list(answers.get("/v1/models"), "data") if isinstance(m, dict)]
+    models = tuple(said(m["id"]) for m in listed if "id" in m)
+    version = _text(answers.get("/version"), "version")
+    models_locked = "/v1/models" in replies and replies["/v1/models"].status in (401, 403)
+    locked = models_locked or (not answers and any(reply.status in (401, 403) for reply in replies.values()))
+
+    def found(kind: ServerKind, **more: Any) -> Identity:
+        return Identity(kind, version and said(version, VERSION_CHARS), models, needs_key=locked, **more)
+
+    workers = answers.get("/workers")
+    if isinstance(workers, dict) and isinstance(workers.get("workers"), list):
+        urls = tuple(said(w["url"]) for w in workers["workers"] if isinstance(w, dict) and "url" in w)
+        return found(ServerKind.ROUTER, workers=urls)
+    if _text(answers.get("/model_info"), "model_path") is not None:
+        return found(ServerKind.SGLANG)
+    if any(m.get("owned_by") == "sglang" for m in listed):
+        return found(ServerKind.SGLANG)
+    # with a key vLLM shows its version to everybody, its models not
+    if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
+        return found(ServerKind.VLLM)
+    if models:
+        name = known_server(_text(listed[0], "owned_by")).name
+        version = " ".join(part for part in (name, version) if part) or None
+        return found(ServerKind.OPENAI)
+    if locked:
+        return found(ServerKind.NEEDS_KEY)
+    if all(reply.status in (502, 503, 504) for reply in replies.values()):
+        return found(ServerKind.STARTING)
+    return found(ServerKind.OTHER)
+
+
+def _json(reply: Reply) -> Any:
+    try:
+        return read_json(reply.body)
+    except NotJson:
+        return None
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    inner = value.get(key) if isinstance(value, dict) else None
+    return inner if isinstance(inner, list) else []
+
+
+def _text(value: Any, key: str) -> str | None:
+    inner = value.get(key) if isinstance(value, dict) else None
+    return inner if isinstance(inner, str) else None
+
+
+def _says(key: str) -> Callable[[Reply], bool]:
+    return lambda reply: reply.ok and isinstance(answer := _json(reply), dict) and answer.get(key) is True
+
+
+_PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {
+    ServerKind.VLLM: (("/is_paused", _says("is_paused")), ("/is_sleeping", _says("is_sleeping"))),
+    ServerKind.SGLANG: (("/ready", lambda reply: reply.status == 503),),
+}
+"""What to ask a server of a kind, and which answer means that it answers no requests. Unknown routes mean nothing."""

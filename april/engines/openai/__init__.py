@@ -1,0 +1,1 @@
+"""Servers with the OpenAI completions route that take and give token ids."""

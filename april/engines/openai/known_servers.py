@@ -1,0 +1,55 @@
+"""What is known of OpenAI-compatible servers by their name, because asking would not show it.
+
+A server says in its list of models who it is (``owned_by``). All else is asked; see ``openai_probe.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.engines.openai.wire import TokenShape
+
+
+@dataclass(frozen=True, slots=True)
+class KnownServer:
+    """How a kind of server differs from what its answers to single short requests show."""
+
+    name: str
+    """For people; empty: a server of no special kind."""
+    shapes: tuple[TokenShape, ...] = tuple(TokenShape)
+    """Ways of token ids to try, the likeliest first."""
+    load_route: str = "/metrics"
+    """Its Prometheus page."""
+    load_route_always: bool = True
+    """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
+    honours_seeds: bool = True
+    """Of requests that run together; alone is asked."""
+    notes: tuple[str, ...] = ()
+    """What its user should know; {url} stands for its address."""
+
+
+ANY = KnownServer("")
+TENSORRT_LLM = KnownServer(
+    "TensorRT-LLM",
+    (TokenShape.DETOKENIZE,),
+    # /metrics is no Prometheus page there: it waits 2 s for records of iterations, and takes them away from others
+    load_route="/prometheus/metrics",
+    load_route_always=False,
+    honours_seeds=False,
+    notes=(
+        "{url} runs TensorRT-LLM, which honours the seed of a request only while it runs alone: runs cannot be "
+        "repeated exactly. Start it without speculative decoding: there, samples of a group may come out equal.",
+        "{url} looks once a second whether a client is gone: a request goes on for up to 1 s after april has closed "
+        "its stream, also while the trainer begins to use a GPU that it shares with it.",
+        "{url} holds back only its tokenizer's EOS before min_tokens: a response that ends earlier by another id is "
+        "refused, and generated again.",
+        "{url} does not say when its process began: one that is started anew with other weights is noticed only if its "
+        "port was found closed meanwhile.",
+    ),
+)
+_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM}
+
+
+def known_server(owner: str | None) -> KnownServer:
+    """By ``owned_by`` of its models; ANY for one that is not known."""
+    return _BY_OWNER.get(owner or "", ANY)

@@ -1,0 +1,308 @@
+"""What an OpenAI-compatible server can do, found out by a few short requests before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april.config.engines import OpenAIEngineConfig
+from april.core.sampling import LogprobKind, SamplingParams
+from april.core.versions import FIRST_VERSION
+from april.engines.http.http_client import HttpClient
+from april.engines.http.metrics_page import has_metrics
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.server_probe import get_json
+from april.engines.openai.known_servers import KnownServer, known_server
+from april.engines.openai.wire import ROUTE, CompletionStream, TokenShape, completion_body
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.server_text import said
+
+# ids that every vocabulary has; which ones does not matter
+_PROMPTS = ((1, 4, 7), (3, 1, 9), (5, 8, 6), (11, 2, 10))
+_SEED_TOKENS = 16
+_CERTAIN = 0.05
+"""A most likely token whose log-probability is nearer to 0 than this tells no kinds apart."""
+_SAME = 0.02
+"""Log-probabilities of one token, twice computed in bfloat16, differ by less."""
+_EOS_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIOffer:
+    """What one server offers; ``notes`` say in sentences what is missing, what that means, and what to do."""
+
+    model: str
+    token_shape: TokenShape
+    logprob_kind: LogprobKind
+    honours_seeds: bool
+    keeps_stop_ids: bool
+    """A stop id of the request is in the ids of the answer; always true, for other servers are refused."""
+    keeps_eos: bool | None
+    """EOS is in the ids of the answer. None: it could not be asked, and each answer is checked when it comes."""
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    software: str = ""
+    """What it runs, with the version, where that is known."""
+    load_route: str | None = "/metrics"
+    """Its Prometheus page; None: it has none that may be asked."""
+
+
+async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIOffer:
+    """Ask one server, by its list of models and up to 15 requests of 1 to 16 tokens.
+
+    Raises:
+        ConfigError: the server cannot do what april needs, or does not tell what must then be set.
+        EngineError: it could not be asked.
+    """
+    card = await _model(client, config.model)
+    model, said_len = card.id, card.max_model_len
+    server = known_server(card.owned_by)
+    if config.vocab_size is None:
+        raise ConfigError(
+            f"engine.vocab_size: {client.url} does not tell the size of its vocabulary; set it to vocab_size of the "
+            "model's config.json"
+        )
+    max_context = config.max_len or said_len
+    if max_context is None:
+        raise ConfigError(
+            f"engine.max_len: {client.url} does not tell its context; set it to what the server was started with "
+            "(TensorRT-LLM: --max_seq_len)"
+        )
+    if said_len is not None and max_context > said_len:
+        raise ConfigError(f"engine.max_len={max_context} is more than the context of {client.url}, {said_len} tokens")
+    probe = _Probe(client, model, await _token_shape(client, model, server.shapes))
+    await _refuse_without_stop_ids(probe)
+    eos = config.eos_token_ids or ()
+    keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
+    kind = LogprobKind(config.logprobs) if config.logprobs is not None else await _logprob_kind(probe)
+    seeds = server.honours_seeds and await _honours_seeds(probe)
+    return OpenAIOffer(
+        model=model,
+        token_shape=probe.shape,
+        logprob_kind=kind,
+        honours_seeds=seeds,
+        keeps_stop_ids=True,
+        keeps_eos=keeps_eos,
+        max_context=max_context,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(eos),
+        notes=_notes(client.url, config, kind, server, seeds, keeps_eos),
+        software=await software_of(client, server),
+        load_route=await _load_route(client, server),
+    )
+
+
+async def software_of(client: HttpClient, server: KnownServer) -> str:
+    """Name and version of a server that is known by its name."""
+    if not server.name:
+        return ""
+    answer = await get_json(client, "/version")
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return f"{server.name} {said(version, 64)}" if isinstance(version, str) else server.name
+
+
+async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
+    return server.load_route if server.load_route_always or await has_metrics(client, server.load_route) else None
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    owned_by: str | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard] = []
+
+
+async def _model(client: HttpClient, name: str | None) -> _ModelCard:
+    """What the server says of the model."""
+    reply = await client.call("GET", "/v1/models", retry=True)
+    client.require_ok(reply, "/v1/models")
+    try:
+        cards: list[_ModelCard] = read_json(reply.body, _ModelList).data
+    except NotJson as error:
+        raise ConfigError(f"{client.url}/v1/models is no list of models: {error}; is it such a server?") from None
+    names = [card.id for card in cards]
+    listed = said(", ".join(names[:5])) or "none"
+    if name is None and len(names) != 1:
+        raise ConfigError(f"engine.model: {client.url} has {len(names)} models ({listed}); name one")
+    if name is not None and name not in names:
+        raise ConfigError(f"engine.model: {client.url} has no model {name!r}; it has {listed}")
+    return cards[0] if name is None else cards[names.index(name)]
+
+
+SEVERAL = 4
+"""Tokens of a request that shows whether events repeat them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    tokens: list[int]
+    logprobs: list[float]
+    finish: EngineFinish | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Asks one server in one shape."""
+
+    client: HttpClient
+    model: str
+    shape: TokenShape
+
+    async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Answer:
+        """The whole answer to one short request."""
+        request = Request("probe", np.array(_PROMPTS[prompt], np.int32), sampling)
+        stream = CompletionStream(self.shape, request.token_ids)
+        async with self.client.events(ROUTE, completion_body(self.model, self.shape, request, **changes)) as pieces:
+            async for payloads in pieces:
+                for payload in payloads:
+                    stream.read(payload)
+        chunk: Chunk | None = stream.take(FIRST_VERSION)
+        if chunk is None:
+            return _Answer([], [], stream.finish)
+        return _Answer(chunk.tokens.tolist(), chunk.logprobs.tolist(), stream.finish)
+
+
+async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
+    """The first of these ways in which the server hands over ids with log-probabilities."""
+    said = []
+    for shape in shapes:
+        try:
+            answer = await _Probe(client, model, shape).ask(SamplingParams(1, temperature=0.0))
+        except (RequestRefused, WireError) as error:
+            said.append(f"{shape}: {error}")
+            continue
+        if len(answer.tokens) == 1:
+            await _refuse_repeated_tokens(_Probe(client, model, shape))
+            return shape
+        said.append(f"{shape}: {len(answer.tokens)} token ids for max_tokens=1")
+    raise ConfigError(
+        f"{client.url} gives no token ids with log-probabilities, which april cannot do without, in any way that it "
+        f"knows ({'; '.join(said)}); use a server that does, such as vLLM or trtllm-serve"
+    )
+
+
+async def _refuse_repeated_tokens(probe: _Probe) -> None:
+    """Each event must have its own tokens only: of a stream that is cut off, nobody else would notice."""
+    try:
+        count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
+        wrong = f"{count} token ids for max_tokens={SEVERAL}" if count > SEVERAL else ""
+    except WireError as error:
+        wrong = str(error)
+    if wrong:
+        raise ConfigError(
+            f"{probe.client.url} does not hand over each token once ({wrong}); do its events repeat the tokens before "
+            "them? april cannot use such a server"
+        )
+
+
+async def _refuse_without_stop_ids(probe: _Probe) -> None:
+    greedy = SamplingParams(1, temperature=0.0)
+    token = (await probe.ask(greedy)).tokens[0]
+    try:
+        answer = await probe.ask(replace(greedy, max_tokens=2, stop_token_ids=(token,)))
+    except WireError:  # it counts a token that it did not hand over
+        answer = _Answer([], [], EngineFinish.STOP)
+    if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
+        what = "keeps the stop token back" if not answer.tokens else "does not stop at the ids in stop_token_ids"
+        raise ConfigError(
+            f"{probe.client.url} {what}; a response without the token that ended it would be trained on as if it had "
+            "not ended, so april cannot use this server"
+        )
+
+
+async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
+    """By making EOS all but certain; a server that cannot do that leaves it open."""
+    sampling = SamplingParams(2, temperature=0.0)
+    try:
+        answer = await probe.ask(sampling, logit_bias={str(eos): _EOS_BIAS})
+    except WireError:
+        answer = _Answer([], [], EngineFinish.STOP)
+    except EngineError:
+        return None
+    if answer.finish is not EngineFinish.STOP:
+        return None  # the bias was ignored, or this id ends nothing here
+    if answer.tokens != [eos]:
+        raise ConfigError(
+            f"{probe.client.url} keeps EOS ({eos}) back; a response without the token that ended it would be trained "
+            "on as if it had not ended, so april cannot use this server"
+        )
+    return True
+
+
+async def _logprob_kind(probe: _Probe) -> LogprobKind:
+    """The most likely token of one prompt, forced by top_k=1, under three samplings.
+
+    Of the distribution sampled from it has log-probability 0; otherwise it changes with the temperature or does not.
+    """
+    for prompt in range(len(_PROMPTS)):
+        try:
+            free = await probe.ask(SamplingParams(1, seed=prompt), prompt)
+            neutral = await probe.ask(SamplingParams(1, seed=1), prompt, top_k=1)
+            hot = await probe.ask(SamplingParams(1, temperature=2.0, seed=1), prompt, top_k=1)
+        except EngineError:
+            return LogprobKind.UNKNOWN
+        if not len(free.tokens) == len(neutral.tokens) == len(hot.tokens) == 1 or neutral.tokens != hot.tokens:
+            continue
+        at_1, at_2 = neutral.logprobs[0], hot.logprobs[0]
+        if at_1 > -1e-6 and at_2 > -1e-6 and free.logprobs[0] < -_CERTAIN:
+            return LogprobKind.PROCESSED
+        if at_1 > -_CERTAIN:
+            continue
+        return LogprobKind.RAW if abs(at_2 - at_1) < _SAME else LogprobKind.TEMPERATURE
+    return LogprobKind.UNKNOWN
+
+
+async def _honours_seeds(probe: _Probe) -> bool:
+    """The same seed twice gives the same tokens, and another seed gives others."""
+    sampling = SamplingParams(_SEED_TOKENS, _SEED_TOKENS, temperature=1.0, seed=7)
+    first, again = await probe.ask(sampling), await probe.ask(sampling)
+    other = await probe.ask(replace(sampling, seed=8))
+    return first.tokens == again.tokens != other.tokens
+
+
+def _notes(
+    url: str, config: OpenAIEngineConfig, kind: LogprobKind, server: KnownServer, seeds: bool, keeps_eos: bool | None
+) -> tuple[str, ...]:
+    notes = [
+        f"{url} has no route for aborts: a request is ended by closing its stream, and tokens that the server had made "
+        "and not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none.",
+        f"{url} does not say which weights made which token: the version is that of the request's submission, and no "
+        "request lives through a weight update.",
+        f"{url} does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), "
+        "and have it forget the cached keys and values of the old weights there.",
+    ]
+    if kind is LogprobKind.RAW:
+        notes.append(
+            f"{url} gives log-probabilities of the raw logits: they are those that the tokens were sampled with only "
+            "at temperature 1, without top_p and the like."
+        )
+    if kind is LogprobKind.UNKNOWN:
+        notes.append(
+            f"{url} did not show of which distribution its log-probabilities are: they are right only at temperature "
+            "1, without top_p and the like; set engine.logprobs if you know."
+        )
+    notes += [note.format(url=url) for note in server.notes]
+    if not seeds and server.honours_seeds:
+        notes.append(f"{url} does not repeat a response for the same seed: runs cannot be repeated exactly.")
+    if not config.eos_token_ids:
+        notes.append(
+            f"engine.eos_token_ids is not set, and {url} does not tell: a response that is cut right behind its EOS, "
+            "before the server says that it ended, would be continued; set it to eos_token_id of the model's "
+            "generation_config.json."
+        )
+    elif keeps_eos is None:
+        notes.append(
+            f"{url} could not be made to end a response at the start: whether EOS is among its ids is checked with "
+            "every response, and one without it fails."
+        )
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""SGLang servers, alone or behind a router."""

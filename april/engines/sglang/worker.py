@@ -1,0 +1,261 @@
+"""The control calls of one SGLang server: aborts, weights and their label, load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from april.core.versions import PolicyVersion
+from april.engines.http.http_client import CONTROL_TIMEOUT_S, HttpClient
+from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.server_pause import standing_still
+from april.engines.http.server_process import PAUSE_LOOK_S
+from april.engines.http.server_words import control, nothing, require_words, says, text_under, words_of
+from april.engines.http.weight_labels import WeightLabels, another_process, marked
+from april.engines.http.wire_errors import error_text
+from april.engines.protocol import EngineLoad
+from april.engines.sglang.offer import SglangOffer
+from april.errors import EngineError, EngineUnreachable, WireError
+from april.server_text import said
+
+log = logging.getLogger("april")
+
+LOAD_WEIGHTS_S = 3600.0
+"""Longest wait for a server to read its weights."""
+FLUSH_S = 30.0
+"""Longest wait of the server for the moment in which its cache can be emptied."""
+
+
+_FLUSHED = b"Cache flushed."
+"""How a server begins to say that its cache is empty."""
+_KEPT_CACHE = "Weights were updated, but the cache was not flushed"
+"""How a server begins to say, of an update without success, that nothing but the cache is old."""
+
+
+class HalfUpdated(EngineError):
+    """The weights may be new, and something that belongs to them is old."""
+
+
+class HalfUpdatedAndGone(HalfUpdated, EngineUnreachable):
+    """The same of a server that does not answer any more: the others can go on without it."""
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float = 0.0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+@dataclass(frozen=True, slots=True)
+class SglangWorker:
+    """One server; ``offer`` says what it can do."""
+
+    client: HttpClient
+    offer: SglangOffer
+
+    async def abort(self, rids: Sequence[str], at_once: int) -> None:
+        """Ask for the end of these requests, ``at_once`` calls at a time; unknown ones are ignored by the server.
+
+        Raises:
+            EngineError: the first thing that went wrong, after all were asked for.
+        """
+        left = deque(rids)
+        errors: list[EngineError] = []
+
+        async def ask() -> None:
+            while left:
+                body = {"rid": left.popleft()}
+                try:
+                    reply = await self.client.call("POST", "/abort_request", body, timeout_s=None, retry=True)
+                    require_words(self.client, reply, "/abort_request", nothing)
+                except EngineError as error:
+                    errors.append(error)
+
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await asyncio.gather(*(ask() for _ in range(min(at_once, len(left)))))
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"{self.client.url} has not answered {len(rids)} aborts in {CONTROL_TIMEOUT_S:g} s; is it overloaded "
+                "or hung?"
+            ) from None
+        if errors:
+            raise errors[0]
+
+    async def label(self) -> str | None:
+        """Of the present weights; None: the server has no labels."""
+        if self.offer.weight_version is None:
+            return None
+        info = await self.client.json("GET", "/model_info", retry=True)
+        return text_under(self.client, info, "weight_version", "/model_info")
+
+    async def set_label(self, label: str) -> None:
+        """Name the present weights; requests that run go on under the new name.
+
+        Raises:
+            EngineError: the server does not show the label afterwards.
+        """
+        if self.offer.weight_version is None:
+            return
+        # without the flag the server would abort every request it has
+        body = {"new_version": label, "abort_all_requests": False}
+        await control(self.client, "/update_weight_version", says("success", True), body=body)
+        now = await self.label()
+        if now != label:
+            raise HalfUpdated(f"{self.client.url} says its weights are {said(now)} after april called them {label}")
+
+    async def mark(self, labels: WeightLabels) -> str | None:
+        """See :func:`~april.engines.http.weight_labels.marked`."""
+        async with asyncio.timeout(PAUSE_LOOK_S):
+            return await marked(self, labels, self.offer.weight_version)
+
+    async def update(
+        self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
+        paused: bool = False,
+    ) -> None:  # fmt: skip
+        """New weights from a directory of the server (None: they are there already), an empty cache, a label.
+
+        Args:
+            paused_as: what :meth:`mark` has said of the server that was ``paused`` for the update.
+
+        Raises:
+            HalfUpdated: the weights are new, or may be, and the rest did not follow.
+            EngineError: the server has its old weights.
+        """
+        label, loaded = labels.of(version), path is None
+        try:
+            async with self._undisturbed():
+                process = await self._process()
+                if path is None:
+                    shown = await self.label()
+                    if paused and shown is not None and self._is_another(shown, paused_as, labels):
+                        raise HalfUpdated(self._started_anew(label))
+                    await self._flush(label)
+                else:
+                    shown = paused_as if paused else None
+                    if shown in (None, label):
+                        shown = await marked(self, labels, self.offer.weight_version, version)
+                    flushed = await self._load(label, path, shown)
+                    loaded = True
+                    if not flushed:
+                        log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
+                        await self._flush(label)
+                now = await self.label()
+                if now not in (label, shown):
+                    raise HalfUpdated(self._started_anew(label))
+                if now != label:
+                    await self.set_label(label)
+                if await self._process() not in (None, process) and process is not None:
+                    raise HalfUpdated(self._started_anew(label))
+        except HalfUpdated:
+            raise
+        except EngineError as error:
+            if not loaded:
+                raise
+            kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
+            what = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
+            raise kind(what) from error
+
+    async def _process(self) -> Any:
+        """What no two processes have in common: how long each part of its start took; None: it does not say."""
+        reply = await self.client.call("GET", "/server_info", retry=True)
+        answer = words_of(reply) if reply.ok else None
+        return answer.get("startup_time") if isinstance(answer, dict) else None
+
+    def _is_another(self, shown: str, paused_as: str | None, labels: WeightLabels) -> bool:
+        return another_process(shown, paused_as, labels, self.offer.weight_version)
+
+    def _started_anew(self, label: str) -> str:
+        return (
+            f"{self.client.url} was started anew in the middle of the update to {label}, and may have the weights of "
+            "its start; update its weights again"
+        )
+
+    async def load(self) -> EngineLoad | None:
+        """Summed over data-parallel copies; None: the server does not say."""
+        if not self.offer.loads:
+            return None
+        reply = await self.client.call("GET", "/v1/loads", params={"include": "core"}, retry=True)
+        self.client.require_ok(reply, "/v1/loads")
+        try:
+            loads = read_json(reply.body, _Loads).loads
+        except NotJson as error:
+            raise WireError(f"{self.client.url}/v1/loads answered what april cannot read: {error}") from None
+        return EngineLoad(
+            sum(load.num_running_reqs for load in loads),
+            sum(load.num_waiting_reqs for load in loads),
+            max((load.token_usage for load in loads), default=0.0),
+        )
+
+    async def _load(self, label: str, path: str, before: str | None) -> bool:
+        """New weights; False: the cache was kept.
+
+        Args:
+            before: the label of the weights that the server has.
+
+        Raises:
+            HalfUpdated: it does not say whether it has loaded them.
+            EngineError: it says that it has not.
+        """
+        body: dict[str, Any] = {
+            "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
+        }  # fmt: skip
+        reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
+        answer = words_of(reply)
+        if reply.ok and says("success", True)(answer):
+            return True
+        text = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
+        if reply.status == 404:
+            raise EngineError(f"{text}; this server has no /update_weights_from_disk")
+        refused = reply.status == 400 and says("success", False)(answer)
+        if refused and (str(answer.get("message")).startswith(_KEPT_CACHE) or await self._moved(label)):
+            return False
+        if refused or reply.status == 422:
+            if before is not None and before != label and await self.label() != before:
+                raise HalfUpdated(f"{text}; it shows other weights than before")
+            raise EngineError(f"{text}; it keeps the weights it had")
+        raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
+
+    async def _moved(self, label: str) -> bool:
+        return self.offer.weight_version is not None and await self.label() == label
+
+    async def _flush(self, label: str) -> None:
+        """Empty the cache: keys and values of old weights must not serve new ones."""
+        reply = await self.client.call(
+            "POST", "/flush_cache", params={"timeout": f"{FLUSH_S:g}"}, timeout_s=FLUSH_S + 30, retry=True
+        )
+        if not (reply.ok and reply.body.startswith(_FLUSHED)):
+            raise HalfUpdated(
+                f"{self.client.url} did not empty its cache for the weights {label}: {error_text(reply.body)}"
+            )
+
+    def _undisturbed(self) -> AbstractAsyncContextManager[None]:
+        return self._retracted() if "retract" in self.offer.pause_modes else nullcontext()
+
+    @asynccontextmanager
+    async def _retracted(self) -> AsyncIterator[None]:
+        """Requests of other clients wait in the queue meanwhile, or the server would wait for their end.
+
+        Only while there are any: a server that is left paused, should april die here, serves nobody.
+        """
+        load = await self.load()
+        if load is not None and not load.running and not load.waiting:
+            yield
+            return
+        # the body may be empty but must be there
+        async with standing_still(
+            lambda: control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"}),
+            lambda: control(self.client, "/continue_generation", says("status", "ok"), body={}),
+        ):
+            yield

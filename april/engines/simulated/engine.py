@@ -1,0 +1,376 @@
+"""A simulated engine: the timing of a real one, synthetic tokens, no model and no GPU.
+
+Runs on the event loop's own clock: in real time on an ordinary loop, at once on ``april.testing.virtual_clock``.
+
+Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids), so an attempt that
+resumes a sample, on this engine or another one, continues the very same sequence, and ``synthetic_response`` says what
+a delivered sample must hold. The stop id appears as the last token of a complete response and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from april.core.sampling import LogprobKind
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, EngineLoad, Float32, Health, Int32, Request
+from april.engines.simulated.clockwork import Finished, SimulatedDecoder
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import ResponseLengths
+from april.errors import EngineError
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_LOWEST_LOGPROB = 4.0
+
+
+def by_sample_key(lengths: ResponseLengths) -> Callable[[Request], int]:
+    """``length_of`` for a :class:`SimulatedEngine`: the response length of ``request.sample_key`` in ``lengths``."""
+
+    def length_of(request: Request) -> int:
+        if request.sample_key is None:
+            raise EngineError(
+                f"request {request.attempt_id} has no sample_key, which response lengths are drawn from; set "
+                f"Request.sample_key or give the engine a length_of that does without"
+            )
+        return lengths.sample(*request.sample_key)
+
+    return length_of
+
+
+def synthetic_response(
+    prompt_ids: Int32,
+    sample_key: tuple[int, int] | None,
+    start: int,
+    stop: int,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+) -> tuple[Int32, Float32]:
+    """Tokens int32[stop - start] and log-probabilities float32[stop - start] at positions start..stop-1 of a response.
+
+    No token is one of ``stop_token_ids``: the end of the response is put there by the engine. Log-probabilities lie in
+    (-4, 0] and have at most 24 significant bits, so they are the same on every platform.
+    """
+    stops = sorted({i for i in stop_token_ids if 0 <= i < vocab_size})
+    if len(stops) >= vocab_size:
+        raise ValueError(f"all {vocab_size} token ids are stop ids; nothing is left to generate")
+    label = b"" if sample_key is None else b"%d/%d" % sample_key
+    text = np.asarray(prompt_ids, dtype="<i4").tobytes()
+    origin = np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8, key=label).digest(), "little"))
+    # splitmix64: a counter through a mixer; unsigned arithmetic wraps
+    x = origin + np.arange(start + 1, stop + 1, dtype=np.uint64) * _STEP
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    x = x ^ (x >> np.uint64(31))
+    tokens = (x % np.uint64(vocab_size - len(stops))).astype(np.int32)
+    for stop_id in stops:
+        tokens += tokens >= stop_id  # leaves a gap at each stop id
+    logprobs = (x >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST_LOGPROB / 2**24)
+    return tokens, logprobs
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request that is being served. ``outbox``: (number of tokens, version, finish)."""
+
+    request: Request
+    new_tokens: int
+    finish: EngineFinish
+    handed_over: int = 0  # tokens put into the outbox
+    yielded: int = 0  # tokens taken out of it
+    ended: bool = False  # the last item has been taken out
+    outbox: asyncio.Queue[tuple[int, PolicyVersion, EngineFinish | None] | EngineError] = field(
+        default_factory=asyncio.Queue
+    )
+
+
+class SimulatedEngine:
+    """Implements :class:`april.engines.protocol.Engine` on a :class:`SimulatedDecoder`.
+
+    A response is ``length_of(request)`` tokens long, counted over all attempts of its sample; the request's
+    ``response_offset`` says how many of them are there already. It ends with STOP and a stop token, or with LENGTH
+    where ``max_tokens`` or the context is used up before. ``temperature``, ``top_p``, ``seed`` and ``priority`` change
+    nothing. ``min_tokens`` makes a response longer if need be.
+
+    Args:
+        name: unique label.
+        cost: what decoding costs.
+        length_of: tokens of the whole response that a request belongs to; see :func:`by_sample_key`.
+        max_running: decode slots; more requests wait inside the engine.
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_id: stop token where the request names none.
+        max_context: most tokens of prompt plus response; the KV capacity bounds it too.
+        version: policy version of the weights at the start.
+        stream_interval_s: hand tokens over at least this often; None: only when a request ends or weights change.
+        weight_update_s: how long ``update_weights`` takes. A path is accepted and not read.
+        admission_reserve: tokens of KV that stay free per running sequence when a request is admitted.
+        remote: it is asked for its load while it works, as a server is.
+        check_prefix: refuse a resumed request whose response tokens are not those that this engine would have made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cost: DecodeCost,
+        length_of: Callable[[Request], int],
+        *,
+        max_running: int,
+        vocab_size: int = 32_000,
+        eos_token_id: int = 0,
+        max_context: int = 1 << 20,
+        version: PolicyVersion = FIRST_VERSION,
+        stream_interval_s: float | None = None,
+        weight_update_s: float = 0.0,
+        check_prefix: bool = True,
+        admission_reserve: int = 128,
+        remote: bool = False,
+    ) -> None:
+        if vocab_size < 2 or not 0 <= eos_token_id < vocab_size:
+            raise ValueError(f"need vocab_size >= 2 and eos_token_id inside it, not {vocab_size}, {eos_token_id}")
+        if stream_interval_s is not None and stream_interval_s <= 0:
+            raise ValueError(f"stream_interval_s must be positive or None, not {stream_interval_s}")
+        self._name = name
+        self._capabilities = Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE,
+            vocab_size=vocab_size,
+            max_context=min(max_context, cost.kv_capacity_tokens or max_context),
+            max_in_flight=max_running,
+            updates_from_disk=True,
+            remote=remote,
+        )
+        self._kv_capacity = cost.kv_capacity_tokens
+        self._length_of = length_of
+        self._eos = eos_token_id
+        self._version = version
+        self._stream_interval_s = stream_interval_s
+        self._weight_update_s = weight_update_s
+        self._check_prefix = check_prefix
+        self._decoder = SimulatedDecoder(cost, max_running, -math.inf, admission_reserve)
+        self._streams: dict[str, _Stream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stream_timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._stopped = asyncio.Event()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<SimulatedEngine {self._name} version {self._version}: {self._decoder!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def decoder(self) -> SimulatedDecoder:
+        """The model inside, for its counters; do not change it."""
+        return self._decoder
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Serve one request; raises EngineError for one that is impossible, in flight already, or sent after close."""
+        stream = self._admit(request)
+        try:
+            while True:
+                item = await stream.outbox.get()
+                if isinstance(item, EngineError):
+                    stream.ended = True
+                    raise item
+                yield self._chunk(stream, *item)
+                if stream.ended:
+                    return
+        finally:
+            if not stream.ended:  # the caller left
+                self._catch_up()
+                if self._streams.pop(request.attempt_id, None) is stream:
+                    self._decoder.abort([request.attempt_id])
+                self._set_timer()
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        self._catch_up()
+        for attempt_id, tokens in self._decoder.abort(attempt_ids).items():
+            self._end(attempt_id, tokens, EngineFinish.ABORT)
+        self._set_timer()
+
+    async def pause(self) -> None:
+        """Close admission; returns when the decode step in progress has ended."""
+        self._catch_up()
+        self._paused = True
+        self._decoder.pause()
+        self._set_timer()
+        if not self._decoder.stopped:
+            self._stopped.clear()
+            await self._stopped.wait()
+
+    async def resume(self) -> None:
+        self._catch_up()
+        self._paused = False
+        self._decoder.resume()
+        self._stopped.set()
+        self._set_timer()
+        self._set_stream_timer()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Change the version after ``weight_update_s``; raises EngineError unless paused."""
+        self._catch_up()
+        if not self._paused or not self._decoder.stopped:
+            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+        self._hand_over_all()
+        if self._weight_update_s > 0:
+            await asyncio.sleep(self._weight_update_s)
+        self._version = version
+
+    async def health(self) -> Health:
+        if self._closed:
+            return Health(ok=False, detail="closed")
+        self._catch_up()
+        counters = {name: float(value) for name, value in asdict(self._decoder.counters()).items()}
+        counters |= {
+            "running": float(self._decoder.running),
+            "waiting": float(self._decoder.waiting),
+            "kv_tokens": float(self._decoder.kv_tokens),
+        }
+        capacity = self._kv_capacity
+        usage = self._decoder.kv_tokens / capacity if capacity else 0.0
+        load = EngineLoad(self._decoder.running, self._decoder.waiting, usage, self._decoder.counters().preemptions)
+        return Health(ok=True, detail="paused" if self._paused else "", counters=counters, load=load)
+
+    async def close(self) -> None:
+        """Streams that are still open raise EngineError."""
+        if self._closed:
+            return
+        self._catch_up()
+        self._closed = True
+        self._decoder.abort()
+        for stream in self._streams.values():
+            stream.outbox.put_nowait(EngineError(f"engine {self._name} was closed"))
+        self._streams.clear()
+        self._stopped.set()
+        for timer in (self._timer, self._stream_timer):
+            if timer is not None:
+                timer.cancel()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: Request) -> _Stream:
+        """Check a request and queue it."""
+        where = f"engine {self._name}, request {request.attempt_id}"
+        if self._closed:
+            raise EngineError(f"{where}: the engine is closed")
+        self._catch_up()
+        if request.attempt_id in self._streams:
+            raise EngineError(f"{where}: the id is in flight already; every attempt needs a new one")
+        held, total = request.response_offset, len(request.token_ids)
+        if total and not 0 <= request.token_ids.min() <= request.token_ids.max() < self._capabilities.vocab_size:
+            raise EngineError(f"{where}: a token id is outside the vocabulary of {self._capabilities.vocab_size}")
+        if not 0 <= held <= total:
+            raise EngineError(f"{where}: response_offset {held} is outside its {total} token ids")
+        length = self._length_of(request)
+        to_stop = max(length - held, request.sampling.min_tokens, 0 if held else 1)
+        if to_stop < 1:
+            raise EngineError(f"{where}: {held} tokens are there and the response has {length}; it is complete")
+        budget = min(request.sampling.max_tokens, self._capabilities.max_context - total)
+        if budget < 1:
+            raise EngineError(
+                f"{where}: no token may be generated (max_tokens {request.sampling.max_tokens}, {total} tokens of "
+                f"context {self._capabilities.max_context} used); end the sample with LENGTH instead of sending it"
+            )
+        finish = EngineFinish.STOP if to_stop <= budget else EngineFinish.LENGTH
+        stream = _Stream(request, min(to_stop, budget), finish)
+        if self._check_prefix and held:
+            expected, _ = self._synthetic(request, 0, held)
+            differs = np.flatnonzero(expected != request.token_ids[total - held :])
+            if differs.size:
+                raise EngineError(f"{where}: response token {differs[0]} of {held} is not the one that was generated")
+        self._decoder.add(request.attempt_id, total, stream.new_tokens)
+        self._streams[request.attempt_id] = stream
+        self._set_timer()
+        self._set_stream_timer()
+        return stream
+
+    def _catch_up(self) -> None:
+        """Bring the decoder to the loop's time."""
+        now = asyncio.get_running_loop().time()
+        if now > self._decoder.now:
+            self._deliver(self._decoder.advance(now))
+
+    def _on_timer(self, due: float) -> None:
+        self._timer = None
+        # A real loop may call a moment early.
+        now = max(due, self._decoder.now, asyncio.get_running_loop().time())
+        self._deliver(self._decoder.advance(now))
+        self._set_timer()
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        for request_id, _ in finished:
+            stream = self._streams[request_id]
+            self._end(request_id, stream.new_tokens, stream.finish)
+        if self._paused and self._decoder.stopped:
+            self._stopped.set()
+
+    def _set_timer(self) -> None:
+        due = self._decoder.next_event_time()
+        if self._timer is not None:
+            if self._timer.when() == due:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due < math.inf and not self._closed:
+            self._timer = asyncio.get_running_loop().call_at(due, self._on_timer, due)
+
+    def _on_stream_timer(self) -> None:
+        self._stream_timer = None
+        self._catch_up()
+        self._hand_over_all()
+        self._set_timer()
+        self._set_stream_timer()
+
+    def _set_stream_timer(self) -> None:
+        """Tick only while tokens may come, so that a virtual loop still sees when nothing else is scheduled."""
+        if self._stream_interval_s is None or self._stream_timer is not None or self._paused or not self._streams:
+            return
+        loop = asyncio.get_running_loop()
+        self._stream_timer = loop.call_later(self._stream_interval_s, self._on_stream_timer)
+
+    def _hand_over_all(self) -> None:
+        """Put what every running request has made since the last time into its stream, under the present version."""
+        for attempt_id, stream in self._streams.items():
+            fresh = self._decoder.tokens_of(attempt_id) - stream.handed_over
+            if fresh > 0:
+                stream.outbox.put_nowait((fresh, self._version, None))
+                stream.handed_over += fresh
+
+    def _end(self, attempt_id: str, tokens: int, finish: EngineFinish) -> None:
+        stream = self._streams.pop(attempt_id)
+        stream.outbox.put_nowait((tokens - stream.handed_over, self._version, finish))
+        stream.handed_over = tokens
+
+    def _chunk(self, stream: _Stream, count: int, version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
+        """The tokens behind an item of the outbox."""
+        request, start = stream.request, stream.request.response_offset + stream.yielded
+        tokens, logprobs = self._synthetic(request, start, start + count)
+        stream.yielded += count
+        stream.ended = finish is not None
+        if finish is EngineFinish.STOP:
+            tokens[-1] = self._stop_ids(request)[0]
+        return Chunk(tokens, logprobs, version, finish)
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        return request.sampling.stop_token_ids or (self._eos,)
+
+    def _synthetic(self, request: Request, start: int, stop: int) -> tuple[Int32, Float32]:
+        prompt = request.token_ids[: len(request.token_ids) - request.response_offset]
+        return synthetic_response(
+            prompt, request.sample_key, start, stop, self._capabilities.vocab_size, self._stop_ids(request)
+        )

@@ -1,0 +1,572 @@
+"""The embedded engine: generates inside the trainer's process from the trainer's own Hugging Face model.
+
+Invariants:
+
+* decode ticks run in one worker thread; everything else, requests and aborts included, happens on the event loop
+  between two ticks. With the same requests in the same order a run is exactly reproducible;
+* each token is yielded once or counted in ``stats.discarded_tokens``;
+* the model is in generation mode (dropout off) only during a tick: what a tick has generated is handed out after the
+  modules have their flags back, and an engine that is quiet touches them no more;
+* what a tick samples is handed out only if the weights are the same before and after it.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from april.core.sampling import LogprobKind
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Capabilities, Chunk, Health, Request
+from april.engines.transformers.stats import EngineStats
+from april.errors import ConfigError, EngineError, WeightsInUse
+from april.extras import install
+
+if TYPE_CHECKING:
+    from april.engines.transformers.slot_batch import SlotOutput, SlotRequest
+
+log = logging.getLogger("april")
+
+MAX_STEPS_PER_TICK = 32
+"""Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
+STREAM_INTERVAL = 16
+"""Tokens per chunk of requests that want theirs as they come, where no interval is configured."""
+YIELDS_BETWEEN_TICKS = 8
+"""Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
+wall-clock wait runs would not repeat."""
+
+
+class _Stream:
+    """What one consumer has not taken yet."""
+
+    __slots__ = ("attempt_id", "chunks", "error", "left", "wake")
+
+    def __init__(self, attempt_id: str) -> None:
+        self.attempt_id = attempt_id
+        self.chunks: deque[Chunk] = deque()
+        self.error: EngineError | None = None
+        self.wake = asyncio.Event()
+        self.left = False
+        """The consumer went away."""
+
+
+class TransformersEngine:
+    """Continuous batching over any Hugging Face causal model with plain key-value attention.
+
+    ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
+    before the optimizer writes, then call :meth:`update_weights` with the new version. A step while it generates is
+    refused (:class:`~april.errors.WeightsInUse`). Writes without an optimizer are found after the fact, by the version
+    counters and addresses of the tensors: every request ends with that error, without the tokens of that tick, and
+    nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` alone move neither.
+
+    It generates in the precision of the model: that of its weights, or of an autocast, be it around its ``forward`` or
+    around the line that makes the engine.
+
+    Args:
+        model: the model, on its final device; not copied.
+        slots: most requests decoded at the same time; further ones wait.
+        max_len: most tokens of prompt plus response; default: the model's own context, at most 32,768.
+        seed: seed of the stream from which requests without a seed get theirs.
+        name: label for segments, metrics and messages.
+        stream_interval: yield a chunk about every so many tokens; None: one chunk when the request ends.
+        eos_token_ids: ids that end every response; default: from the generation configuration.
+        num_threads: set torch's thread count, which is the whole process's; None: leave it alone.
+        check: decode a few tokens at once and compare them with a full forward pass.
+
+    Raises:
+        ConfigError: an argument is out of range, or the model is one that this engine cannot drive exactly.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int = 64,
+        max_len: int | None = None,
+        seed: int = 0,
+        name: str = "transformers",
+        stream_interval: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        num_threads: int | None = None,
+        check: bool = True,
+    ) -> None:
+        _require("torch", "transformers")
+        import torch
+
+        from april.engines.transformers.model_support import (
+            autocast_here,
+            context_of,
+            eos_ids_of,
+            refuse_unsupported,
+            text_config,
+        )
+        from april.engines.transformers.optimizer_guard import guard_optimizers
+        from april.engines.transformers.slot_batch import SlotDecoder
+
+        for label, value in (("slots", slots), ("max_len", max_len), ("stream_interval", stream_interval)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{label} is {value}: it must be at least 1")
+        if not hasattr(model, "config"):
+            hint = (
+                "a directory or hub name goes to engine.model of the configuration"
+                if isinstance(model, (str, Path))
+                else "pass a Hugging Face causal language model, the one inside the wrapper if there is one"
+            )
+            raise ConfigError(f"model is of type {type(model).__name__}, which has no config: {hint}")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._model = model
+        self._max_len = context_of(model) if max_len is None else max_len
+        refuse_unsupported(model, self._max_len)
+        self._autocast = autocast_here(next(model.parameters()).device)
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
+        if check:
+            try:
+                self._thread.submit(self._try_out).result()
+            except BaseException:
+                self._thread.shutdown(wait=False)
+                raise
+        self.stats = EngineStats()
+        self._decoder = SlotDecoder(model, slots, self._max_len, self.stats)
+        self._name = name
+        self._eos = eos_ids_of(model) if eos_token_ids is None else tuple(sorted(set(eos_token_ids)))
+        self._capabilities = Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE,
+            vocab_size=int(text_config(model).vocab_size),
+            max_context=self._max_len,
+            eos_token_ids=self._eos,
+            max_in_flight=slots,
+            shares_weights=True,
+            updates_from_disk=True,
+        )
+        self._stream_interval = stream_interval
+        self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
+        self._seeds = random.Random(seed)
+        self._streams: dict[str, _Stream] = {}
+        # Requests, and lists of attempts to end, that came while a tick was running.
+        self._inbox: list[SlotRequest | list[str]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._ticking = self._paused = self._closed = self._loading = False
+        self._failure = ""
+        self._parameters = list(model.parameters())
+        self._stamp = self._weights_stamp()
+        """Of the weights under which the keys and values of active requests were made."""
+        self._torn = ""
+        """Why nothing is generated before the next update: the weights were written during a tick."""
+        self._generated_under: tuple[PolicyVersion, int | None] | None = None
+        """The version that last generated, and the writes to its weights; None: a change was reported."""
+        self._unguard = guard_optimizers(self, model)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, dtype: Any = "auto", device: Any = None, **options: Any
+    ) -> TransformersEngine:
+        """Load ``AutoModelForCausalLM`` from a directory or model id (safetensors only); options as for the class."""
+        _require("torch", "transformers", "safetensors")
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        return cls(model if device is None else model.to(device), **options)
+
+    @property
+    def name(self) -> str:
+        """Label given at construction."""
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Constant; see :class:`~april.engines.protocol.Capabilities`."""
+        return self._capabilities
+
+    @property
+    def generating(self) -> bool:
+        """Whether a write to the weights, now, would spoil something."""
+        return self._ticking or (self._decoder.active > 0 and not self._paused)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "paused" if self._paused else "running" if self._pump else "idle"
+        return f"TransformersEngine({self._name!r}, {state}, {self._decoder!r})"
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Chunks of one request; see the protocol. Closing the iterator early frees the slot.
+
+        Raises:
+            EngineError: the request cannot be served as it stands (nothing was computed), or a model call failed
+                (tokens of completed steps were yielded before).
+        """
+        slot_request = self._checked(request)
+        stream = self._streams[request.attempt_id] = _Stream(request.attempt_id)
+        self._send(slot_request)
+        self._start_pump()
+        finished = False
+        try:
+            while True:
+                while stream.chunks:
+                    chunk = stream.chunks.popleft()
+                    finished = chunk.finish is not None
+                    yield chunk
+                    if finished:
+                        return
+                if stream.error is not None:
+                    finished = True
+                    raise stream.error
+                stream.wake.clear()
+                await stream.wake.wait()
+        finally:
+            if not finished:
+                self._leave(stream)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """End these attempts (None: all there are now), at once or after the tick that is running."""
+        ids = list(self._streams) if attempt_ids is None else [i for i in attempt_ids if i in self._streams]
+        if ids:
+            self._send(ids)
+
+    def _checked(self, request: Request) -> SlotRequest:
+        """The request in the decoder's terms; EngineError, before anything is spent, if it makes no sense."""
+        from april.engines.transformers.slot_batch import SlotRequest
+
+        sampling, limits = request.sampling, self._capabilities
+        tokens = np.asarray(request.token_ids)
+        where = f"{self._name}, attempt {request.attempt_id}"
+        outside = tokens[(tokens < 0) | (tokens >= limits.vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
+        wrong = None
+        if self._closed:
+            wrong = "the engine is closed: make a new one"
+        elif request.attempt_id in self._streams:
+            wrong = "this id is already in flight: give every attempt an id of its own"
+        elif tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+            wrong = f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}: send a non-empty row of integers"
+        elif outside.size:
+            wrong = (
+                f"token id {outside[0]} is outside the vocabulary of {limits.vocab_size}: encode prompts with this "
+                "model's tokenizer"
+            )
+        elif tokens.size >= self._max_len:
+            wrong = f"{tokens.size} tokens leave no room below max_len {self._max_len}: shorten it or raise max_len"
+        elif sampling.max_tokens < 1:
+            wrong = f"max_tokens is {sampling.max_tokens}: at least 1 token must be allowed"
+        elif sampling.min_tokens < 0:
+            wrong = f"min_tokens is {sampling.min_tokens}: it must not be negative"
+        elif not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
+            wrong = f"temperature is {sampling.temperature}: use a finite number, 0 for greedy"
+        elif not 0.0 < sampling.top_p <= 1.0:
+            wrong = f"top_p is {sampling.top_p}: use a number in (0, 1]"
+        stop_ids = tuple(sorted({*sampling.stop_token_ids, *self._eos}))
+        if wrong is None and sampling.min_tokens and len(stop_ids) >= limits.vocab_size:
+            wrong = "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
+        if wrong is not None:
+            raise EngineError(f"{where}: {wrong}")
+        if self._torn:
+            raise WeightsInUse(self._torn)
+        return SlotRequest(
+            attempt_id=request.attempt_id,
+            tokens=tokens.astype(np.int32),
+            max_tokens=min(sampling.max_tokens, self._max_len - tokens.size),
+            min_tokens=sampling.min_tokens,
+            temperature=float(sampling.temperature),
+            top_p=float(sampling.top_p),
+            stop_ids=stop_ids,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            priority=request.priority,
+            stream_interval=self._stream_interval or (STREAM_INTERVAL if request.stream else None),
+        )
+
+    def _send(self, message: SlotRequest | list[str]) -> None:
+        self._inbox.append(message)
+        if not self._ticking:
+            self._read_inbox()
+
+    def _read_inbox(self) -> None:
+        messages, self._inbox = self._inbox, []
+        for message in messages:
+            if not isinstance(message, list):
+                self._decoder.submit(message)
+                continue
+            try:
+                self._hand_out(self._decoder.abort(message))
+            except Exception as error:  # the device failed while tokens were read from it
+                self._failure = f"the last abort failed: {type(error).__name__}: {error}"
+                self._hand_out(self._decoder.fail(), error)
+
+    def _leave(self, stream: _Stream) -> None:
+        """The consumer is gone: free the slot, count what it did not take."""
+        stream.left = True
+        self.stats.discarded_tokens += sum(chunk.tokens.size for chunk in stream.chunks)
+        stream.chunks.clear()
+        if self._streams.get(stream.attempt_id) is stream:
+            self._send([stream.attempt_id])
+
+    def _hand_out(self, outputs: list[SlotOutput], cause: Exception | None = None) -> None:
+        """Give outputs of the decoder to their streams; without a finish they fail if there is a ``cause``."""
+        for output in outputs:
+            attempt_id, tokens, logprobs = output.request.attempt_id, output.tokens, output.logprobs
+            stream = self._streams[attempt_id]
+            over = output.finish is not None or cause is not None
+            if over:
+                del self._streams[attempt_id]
+            if stream.left or stream.error is not None:
+                self.stats.discarded_tokens += tokens.size
+                continue
+            finish = output.finish
+            bad = np.flatnonzero(~np.isfinite(logprobs))
+            if bad.size:
+                good = int(bad[0])
+                stream.error = EngineError(
+                    f"{self._name}, attempt {attempt_id}: the model gave a log-probability of {logprobs[good]} under "
+                    f"version {self._decoder.version}; look for NaN or infinity in its weights"
+                )
+                self.stats.failures += 1
+                self.stats.discarded_tokens += tokens.size - good
+                tokens, logprobs, finish = tokens[:good], logprobs[:good], None
+                if not over:
+                    self._inbox.append([attempt_id])
+            elif isinstance(cause, WeightsInUse):
+                stream.error = WeightsInUse(str(cause), output.torn)
+            elif cause is not None and finish is None:
+                stream.error = EngineError(
+                    f"{self._name}, attempt {attempt_id}: a model call failed ({type(cause).__name__}: {cause}); "
+                    "the tokens before it were handed over"
+                )
+                stream.error.__cause__ = cause
+            if tokens.size or finish is not None:
+                stream.chunks.append(Chunk(tokens, logprobs, self._decoder.version, finish))
+            stream.wake.set()
+
+    # ------------------------------------------------------------------ ticks
+
+    def _start_pump(self) -> None:
+        if self._pump is None and not (self._paused or self._loading or self._decoder.idle):
+            self._pump = asyncio.get_running_loop().create_task(self._run_ticks(), name=f"april-{self._name}")
+
+    async def _run_ticks(self) -> None:
+        """Ticks until nothing is left to do, or the engine is paused."""
+        try:
+            self._parameters = list(self._model.parameters())
+            self._notice_silent_update()
+            while True:
+                for _ in range(YIELDS_BETWEEN_TICKS):
+                    await asyncio.sleep(0)
+                if self._paused or self._loading or self._decoder.idle:
+                    break
+                outputs, error = await self._tick()
+                self._hand_out(outputs, error)
+                self._read_inbox()
+        except (Exception, asyncio.CancelledError) as error:
+            # A mistake in this file, or the loop is going down: no consumer may wait for ever because of it.
+            self._closed = True
+            self._failure = f"the engine broke down ({type(error).__name__}: {error}): make a new one"
+            for stream in self._streams.values():
+                stream.error = EngineError(f"{self._name}, attempt {stream.attempt_id}: {self._failure}")
+                stream.error.__cause__ = error
+                stream.wake.set()
+            self._streams.clear()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._pump = None
+
+    async def _tick(self) -> tuple[list[SlotOutput], Exception | None]:
+        """One tick in the worker thread; its outputs, and the error if it failed."""
+        self._ticking = True
+        running = self._thread.submit(self._work)
+        try:
+            outputs, error = await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            # The loop is shutting down, and whatever comes next must find the model as it was.
+            concurrent.futures.wait([running])
+            raise
+        finally:
+            self._ticking = False
+        if isinstance(error, WeightsInUse):
+            self._failure = self._torn = str(error)
+        else:
+            self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
+        return outputs, error
+
+    def _try_out(self) -> None:
+        """In the worker thread, as ticks are: what autocast keeps there never meets the trainer's gradients."""
+        from april.engines.transformers.model_check import check_model
+
+        with self._autocast():
+            check_model(self._model, self._max_len)
+
+    def _work(self) -> tuple[list[SlotOutput], Exception | None]:
+        """In the worker thread: one tick, looked at from both sides."""
+        from april.engines.transformers.model_support import generation_mode
+        from april.engines.transformers.optimizer_guard import WHAT_TO_DO
+
+        decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
+        if not decoder.active:
+            self._stamp = self._weights_stamp()
+        try:
+            with generation_mode(self._model), self._autocast():
+                outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
+            if self._stamp == self._weights_stamp():
+                return outputs + decoder.partials(), None
+        except Exception as error:
+            failure = error
+            if self._stamp == self._weights_stamp():
+                return decoder.fail(), failure
+        outputs = decoder.disown()
+        torn = sum(output.torn for output in outputs)
+        return outputs, WeightsInUse(
+            f"{self._name}: the weights were written while {len(outputs)} requests were generated from them: {torn} "
+            f"tokens are of no known weights and were dropped, all before them is kept; {WHAT_TO_DO}"
+        )
+
+    # ------------------------------------------------------------------ weights and life
+
+    async def pause(self) -> None:
+        """Stop generating; returns when no tick runs and the model is as the trainer left it.
+
+        Active requests keep their slots. If the weights change before :meth:`resume`, abort them first.
+        """
+        self._paused = True
+        await self.quiet()
+        if self._closed:
+            return
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.synchronize)
+        if self._decoder.device.type != "cpu":
+            # The trainer wants the memory; without active requests there is nothing in it.
+            self._decoder.release_memory()
+
+    async def resume(self) -> None:
+        """Generate again.
+
+        Raises:
+            EngineError: the weights were written while active requests keep keys and values of the old ones.
+        """
+        if self._decoder.active and self._paused and self._stamp != self._weights_stamp():
+            raise EngineError(
+                f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
+                "the old ones: abort them, call update_weights, then resume"
+            )
+        self._paused = False
+        self._start_pump()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """From now on the weights are ``version``; with ``path``, after loading them in place from that directory.
+
+        The directory is one of ``save_pretrained`` with safetensors. Waiting requests stay and will be generated
+        under the new version.
+
+        Raises:
+            EngineError: requests are active (their keys and values would be stale), or the directory does not hold
+                exactly this model's weights (then nothing was written).
+        """
+        if self._closed:
+            raise EngineError(f"{self._name}: the engine is closed: make a new one")
+        if self._decoder.active or self._ticking:
+            raise EngineError(
+                f"{self._name}: {self._decoder.active} requests are active under version {self._decoder.version}: "
+                "pause and abort them, then update the weights"
+            )
+        if path is not None:
+            self._loading = True
+            await self.quiet()
+            loading = asyncio.get_running_loop().run_in_executor(self._thread, load_weights, self._model, path)
+            # A cancelled call must not open the engine over half-written weights.
+            loading.add_done_callback(lambda done: self._loaded(done, version))
+            await asyncio.shield(loading)
+        else:
+            self._renewed(version)
+
+    def _loaded(self, done: asyncio.Future[None], version: PolicyVersion) -> None:
+        self._loading = False
+        if not done.cancelled() and done.exception() is None:
+            self._renewed(version)
+        self._start_pump()
+
+    def _renewed(self, version: PolicyVersion) -> None:
+        self._decoder.version = version
+        if self._torn:
+            self._torn = self._failure = ""
+
+    async def health(self) -> Health:
+        """Healthy unless closed or the last tick failed; counters are those of :class:`EngineStats` and more."""
+        detail = self._failure or ("closed" if self._closed else "")
+        counters = self.stats.counters() | {
+            "active": float(self._decoder.active),
+            "waiting": float(self._decoder.waiting),
+        }
+        return Health(ok=not detail, detail=detail, counters=counters)
+
+    async def close(self) -> None:
+        """Abort everything, stop the thread, give the memory back."""
+        self._closed = True
+        self._unguard()
+        await self.abort()
+        await self.quiet()
+        self._thread.shutdown(wait=False)
+        self._decoder.release_memory()
+
+    async def quiet(self) -> None:
+        """Until no ticks run: the engine is paused, loading or out of work, and the model is the trainer's."""
+        while (pump := self._pump) is not None:
+            await asyncio.wait([pump])
+
+    def _notice_silent_update(self) -> None:
+        """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""
+        version, stamp = self._decoder.version, self._weights_stamp()[0]
+        if self._generated_under is None or self._generated_under[0] != version:
+            self._generated_under = (version, stamp)
+        elif self._generated_under[1] not in (None, stamp):
+            self._generated_under = (version, None)
+            log.warning(
+                "%s: the model's weights were written, but the policy version is still %s, so new tokens are taken for "
+                "those of the old weights; call weight_update() after each update of the model",
+                self._name,
+                version,
+            )
+
+    def _weights_stamp(self) -> tuple[int, int]:
+        """(writes to parameters in place, digest of where they are): changes when the weights do."""
+        writes = sum(p._version for p in self._parameters if not p.is_inference())
+        return writes, hash(tuple(p.data_ptr() for p in self._parameters))
+
+
+def _require(*packages: str) -> None:
+    """ConfigError naming the first package that is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the transformers engine needs {package}: {install('transformers')}")
+
+
+def load_weights(model: Any, path: str) -> None:
+    """Write the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
+
+    Raises:
+        EngineError: names, shapes or the directory do not fit; ``model`` is unchanged then.
+    """
+    import torch
+
+    if not Path(path).is_dir():
+        raise EngineError(f"{path} is not a directory: save the weights there with save_pretrained")
+    try:
+        loaded, report = type(model).from_pretrained(
+            path, config=model.config, dtype=model.dtype, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise EngineError(f"the weights in {path} cannot be loaded ({type(error).__name__}: {error})") from error
+    wrong = {what: sorted(map(str, names)) for what, names in report.items() if names and what != "error_msgs"}
+    if wrong:
+        raise EngineError(f"the weights in {path} are not those of this {type(model).__name__}: {wrong}")
+    with torch.no_grad():
+        new_weights = loaded.state_dict()
+        for name, weight in model.state_dict().items():
+            weight.copy_(new_weights[name])

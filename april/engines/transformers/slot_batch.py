@@ -1,0 +1,514 @@
+"""Continuous batching over any Hugging Face causal model: slots, admission, prefill, decode, abort. Synchronous.
+
+Invariants:
+
+* active request i sits in slot i: a freed slot is filled by the last active request, so a step costs what the
+  active count costs;
+* a request's keys and values are all of one weight version: ``version`` may change only while nothing is active;
+* what was sampled is read from the device when a request ends, is aborted or is streamed, never per step; a decode
+  step waits for the device once, to learn which requests sampled a stop token.
+
+The numbers of the active requests are rows of one int64 matrix, of which the device has a copy of the part that a
+step needs; both advance by one addition per step and are aligned again when the slots change.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.protocol import EngineFinish, Float32, Int32
+from april.engines.transformers.model_support import DecodeMasks, attention_patterns, text_config
+from april.engines.transformers.slot_cache import SlotCache, window_of
+from april.engines.transformers.stats import EngineStats
+from april.engines.transformers.token_sampler import SamplingRows, sample, uniforms
+
+PREFILL_SEQUENCES = 16
+"""Most sequences per prefill call: more padding than gain beyond it."""
+PREFILL_TOKENS = 16_384
+"""Most tokens per prefill call, padding included, unless one sequence alone is longer."""
+_FIRST_COLUMNS = 128
+# Uniform numbers are made for this many steps ahead: few at first, for the slots change often in short runs.
+_NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
+
+# Rows of the slot matrix. The first four also live on the device and grow by one per decode step.
+_POSITION, _TOKENS, _CELL, _PLACE, _STORE_ROW, _SEED, _MIN_TOKENS, _MAX_TOKENS = range(8)
+_ON_DEVICE = 4
+
+
+@dataclass(slots=True, eq=False)
+class SlotRequest:
+    """One attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
+
+    attempt_id: str
+    tokens: Int32
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    stop_ids: tuple[int, ...]
+    seed: int
+    priority: int = 0
+    stream_interval: int | None = None
+    """Hand tokens out as soon as there are so many; None: at the end."""
+    slot: int = -1
+    """-1 while not active."""
+    taken: int = 0
+    """Generated tokens that were handed out already."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOutput:
+    """What a request generated since the last output; tokens [k], log-probabilities [k]."""
+
+    request: SlotRequest
+    tokens: Int32
+    logprobs: Float32
+    finish: EngineFinish | None
+    torn: int = 0
+    """Further tokens, which were dropped: the weights changed while they were sampled."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Slots ``lo .. hi`` as they stand until the slots change: views and parameters that no step has to rebuild."""
+
+    lo: int
+    hi: int
+    counters: Tensor
+    position: Tensor
+    cell: Tensor
+    place: Tensor
+    sampling: SamplingRows
+    stop_ids: Tensor | None
+    longest: int
+    most_tokens: int
+    until_length: int
+    until_minimum: int
+    steps: int = 0
+    noise: Tensor | None = None
+    noise_used: int = 0
+    stop_table: Tensor | None = None
+
+
+class SlotDecoder:
+    """Decodes up to ``slots`` requests at a time; further ones wait inside.
+
+    Not thread-safe: one call at a time, from whichever thread.
+
+    Args:
+        model: a causal language model that :func:`.model_support.refuse_unsupported` lets through.
+        slots: most requests decoded at the same time.
+        max_len: most tokens of prompt plus response.
+        stats: counters to write to.
+    """
+
+    def __init__(self, model: Any, slots: int, max_len: int, stats: EngineStats) -> None:
+        self._model, self._stats = model, stats
+        self.slots, self.max_len = slots, max_len
+        self.version: PolicyVersion = FIRST_VERSION
+        config = text_config(model)
+        self._vocab_size = int(config.vocab_size)
+        self._patterns = attention_patterns(config)
+        self.device: torch.device = next(model.parameters()).device
+        self._masks = DecodeMasks(self._patterns, window_of(max_len), self.device)
+        self._cache = SlotCache(slots, max_len)
+        self._active: list[SlotRequest] = []
+        self._waiting: dict[str, SlotRequest] = {}
+        self._queue: list[tuple[int, int, str]] = []
+        self._arrivals = 0
+        self._admitting: list[SlotRequest] = []
+        # Outputs of the present call: kept here, so that an error later in it does not lose what was read.
+        self._ended: list[SlotOutput] = []
+        self._sound: dict[str, int] = {}
+        """Tokens of each active request that were there before the last tick and not handed out."""
+        self._rows = np.zeros((8, slots), dtype=np.int64)
+        self._temperature = np.zeros(slots)
+        self._top_p = np.ones(slots)
+        self._stops = np.full((slots, 1), -1, dtype=np.int64)
+        self._free_rows = list(range(slots - 1, -1, -1))
+        self._device_rows = torch.zeros(_ON_DEVICE, slots, dtype=torch.int64, device=self.device)
+        self._new_tokens = torch.zeros(slots, _FIRST_COLUMNS, dtype=torch.int64, device=self.device)
+        self._new_logprobs = torch.zeros(slots, _FIRST_COLUMNS, device=self.device)
+        self._batch: _Batch | None = None
+        self._last: Tensor | None = None
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def active(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold nothing yet."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do."""
+        return not self._active and not self._waiting
+
+    def __repr__(self) -> str:
+        return f"SlotDecoder({self.active}/{self.slots} active, {self.waiting} waiting, version {self.version})"
+
+    # ------------------------------------------------------------------ what the engine asks
+
+    def submit(self, request: SlotRequest) -> None:
+        """Queue a request; the lower its priority number and the earlier it came, the sooner it is admitted."""
+        self._waiting[request.attempt_id] = request
+        heapq.heappush(self._queue, (request.priority, self._arrivals, request.attempt_id))
+        self._arrivals += 1
+        self._stats.requests += 1
+
+    @torch.inference_mode()
+    def abort(self, attempt_ids: list[str]) -> list[SlotOutput]:
+        """End these requests now, with what they have; unknown ids are ignored."""
+        wanted = set(attempt_ids)
+        waited = [self._waiting.pop(i) for i in dict.fromkeys(attempt_ids) if i in self._waiting]
+        self._ended = [self._empty_output(request, EngineFinish.ABORT) for request in waited]
+        self._end({r.slot: EngineFinish.ABORT for r in self._active if r.attempt_id in wanted})
+        self._stats.aborts += len(self._ended)
+        return self._ended
+
+    @torch.inference_mode()
+    def tick(self, max_steps: int) -> list[SlotOutput]:
+        """Admit what may be admitted, then decode until a request ends or ``max_steps`` steps are done."""
+        self._ended = []
+        self._sound = {r.attempt_id: int(self._rows[_TOKENS, r.slot]) - r.taken for r in self._active}
+        if self._admission_open():
+            self._admit()
+        steps = 0
+        while self._active and not self._ended and steps < max_steps:
+            self._decode()
+            steps += 1
+        return self._ended
+
+    @torch.inference_mode()
+    def partials(self) -> list[SlotOutput]:
+        """What active requests have beyond what was handed out, where that is their ``stream_interval`` or more."""
+        made = self._rows[_TOKENS]
+        streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
+        return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
+
+    def steps_until_partials(self, at_most: int) -> int:
+        """Decode steps after which a request that streams has something to hand out, ``at_most`` if none has."""
+        return min([at_most, *(r.stream_interval for r in self._active if r.stream_interval is not None)])
+
+    @torch.inference_mode()
+    def fail(self) -> list[SlotOutput]:
+        """After another call raised: drop every request that took part, with the tokens of its completed steps.
+
+        Outputs without a finish are of requests that were cut; those with one had ended before the error.
+        """
+        outputs = list(self._ended)
+        over = {output.request.attempt_id for output in outputs}
+        cut = [r for r in self._active if r.attempt_id not in over]
+        try:
+            outputs += self._read([r.slot for r in cut], {})
+        except Exception:  # the device is gone, and the tokens with it
+            self._stats.discarded_tokens += sum(int(self._rows[_TOKENS, r.slot]) - r.taken for r in cut)
+            outputs += [self._empty_output(r, None) for r in cut]
+        outputs += [self._empty_output(r, None) for r in self._admitting if r.slot < 0]
+        self._stats.failures += len(outputs) - len(over)
+        self._active, self._admitting, self._ended = [], [], []
+        self._free_rows = list(range(self.slots - 1, -1, -1))
+        self._batch = self._last = None
+        self._cache.release()
+        return outputs
+
+    def disown(self) -> list[SlotOutput]:
+        """The weights changed during the last tick: drop every request, and what that tick has sampled.
+
+        The outputs have no finish; those of requests that waited are empty.
+        """
+        self._stats.failures += len(self._ended)
+        outputs = self.fail()
+        waited = [self._empty_output(r, None) for r in self._waiting.values()]
+        self._stats.failures += len(waited)
+        self._waiting.clear()
+        self._queue.clear()
+        cut = []
+        for output in outputs:
+            sound = self._sound.get(output.request.attempt_id, 0)
+            torn = max(0, output.tokens.size - sound)
+            self._stats.discarded_tokens += torn
+            cut.append(SlotOutput(output.request, output.tokens[:sound], output.logprobs[:sound], None, torn))
+        return cut + waited
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was told, so that another stream may write the weights."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def release_memory(self) -> None:
+        """Give the memory of keys and values back; does nothing while a request is active."""
+        if not self._active:
+            self._cache.release()
+
+    # ------------------------------------------------------------------ admission and prefill
+
+    def _admission_open(self) -> bool:
+        # A prefill holds every decoding request up, so it waits until it is worth it: an eighth of the slots free, or
+        # room for all that wait.
+        free = self.slots - self.active
+        if not self._waiting or not free:
+            return False
+        return not self._active or free >= min(max(1, self.slots // 8), len(self._waiting))
+
+    def _admit(self) -> None:
+        room = min(self.slots - self.active, len(self._waiting))
+        while len(self._admitting) < room:
+            request = self._waiting.pop(heapq.heappop(self._queue)[2], None)
+            if request is not None:
+                self._admitting.append(request)
+        # Samples of one group start from the same tokens: these go through the model once.
+        alike: dict[bytes, list[SlotRequest]] = {}
+        for request in self._admitting:
+            alike.setdefault(request.tokens.tobytes(), []).append(request)
+        ended: dict[int, EngineFinish] = {}
+        call: list[list[SlotRequest]] = []
+        for requests in sorted(alike.values(), key=lambda group: group[0].tokens.size):
+            padded = (len(call) + 1) * requests[0].tokens.size
+            if call and (len(call) == PREFILL_SEQUENCES or padded > PREFILL_TOKENS):
+                ended |= self._prefill(call)
+                call = []
+            call.append(requests)
+        ended |= self._prefill(call)
+        self._admitting = []
+        self._end(ended)
+
+    def _prefill(self, groups: list[list[SlotRequest]]) -> dict[int, EngineFinish]:
+        """One model call for ``groups`` of requests with equal tokens, right-padded; samples their first tokens."""
+        sequences = [group[0].tokens for group in groups]
+        requests = [request for group in groups for request in group]
+        length, first = max(s.size for s in sequences), self.active
+        ids = np.zeros((len(sequences), length), dtype=np.int64)
+        for row, sequence in zip(ids, sequences, strict=True):
+            row[: sequence.size] = sequence
+        lengths = np.array([s.size for s in sequences])
+        of_request = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        source = None if len(requests) == len(groups) else self._upload(of_request)
+        # Logits at the distinct last positions only: over a whole batch they would outweigh everything else.
+        kept, last = np.unique(lengths - 1, return_inverse=True)
+
+        self._cache.begin_prefill(first, len(requests), length, source)
+        logits = self._model(
+            input_ids=self._upload(ids),
+            position_ids=torch.arange(length, device=self.device).expand(len(sequences), -1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=self._upload(kept),
+        ).logits
+        if self._cache.key_dtype is not None:
+            self._masks.use(self._cache.key_dtype)
+        if logits.shape[1] != kept.size:  # a model that does not know ``logits_to_keep`` returns all positions
+            last = lengths - 1
+        logits = logits[self._upload(of_request), self._upload(last[of_request])]
+
+        for request in requests:
+            self._occupy(request)
+        batch = self._batch_of(first, self.active)
+        _, stopped = self._sample(logits, batch)
+        rows = self._rows[:, first : self.active]
+        rows[_TOKENS] += 1
+        self._batch = self._last = None
+        self._stats.generated_tokens += len(requests)
+        self._stats.prefill_tokens += int(lengths.sum())
+        self._stats.prefill_batches += 1
+        return self._endings(batch, stopped, rows)
+
+    def _occupy(self, request: SlotRequest) -> None:
+        slot = request.slot = self.active
+        self._active.append(request)
+        stops = [i for i in request.stop_ids if 0 <= i < self._vocab_size]
+        if len(stops) > self._stops.shape[1]:
+            wider = np.full((self.slots, len(stops)), -1, dtype=np.int64)
+            wider[:, : self._stops.shape[1]] = self._stops
+            self._stops = wider
+        self._stops[slot] = -1
+        self._stops[slot, : len(stops)] = stops
+        column = self._rows[:, slot]
+        column[_POSITION], column[_TOKENS] = request.tokens.size, 0
+        column[_STORE_ROW] = self._free_rows.pop()
+        column[_SEED] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
+        column[_MIN_TOKENS], column[_MAX_TOKENS] = request.min_tokens, request.max_tokens
+        self._temperature[slot], self._top_p[slot] = request.temperature, request.top_p
+
+    # ------------------------------------------------------------------ decode
+
+    def _decode(self) -> None:
+        """One token for every active request."""
+        batch = self._batch
+        if batch is not None and self._out_of_room(batch):
+            batch = None
+        if batch is None:
+            batch = self._batch = self._align()
+        if self._last is None:
+            self._last = self._new_tokens.view(-1).index_select(0, batch.place - 1)
+        window = self._cache.begin_decode(batch.hi, batch.longest + batch.steps + 1, batch.cell)
+        position = batch.position.unsqueeze(1)
+        logits = self._model(
+            input_ids=self._last.unsqueeze(1),
+            attention_mask=self._masks.at(position, window),
+            position_ids=position,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        self._last, stopped = self._sample(logits, batch)
+        batch.counters.add_(1)
+        batch.steps += 1
+        rows = self._rows[:, : batch.hi]
+        rows[:_ON_DEVICE] += 1
+        self._stats.count_decode_step(batch.hi, self.slots)
+        self._stats.generated_tokens += batch.hi
+        if batch.steps >= batch.until_length or stopped.any():
+            self._end(self._endings(batch, stopped, rows))
+
+    def _out_of_room(self, batch: _Batch) -> bool:
+        needs_columns = batch.longest + batch.steps + 1 > self._cache.columns
+        return needs_columns or batch.most_tokens + batch.steps >= self._new_tokens.shape[1]
+
+    def _align(self) -> _Batch:
+        """Make room for the next step, give cells and places their numbers, copy what the device needs."""
+        rows = self._rows[:, : self.active]
+        longest = int(rows[_POSITION].max()) + 1
+        self._cache.shrink_clean(longest)
+        self._cache.reserve_columns(longest, self.active)
+        self._reserve_tokens(int(rows[_TOKENS].max()) + 1)
+        return self._batch_of(0, self.active)
+
+    def _batch_of(self, lo: int, hi: int) -> _Batch:
+        rows, counters = self._rows[:, lo:hi], self._device_rows[:, lo:hi]
+        rows[_CELL] = np.arange(lo, hi) * self._cache.columns + rows[_POSITION]
+        rows[_PLACE] = rows[_STORE_ROW] * self._new_tokens.shape[1] + rows[_TOKENS]
+        counters.copy_(torch.from_numpy(rows[:_ON_DEVICE]))
+        stops = self._stops[lo:hi]
+        return _Batch(
+            lo=lo,
+            hi=hi,
+            counters=counters,
+            position=counters[_POSITION],
+            cell=counters[_CELL],
+            place=counters[_PLACE],
+            sampling=SamplingRows.of(self._temperature[lo:hi], self._top_p[lo:hi], self.device),
+            stop_ids=self._upload(stops) if (stops >= 0).any() else None,
+            longest=int(rows[_POSITION].max()),
+            most_tokens=int(rows[_TOKENS].max()),
+            until_length=int((rows[_MAX_TOKENS] - rows[_TOKENS]).min()),
+            until_minimum=int((rows[_MIN_TOKENS] - rows[_TOKENS]).max()),
+        )
+
+    def _sample(self, logits: Tensor, batch: _Batch) -> tuple[Tensor, NDArray[np.bool_]]:
+        """Draw and store one token per row of ``batch``; returns them and bool [B]: is it a stop token?"""
+        forbidden = self._forbidden(batch) if batch.steps < batch.until_minimum else None
+        tokens, logprobs = sample(logits, batch.sampling, self._noise(batch), forbidden)
+        self._new_tokens.view(-1).index_copy_(0, batch.place, tokens)
+        self._new_logprobs.view(-1).index_copy_(0, batch.place, logprobs)
+        if batch.stop_ids is None:
+            return tokens, np.zeros(batch.hi - batch.lo, dtype=np.bool_)
+        # The one place per step where the host waits for the device.
+        return tokens, (tokens.unsqueeze(1) == batch.stop_ids).any(1).cpu().numpy()
+
+    def _noise(self, batch: _Batch) -> Tensor | None:
+        """Uniform numbers [B, 1] of this step."""
+        if batch.sampling.all_greedy:
+            return None
+        if batch.noise is None or batch.noise_used == batch.noise.shape[1]:
+            rows = self._rows[:, batch.lo : batch.hi]
+            ahead = _NOISE_AHEAD if batch.noise is None else _NOISE_AHEAD_LATER
+            noise = uniforms(rows[_SEED].view(np.uint64), rows[_TOKENS], ahead)
+            batch.noise, batch.noise_used = self._upload(noise), 0
+        step = batch.noise_used
+        batch.noise_used += 1
+        return batch.noise[:, step : step + 1]
+
+    def _forbidden(self, batch: _Batch) -> Tensor | None:
+        """bool [B, V]: stop tokens of the rows that are below their minimum."""
+        if batch.stop_ids is None:
+            return None
+        if batch.stop_table is None:
+            # Rows with fewer ids point the rest at one column too many, which is cut off again.
+            columns = torch.where(batch.stop_ids < 0, self._vocab_size, batch.stop_ids)
+            table = torch.zeros(batch.hi - batch.lo, self._vocab_size + 1, dtype=torch.bool, device=self.device)
+            batch.stop_table = table.scatter_(1, columns, True)[:, : self._vocab_size]
+        rows = self._rows[:, batch.lo : batch.hi]
+        return batch.stop_table & self._upload(rows[_TOKENS] < rows[_MIN_TOKENS]).unsqueeze(1)
+
+    # ------------------------------------------------------------------ ending, reading, moving
+
+    @staticmethod
+    def _endings(batch: _Batch, stopped: NDArray[np.bool_], rows: NDArray[np.int64]) -> dict[int, EngineFinish]:
+        """Slots of ``batch`` that are finished, by the reason; a stop token as the last allowed one is a stop."""
+        full = rows[_TOKENS] >= rows[_MAX_TOKENS]
+        return {
+            batch.lo + int(i): EngineFinish.STOP if stopped[i] else EngineFinish.LENGTH
+            for i in np.flatnonzero(stopped | full)
+        }
+
+    def _end(self, ended: dict[int, EngineFinish]) -> None:
+        """Read what these slots hold, free them, and fill the holes with the last active requests."""
+        if not ended:
+            return
+        self._ended += self._read(sorted(ended), ended)
+        for slot in ended:
+            self._free_rows.append(int(self._rows[_STORE_ROW, slot]))
+        left = self.active - len(ended)
+        to = [slot for slot in sorted(ended) if slot < left]
+        source = [slot for slot in range(left, self.active) if slot not in ended]
+        if to:
+            self._cache.move(self._upload(np.array(to)), self._upload(np.array(source)))
+            for numbers in (self._rows, self._temperature, self._top_p):
+                numbers[..., to] = numbers[..., source]
+            self._stops[to] = self._stops[source]
+            for i, j in zip(to, source, strict=True):
+                self._active[i] = self._active[j]
+                self._active[i].slot = i
+        del self._active[left:]
+        self._batch = self._last = None
+
+    def _read(self, slots: list[int], ended: dict[int, EngineFinish]) -> list[SlotOutput]:
+        """Tokens of these slots that were not handed out yet."""
+        if not slots:
+            return []
+        counts = self._rows[_TOKENS, slots]
+        stored = self._upload(self._rows[_STORE_ROW, slots])
+        most = int(counts.max())
+        tokens = self._new_tokens[:, :most].index_select(0, stored).cpu().numpy()
+        logprobs = self._new_logprobs[:, :most].index_select(0, stored).cpu().numpy()
+        outputs = []
+        for i, slot in enumerate(slots):
+            request, count = self._active[slot], int(counts[i])
+            fresh = slice(request.taken, count)
+            outputs.append(
+                SlotOutput(request, tokens[i, fresh].astype(np.int32), logprobs[i, fresh].copy(), ended.get(slot))
+            )
+            request.taken = count
+        return outputs
+
+    @staticmethod
+    def _empty_output(request: SlotRequest, finish: EngineFinish | None) -> SlotOutput:
+        return SlotOutput(request, np.empty(0, np.int32), np.empty(0, np.float32), finish)
+
+    def _reserve_tokens(self, columns: int) -> None:
+        old = self._new_tokens.shape[1]
+        if columns <= old:
+            return
+        wider = min(max(columns, 2 * old), max(columns, self.max_len))
+        for name in ("_new_tokens", "_new_logprobs"):
+            values: Tensor = getattr(self, name)
+            grown = values.new_zeros(self.slots, wider)
+            grown[:, :old] = values
+            setattr(self, name, grown)
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        """To the device of the model; the array is copied, for it may change while the device still reads it."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)

@@ -1,0 +1,1 @@
+"""vLLM: servers, an object in this process, an actor."""

@@ -1,0 +1,208 @@
+"""april's engine protocol before an actor (of Ray) that owns a vLLM: one half on each side of the wire.
+
+:class:`ActorSide` lives in the actor and holds :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
+:class:`ActorEngine` lives with the scheduler. Between them go plain values only. Weights are the trainer's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+
+from april.core.sampling import LogprobKind, SamplingParams
+from april.core.versions import PolicyVersion
+from april.engines.http.server_engine import ServerEngine
+from april.engines.http.wire_arrays import chunk_of, empty_chunk
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.vllm.in_process import VllmInProcessEngine
+from april.errors import EngineError, RequestRefused
+from april.server_text import said
+
+HEALTH_DEADLINE_S = 10.0
+ACTOR_CALLS = 100_000
+"""Calls that an actor may work on at once; below the requests in flight, an abort would wait for their end."""
+
+Answer = tuple[str, Any]
+"""("ok", value), or ("refused" or "error", message): errors of Ray hide what they wrap."""
+
+
+class ActorSide:
+    """What the engine's actor does for april. All methods are called on the actor's own event loop.
+
+    Args:
+        llm: the actor's ``AsyncLLM``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
+        self._life = secrets.token_hex(8)
+
+    def capabilities(self) -> dict[str, Any]:
+        """As plain values, for :func:`capabilities_of`."""
+        return asdict(self._engine.capabilities)
+
+    def require_idle(self) -> None:
+        """Raises EngineError while requests of april's run: the trainer must not write weights then."""
+        self._engine.require_idle()
+
+    async def generate(self, ask: dict[str, Any]) -> Answer:
+        """One request, whole: token ids int32 [k], log-probabilities float32 [k], why it ended, at what, under which
+        weights."""
+        request = Request(**{**ask, "sampling": SamplingParams(**ask["sampling"])})
+        try:
+            chunks = [chunk async for chunk in self._engine.generate(request)]
+        except RequestRefused as error:
+            return "refused", str(error)
+        except EngineError as error:
+            return "error", str(error)
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+        end = chunks[-1]
+        return "ok", (tokens, logprobs, str(end.finish), end.stopped_at, list(end.version))
+
+    async def abort(self, attempt_ids: Sequence[str]) -> None:
+        """Ask for their end."""
+        await self._engine.abort(attempt_ids)
+
+    async def update_weights(self, version: Sequence[int], life: str | None = None) -> Answer:
+        """The weights that the trainer has put here are ``version``; ``life``: into which actor, if that is known."""
+        if life not in (None, self._life):
+            return "error", "its actor was started anew while weights were handed over; hand them over again"
+        try:
+            await self._engine.update_weights(PolicyVersion(*version))
+        except EngineError as error:
+            return "error", str(error)
+        return "ok", None
+
+    async def health(self) -> tuple[bool, str, list[int], str]:
+        """Whether vLLM's engine lives, what is wrong, the version of its weights, and which actor this is."""
+        health = await self._engine.health()
+        return health.ok, health.detail, list(self._engine._version), self._life
+
+
+def capabilities_of(plain: dict[str, Any]) -> Capabilities:
+    """From :meth:`ActorSide.capabilities`; what the wire takes away is left out."""
+    known = {field.name for field in fields(Capabilities)}
+    values = {name: value for name, value in plain.items() if name in known}
+    values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
+    values |= {"streams": False, "updates_from_disk": False}
+    return Capabilities(**values)
+
+
+class ActorEngine(ServerEngine):
+    """Implements :class:`april.engines.protocol.Engine` before one engine actor.
+
+    Args:
+        actor: handle (``actor.name.remote(...)`` can be awaited) with the methods of :class:`ActorSide`, each called
+            ``april_<name>``.
+        name: short unique label.
+        capabilities: as the actor told them.
+    """
+
+    def __init__(self, actor: Any, name: str, capabilities: Capabilities) -> None:
+        super().__init__(name, capabilities)
+        self._actor = actor
+        self._life: str | None = None
+        """Of the actor that was paused for an update; None: it was not asked, or did not say."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """One request, in one chunk; see the protocol.
+
+        Raises:
+            RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
+            EngineError: the actor or its vLLM died, or has other weights than april knows of.
+        """
+        async with self._admission.request(request.attempt_id) as admitted:
+            version = self._version
+            if not admitted:
+                yield empty_chunk(version, EngineFinish.ABORT)
+                return
+            self._check(request)
+            ended = False
+            try:
+                tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", asdict(request))
+                ended = True
+            finally:
+                if not ended:  # given up here: nobody would ever read it
+                    with suppress(Exception):
+                        self._actor.april_abort.remote([request.attempt_id])
+            if tuple(under) != tuple(version):
+                raise EngineError(
+                    f"engine {self.name} generated attempt {request.attempt_id} under weights "
+                    f"{PolicyVersion(*under)} and not {version}; was its actor started anew?"
+                )
+            yield replace(chunk_of(tokens, logprobs, version, EngineFinish(finish)), stopped_at=stopped_at)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """vLLM ends them with what they have."""
+        ids = self._to_abort(attempt_ids)
+        if ids:
+            await self._call("april_abort", ids)
+
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the actor is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        self._life = None
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+            async with asyncio.timeout(HEALTH_DEADLINE_S):
+                self._life = (await self._call("april_health"))[3]
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._life = None
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """While paused, and after the trainer has put them there: from now on the weights are ``version``.
+
+        Raises:
+            EngineError: a path is given, requests are running, or vLLM could not forget the old weights' keys.
+        """
+        if path is not None:
+            raise EngineError(f"engine {self.name}: the trainer puts the weights into its engines itself")
+        self.require_idle()
+        await self._ask("april_update_weights", list(version), self._life)
+        self._labels.present = version
+
+    async def health(self) -> Health:
+        """Whether the actor answers and its vLLM lives."""
+        try:
+            async with asyncio.timeout(HEALTH_DEADLINE_S):
+                ok, detail, version, _ = await self._call("april_health")
+        except TimeoutError:
+            return Health(False, f"its actor has not answered in {HEALTH_DEADLINE_S:g} s")
+        except EngineError as error:
+            return Health(False, str(error))
+        current = tuple(version) == tuple(self._version)
+        told = detail if current else "its actor was started anew, with the weights of its start"
+        return Health(ok, told, {"open_requests": float(len(self._admission.inside))}, current)
+
+    async def close(self) -> None:
+        """End all requests; the actor is the trainer's to end."""
+        if self._admission.inside:
+            with suppress(EngineError):
+                await self.abort()
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """The value of an :data:`Answer`; raises what it says went wrong."""
+        outcome, value = await self._call(method, *arguments)
+        if outcome == "refused":
+            raise RequestRefused(value)
+        if outcome != "ok":
+            raise EngineError(value)
+        return value
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """One call of the actor; what goes wrong with it comes out as EngineError."""
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise EngineError(f"engine {self.name}: {type(error).__name__}: {said(error)}") from error

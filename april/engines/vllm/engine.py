@@ -1,0 +1,375 @@
+"""vLLM servers as engines: one HTTP call per attempt, ended by its id or by a pause, weights loaded from disk.
+
+Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
+is handed over under a label that the server does not confirm where it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from april.config.engines import VllmEngineConfig
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.http_client import HttpClient
+from april.engines.http.metrics_page import read_metrics
+from april.engines.http.server_engine import ServerEngine
+from april.engines.http.server_pause import standing_still
+from april.engines.http.server_pool import connect_all
+from april.engines.http.server_process import PAUSE_LOOK_S, UNSAID, Confirmation, ServerProcess
+from april.engines.http.server_stream import ServerStream
+from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
+from april.engines.http.weight_directories import why_unloadable
+from april.engines.http.weight_labels import another_process, marked
+from april.engines.http.wire_errors import error_text
+from april.engines.openai.engine import OpenAIEngine
+from april.engines.openai.probe import OpenAIOffer
+from april.engines.openai.wire import TokenShape
+from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinish, Health, Request
+from april.engines.vllm.offer import VllmOffer, probe_vllm
+from april.engines.vllm.wire import ReplyReader, engine_id, request_body
+from april.errors import EngineError
+from april.server_text import quoted
+
+LOAD_WEIGHTS_S = 3600.0
+"""Longest wait for a server to read its weights."""
+RESET_TRIES = 20
+RESET_WAIT_S = 0.1
+"""The cache cannot be emptied for a moment after the last request has gone."""
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+class VllmEngine(ServerEngine):
+    """One vLLM server; implements :class:`april.engines.protocol.Engine`. Made by :func:`connect_vllm`.
+
+    Args:
+        offer: what it can do; its ``abort_means`` must not be CLOSE.
+        capabilities: the same in the words of the layers above.
+        stream: hand tokens over as they come, always; otherwise only where a request asks for it.
+    """
+
+    def __init__(
+        self, client: HttpClient, offer: VllmOffer, capabilities: Capabilities, *, stream: bool = False
+    ) -> None:
+        super().__init__(client.name, capabilities)
+        self._client = client
+        self.offer = offer
+        self._stream = stream
+        self._process = ServerProcess(client, "/metrics", offer.started_s)
+        self._confirmation = Confirmation(self._has_weights, self.name)
+        self._paused_as: str | None = None
+        """Label of the process that was paused for an update; None: it was not asked, or did not say."""
+        # aborts that somebody asked for; the server's pause ends others along with them
+        self._unwanted: set[str] = set()
+        self._pausing = asyncio.Lock()
+
+    # ---------------------------------------------------------------- requests
+
+    def generate(self, request: Request) -> ServerStream:
+        """One call; raises RequestRefused for what the server must not be asked."""
+        return _VllmStream(self, request, stream=self._stream or request.stream)
+
+    # ---------------------------------------------------------------- aborts
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """By id, all in one call: the reply is no receipt, only the end of each request is.
+
+        Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
+        """
+        ids = self._to_abort(attempt_ids)
+        if not ids:
+            return
+        if self._capabilities.abort_means is AbortMeans.PAUSE:
+            self._unwanted.update(ids)
+            async with self._standing_still("abort"):
+                return
+        route = self.offer.abort_route
+        body = {"request_ids": [engine_id(self.offer.route, i) for i in ids]}
+        await control(self._client, route, says("status", "aborted"), nothing, body=body)
+
+    # ---------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        await self._process.pause()
+        self._paused_as = None
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+            async with asyncio.timeout(PAUSE_LOOK_S):
+                self._paused_as = await marked(self, self._labels, self.offer.label)
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._process.resume()
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Load, empty the cache, name the weights, and look whether the name is there.
+
+        Raises:
+            EngineError: requests are running, the server cannot load from a directory, has failed, does not say that
+                it has done what it was asked, or was started anew meanwhile; if it is between two versions then, it
+                gets no requests before an update succeeds.
+        """
+        self.require_idle()
+        if path is not None:
+            self._require_loadable(path)
+            await self._process.pause()  # the one that loads, were it another than before
+        # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
+        if self.offer.developer_routes:
+            async with self._frozen():
+                mark = await self._load(path, version) if path is not None else await self._handed_over(version)
+                await self._empty_cache()
+                await self._label_as(version, mark)
+        # a server that was started anew and has these weights now is the present one
+        await self._process.take(version)
+        self._labels.present, self._torn = version, ""
+
+    def _torn_by_a_restart(self, version: PolicyVersion) -> str:
+        self._torn = (
+            f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
+            "of its start; update its weights again"
+        )
+        return self._torn
+
+    def _require_loadable(self, path: str) -> None:
+        """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
+        if self.offer.developer_routes and self.offer.label is not None and not self.offer.updates_from_disk:
+            raise EngineError(
+                f"engine {self.name} was not asked to load {path}: {self._client.url} runs on a CPU, where vLLM does "
+                "not reload a model with tied embeddings rightly; save the model with tie_word_embeddings false, and "
+                "start the server with that"
+            )
+        if not self.offer.updates_from_disk:
+            raise EngineError(
+                f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
+                "transfer them with weight_update(transfer=...)"
+            )
+        if (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
+        directory = Path(path)
+        if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
+            return
+        if directory.exists() or urlsplit(self._client.url).hostname in THIS_MACHINE:
+            raise EngineError(
+                f"engine {self.name} was not asked to load {path}: there are no weights in it "
+                f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
+            )
+
+    async def _load(self, path: str, version: PolicyVersion) -> str | None:
+        """New weights; returns the label of the process that has loaded them."""
+        mark = await marked(self, self._labels, self.offer.label, version)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
+        if not (reply.ok and _reloaded(words_of(reply))):
+            self._torn = (
+                f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
+                f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
+                "or start it anew"
+            )
+            raise EngineError(self._torn)
+        return mark
+
+    async def _handed_over(self, version: PolicyVersion) -> str | None:
+        """The trainer has put the weights into the process that was paused; returns its label."""
+        self._torn = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        shown = await self.label()
+        was_paused = not self._admission.is_open
+        if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.offer.label):
+            raise EngineError(self._torn_by_a_restart(version))
+        return shown
+
+    async def _empty_cache(self) -> None:
+        """Keys and values of old weights must not serve new ones."""
+        route, done, said = "/reset_prefix_cache", says("success", True), b""
+        for _ in range(RESET_TRIES):
+            reply = await self._client.call("POST", route, params={"reset_running_requests": "true"}, retry=True)
+            self._client.require_ok(reply, route)
+            if done(words_of(reply)):
+                return
+            said = reply.body
+            await asyncio.sleep(RESET_WAIT_S)
+        raise EngineError(
+            f"{self._client.url} did not empty its cache; does somebody else keep it busy? It said: {error_text(said)}"
+        )
+
+    async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
+        """Name the weights of the process with this label, and of no other."""
+        if mark is None:
+            return
+        if await self.label() != mark:
+            raise EngineError(self._torn_by_a_restart(version))
+        await self.set_label(self._labels.of(version))
+
+    async def set_label(self, label: str) -> None:
+        """Name the present weights; raises EngineError when the server does not show the name afterwards."""
+        if self.offer.label is None:
+            return
+        await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
+        now = await self.label()
+        if now != label:
+            raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
+
+    async def label(self) -> str | None:
+        """Of the present weights; None: the server has no labels."""
+        if self.offer.label is None:
+            return None
+        info = await self._client.json("GET", "/weight_info", retry=True)
+        return text_under(self._client, info, "weight_version", "/weight_info")
+
+    @asynccontextmanager
+    async def _frozen(self) -> AsyncIterator[None]:
+        """Requests of other clients stand still meanwhile.
+
+        Only while there are any: a server that is left paused, should april die here, serves nobody.
+        """
+        load = (await read_metrics(self._client)).load
+        if load is not None and not load.running and not load.waiting:
+            yield
+            return
+        async with self._standing_still("keep"):
+            yield
+
+    @asynccontextmanager
+    async def _standing_still(self, mode: str) -> AsyncIterator[None]:
+        """One pause at a time: the end of another would end this one."""
+        params = {"mode": mode, "clear_cache": "false"}
+        async with self._pausing, standing_still(
+            lambda: control(self._client, "/pause", says("status", "paused"), params=params),
+            lambda: control(self._client, "/resume", says("status", "resumed")),
+        ):
+            yield
+
+    # ---------------------------------------------------------------- the rest
+
+    async def health(self) -> Health:
+        """``/health``, the label of the weights (or the start of the process), and the load of ``/metrics``."""
+        try:
+            reply = await self._client.call("GET", "/health", retry=True)
+            if not reply.ok or is_page(reply):
+                what = "a page" if reply.ok else str(reply.status)
+                return Health(False, f"{self._client.url} answers {what} to a health probe")
+            label = await self.label()
+            paused = await self._is_paused()
+        except EngineError as error:
+            return Health(False, str(error))
+        same, metrics = await self._process.look()
+        current = same is not False and label in (None, self._labels.of(self._version))
+        known = same is not None or label is not None
+        load = metrics.load
+        counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
+        told = (
+            self._torn, "" if current else "the server was started anew, or has other weights",
+            "" if known else UNSAID,
+            "somebody has paused the server; resume it (POST /resume)" if paused else "",
+        )  # fmt: skip
+        detail = "; ".join(filter(None, told))
+        return Health(known and not self._torn, detail, counters, current and not self._torn, load)
+
+    async def _has_weights(self) -> bool | None:
+        """Whether it has the present weights; None: it does not say."""
+        if self.offer.label is None:
+            return (await self._process.look())[0]
+        try:
+            return await self.label() == self._labels.of(self._version)
+        except EngineError:
+            return None
+
+    async def _is_paused(self) -> bool:
+        """By somebody else."""
+        if not self.offer.developer_routes or self._pausing.locked():
+            return False
+        reply = await self._client.call("GET", "/is_paused", retry=True)
+        return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pausing.locked()
+
+    async def close(self) -> None:
+        """Calls in flight break."""
+        await self._client.close()
+
+
+def _reloaded(said: object) -> bool:
+    """How a server says that its workers have reloaded their weights: each of them returned nothing."""
+    results = said.get("results") if isinstance(said, dict) else None
+    return isinstance(results, list) and bool(results) and all(result is None for result in results)
+
+
+class _VllmStream(ServerStream):
+    """One request."""
+
+    __slots__ = ("_engine", "_replies")
+
+    def __init__(self, engine: VllmEngine, request: Request, *, stream: bool) -> None:
+        super().__init__(
+            engine._client, engine._admission, request, engine.offer.route, stream=stream, needs_done=True
+        )
+        self._engine = engine
+
+    def _prepare(self) -> tuple[ReplyReader, bytes]:
+        engine, request, offer = self._engine, self._request, self._engine.offer
+        engine._check(request)
+        self._replies = ReplyReader(
+            offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None,
+            prompt_tokens=len(request.token_ids),
+        )  # fmt: skip
+        body = request_body(
+            offer.route, offer.model, request, stream=self._stream, priority=offer.priorities, seeds=offer.seeds
+        )
+        return self._replies, body
+
+    def _again(self) -> bool:
+        """A pause has ended this request before its first token, and nobody wanted that."""
+        engine, replies = self._engine, self._replies
+        return (
+            replies.finish is EngineFinish.ABORT
+            and replies.count == 0
+            and engine._capabilities.abort_means is AbortMeans.PAUSE
+            and self._request.attempt_id not in engine._unwanted
+        )
+
+    async def _confirm(self) -> None:
+        """A whole answer with spans says itself whose tokens it has, the events of a stream only at its end."""
+        engine = self._engine
+        if (self._stream or not engine.offer.spans) and not engine._process.keeps_weights:
+            await engine._confirmation.since(asyncio.get_running_loop().time())
+
+    def _left(self) -> None:
+        self._engine._unwanted.discard(self._request.attempt_id)
+
+    def _weights(self) -> PolicyVersion:
+        return self._engine._version
+
+
+async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
+    """One engine per server; a server without any abort is driven like an OpenAI-compatible one.
+
+    Raises:
+        ConfigError: a server is no vLLM server, or lacks what april needs.
+        EngineError: a server could not be asked, or is paused.
+    """
+
+    async def connect(client: HttpClient) -> Engine:
+        offer = await probe_vllm(client, config)
+        if offer.paused:
+            raise EngineError(f"{client.url} is paused; resume it (POST /resume) and start again")
+        if offer.abort_means is AbortMeans.CLOSE:
+            return _closing_streams(client, offer, config)
+        engine = VllmEngine(
+            client, offer, offer.capabilities(config), stream=config.max_token_loss is not None
+        )
+        await engine.set_label(engine._labels.of(FIRST_VERSION))
+        return engine
+
+    return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
+
+
+def _closing_streams(client: HttpClient, offer: VllmOffer, config: VllmEngineConfig) -> OpenAIEngine:
+    same = OpenAIOffer(
+        offer.model, TokenShape.RETURN_TOKEN_IDS, offer.logprob_kind, True, True, None, offer.max_model_len,
+        offer.vocab_size, offer.eos_token_ids, offer.missing,
+    )  # fmt: skip
+    return OpenAIEngine(client, same, max_in_flight=config.max_in_flight, started_s=offer.started_s)

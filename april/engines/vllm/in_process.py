@@ -1,0 +1,316 @@
+"""Engine over a vLLM ``AsyncLLM`` object in this process, for trainers that own one (in a Ray actor, say).
+
+Give it to the scheduler: ``RolloutScheduler(..., engines=[VllmInProcessEngine(async_llm)])``. vLLM is imported when the
+first request is made, never at the import of april.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from april.core.sampling import LogprobKind
+from april.core.versions import PolicyVersion
+from april.engines.http.loop_relay import LoopRelay, result_from
+from april.engines.http.server_engine import ServerEngine
+from april.engines.http.weight_directories import why_unloadable
+from april.engines.http.weight_labels import foreign_weights
+from april.engines.http.wire_arrays import chunk_of, empty_chunk
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
+from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.server_text import said
+
+T = TypeVar("T")
+
+ABORT_AGAIN_S = 0.05
+"""A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
+_TIED = (
+    "vLLM on a CPU does not reload a model with tied embeddings rightly, so no weights are loaded from a directory; "
+    "save the model with tie_word_embeddings false"
+)
+_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
+_BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
+_FINISHES = {finish.value: finish for finish in EngineFinish}
+
+
+class VllmInProcessEngine(ServerEngine):
+    """One ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
+
+    An AsyncLLM belongs to the event loop that it was made on, or first used on. Three cases:
+
+    * It was made on a running loop: calls go there, from april's loop; that loop must not be blocked meanwhile (use the
+      asynchronous scheduler on it, or give the AsyncLLM a loop on a thread of its own).
+    * It was made outside of any loop and never used: it becomes part of april's loop, and ends with its scheduler.
+    * ``loop`` is given: calls go there.
+
+    Args:
+        async_llm: the object.
+        name: short unique label.
+        loop: the event loop of ``async_llm``, where it does not show by itself.
+        stream: take tokens as they are made, which costs time and bounds what is lost when vLLM dies; otherwise only
+            requests are streamed that april may end by what it reads.
+        eos_token_ids: ids that end every response; None: vLLM's.
+
+    Raises:
+        ConfigError: the object is no AsyncLLM, or gives logits in place of log-probabilities.
+    """
+
+    _abort_again_s = ABORT_AGAIN_S
+
+    def __init__(
+        self, async_llm: Any, *, name: str = "vllm", loop: asyncio.AbstractEventLoop | None = None,
+        stream: bool = False, eos_token_ids: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, _capabilities(async_llm, stream, eos_token_ids))
+        self._llm = async_llm
+        self._loop = loop
+        self._stream = stream
+        self._by_priority = getattr(async_llm.vllm_config.scheduler_config, "policy", "fcfs") == "priority"
+        self._labelled = False
+        self._closed = False
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """One request; see the protocol.
+
+        Raises:
+            RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
+            EngineError: vLLM died, or its answer cannot be true.
+        """
+        async with self._admission.request(request.attempt_id) as admitted:
+            version = self._version
+            if not admitted:
+                yield empty_chunk(version, EngineFinish.ABORT)
+                return
+            self._check(request)
+            deltas = self._stream or request.stream
+            relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, deltas))
+            finish = None
+            try:
+                async for output in relay:
+                    chunk = self._chunk(request, output, version)
+                    finish = chunk.finish
+                    yield chunk
+            except EngineError:
+                raise
+            except ValueError as error:  # what vLLM raises for a request that it will not take
+                raise RequestRefused(f"engine {self._name} refuses the request: {said(error)}") from error
+            except Exception as error:
+                raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
+            finally:
+                await relay.close()
+            if finish is None:
+                raise EngineError(f"engine {self._name}: the output ended without a finish reason")
+
+    def _outputs(self, request: Request, deltas: bool) -> AsyncGenerator[Any, None]:
+        # here, and not above: april does without vLLM
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            seed=sampling.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY,
+        )
+        options = {"priority": request.priority} if self._by_priority else {}
+        prompt = {"prompt_token_ids": request.token_ids.tolist()}
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, request.attempt_id, **options)
+        return outputs
+
+    def _chunk(self, request: Request, output: Any, version: PolicyVersion) -> Chunk:
+        completion = output.outputs[0]
+        tokens, entries = list(completion.token_ids), completion.logprobs
+        if entries is None or len(entries) != len(tokens):
+            count = "no" if entries is None else len(entries)
+            raise WireError(f"engine {self._name}: {len(tokens)} tokens came with {count} log-probabilities")
+        try:
+            logprobs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+        except KeyError as error:
+            raise WireError(f"engine {self._name}: token {said(error)} came without its log-probability") from None
+        self._check_labels(request, getattr(completion, "weight_versions", None))
+        finish = self._finish(completion.finish_reason)
+        stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
+        return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
+
+    def _finish(self, reason: str | None) -> EngineFinish | None:
+        if reason is not None and reason not in _FINISHES:
+            raise EngineError(f"engine {self._name} ended the response for the reason {reason!r}")
+        return None if reason is None else _FINISHES[reason]
+
+    def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
+        """What vLLM says of the weights must agree: one version only, and the one that april gave."""
+        labels = [span.version for span in spans or ()]
+        expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
+        for label in labels:
+            if label != expected:
+                raise foreign_weights(request.attempt_id, expected, label, too_late=True)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """vLLM ends them with what they have; an id that it does not know yet is to be asked for again."""
+        ids = self._to_abort(attempt_ids)
+        if ids:
+            await self._there(lambda: self._llm.abort(ids))
+
+    async def pause(self) -> None:
+        """Let nobody in, end all requests (those of others at this object, too), and wait until they have ended."""
+        self._admission.close()
+        await self._there(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
+        await super().pause()
+
+    async def resume(self) -> None:
+        """Let vLLM and requests go on."""
+        await self._there(self._llm.resume_generation)
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """From now on the weights are ``version``; with ``path``, after vLLM's workers have loaded that directory.
+
+        Cached keys and values of the old weights are thrown away, and the weights labelled in vLLM.
+
+        Raises:
+            EngineError: requests are running, vLLM would load the directory wrongly, or it could not do it; then it
+                gets no requests before an update succeeds.
+        """
+        self.require_idle()
+        if path is not None and not self._capabilities.updates_from_disk:
+            raise EngineError(f"engine {self._name}: {_TIED}")
+        if path is not None and (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
+        self._torn = f"engine {self._name}: {_BETWEEN}"
+        if path is not None:
+            results = await self._there(
+                lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            )
+            if not results or any(result is not None for result in results):  # each of its workers returns nothing
+                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {said(results)}")
+        if await self._there(self._llm.reset_prefix_cache) is not True:
+            raise EngineError(
+                f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
+                "weights; are there requests of others at it?"
+            )
+        if hasattr(self._llm, "update_weight_version"):
+            label = self._labels.of(version)
+            await self._there(lambda: self._llm.update_weight_version(label))
+            if hasattr(self._llm, "get_weight_version"):
+                shown = await self._there(self._llm.get_weight_version)
+                if shown != label:
+                    what = f"says its weights are {said(shown, 64)} after april called them {label}"
+                    raise EngineError(f"engine {self._name} {what}")
+            self._labelled = True
+        self._labels.present, self._torn = version, ""
+
+    async def health(self) -> Health:
+        """Whether vLLM's engine lives."""
+        try:
+            await self._there(self._llm.check_health)
+        except Exception as error:
+            return Health(False, f"{type(error).__name__}: {said(error)}")
+        if self._torn:
+            return Health(False, self._torn)
+        return Health(True, counters={"open_requests": float(len(self._admission.inside))})
+
+    async def close(self) -> None:
+        """End all requests; the AsyncLLM is its owner's to shut down."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._admission.inside:
+            await self.abort()
+
+    def _llm_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the AsyncLLM: the given one, the one it has begun on, or else this one."""
+        loop = self._loop
+        if loop is None:
+            handler = getattr(self._llm, "output_handler", None)
+            loop = asyncio.get_running_loop() if handler is None else handler.get_loop()
+        if loop.is_closed():
+            raise EngineError(
+                f"engine {self._name}: the event loop of its AsyncLLM is closed (with the scheduler that used it "
+                "first?); make a new AsyncLLM, or one on a loop of its own"
+            )
+        if not loop.is_running():
+            raise EngineError(
+                f"engine {self._name}: the event loop of its AsyncLLM is not running, so it would never answer; keep "
+                "it running on a thread of its own"
+            )
+        return loop
+
+    async def _there(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A call of the AsyncLLM on its own loop; errors come out as EngineError."""
+        loop = self._llm_loop()
+        try:
+            return await result_from(loop, call())
+        except (EngineError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
+
+
+def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -> Capabilities:
+    try:
+        config = llm.vllm_config
+        model = config.model_config
+        mode = str(getattr(model, "logprobs_mode", "raw_logprobs"))
+        places = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+        vocab_size, max_context = int(model.get_vocab_size()), int(model.max_model_len)
+        _ = llm.pause_generation, llm.resume_generation, llm.collective_rpc
+    except AttributeError as error:
+        raise ConfigError(
+            f"VllmInProcessEngine takes an AsyncLLM object of vLLM 0.12 or newer, got {type(llm).__name__} "
+            f"({said(error)})"
+        ) from None
+    if mode not in _KINDS:
+        raise ConfigError(
+            f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
+            "raw_logprobs for temperature 1"
+        )
+    tied = bool(getattr(getattr(model, "hf_config", None), "tie_word_embeddings", False))
+    reloads = not (tied and getattr(getattr(config, "device_config", None), "device_type", None) == "cpu")
+    notes = [
+        "A weight update ends all requests of this vLLM object, those of others too; april continues its own.",
+    ]
+    if not stream:
+        notes.append(
+            "Tokens come at the end of a request: if vLLM dies, those of running requests are lost; stream=True bounds "
+            "that."
+        )
+    if _KINDS[mode] is LogprobKind.RAW:
+        notes.append(
+            "vLLM gives log-probabilities of the raw logits: they are those that the tokens were sampled with only at "
+            "temperature 1, without top_p and the like; make it with logprobs_mode='processed_logprobs' for others."
+        )
+    if not reloads:
+        notes.append(f"{_TIED[0].upper()}{_TIED[1:]}.")
+    return Capabilities(
+        _KINDS[mode],
+        vocab_size,
+        max_context,
+        _eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
+        places,
+        updates_from_disk=reloads,
+        version_spans=False,
+        streams=stream,
+        notes=tuple(notes),
+    )
+
+
+def _eos_ids(llm: Any) -> tuple[int, ...]:
+    """The tokenizer's EOS and those of the model's generation config: what vLLM itself stops at."""
+    ids: set[int] = set()
+    renderer = getattr(llm, "renderer", None)
+    if renderer is not None and (eos := renderer.get_eos_token_id()) is not None:
+        ids.add(int(eos))
+    more = llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    if more is not None:
+        ids.update(int(i) for i in np.atleast_1d(more))
+    return tuple(sorted(ids))

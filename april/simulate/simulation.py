@@ -1,0 +1,250 @@
+"""The real core on virtual time: no asyncio, no tokens worth reading, exact counts and times.
+
+Every decision is made by :class:`april.core.state.RolloutCore`; the engines are discrete-event models
+(:mod:`april.engines.simulated.clockwork`). The same arguments give the same result, to the last bit, on every
+Python version and for every hash seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Attempt, EngineFinish, Prompt, SampleId
+from april.core.versions import PolicyVersion
+from april.engines.simulated.clockwork import SimulatedDecoder
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import ResponseLengths
+from april.errors import RolloutError
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One simulated step; times in seconds of virtual time."""
+
+    start_s: float
+    end_s: float
+    generated_tokens: int
+    trained_tokens: int
+    decode_steps: int
+    busy_slot_s: float
+    metrics: dict[str, float]
+    token_ages: dict[int, int]
+    """Trained tokens by age: weight updates between the token and its delivery."""
+    lengths: list[int]
+    """Response tokens of the delivered samples."""
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """What a simulation gives: one record per step, and a digest of everything that was delivered."""
+
+    slots: int
+    steps: list[StepRecord] = field(default_factory=list)
+    digest: str = ""
+
+    def summary(self, skip: int = 0) -> dict[str, float]:
+        """Totals and rates over all steps but the first ``skip`` (the ramp)."""
+        steps = self.steps[skip:]
+        wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
+        trained = sum(s.trained_tokens for s in steps)
+        generated = sum(s.generated_tokens for s in steps)
+        weighted = math.fsum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
+        return {
+            "steps": float(len(steps)),
+            "rollout_s": wall,
+            "trained_tokens": float(trained),
+            "generated_tokens": float(generated),
+            "trained_tokens_per_s": trained / wall,
+            "generated_tokens_per_s": generated / wall,
+            "reprefill_tokens": sum(s.metrics["reprefill_tokens"] for s in steps),
+            "decode_steps": float(sum(s.decode_steps for s in steps)),
+            "bubble": 1.0 - math.fsum(s.busy_slot_s for s in steps) / (self.slots * wall),
+            "off_policy_share": weighted / trained,
+            "staleness_mean": math.fsum(s.metrics["staleness_mean"] for s in steps) / len(steps),
+            "staleness_max": max(s.metrics["staleness_max"] for s in steps),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """An attempt in a decoder, with the tokens it will have if it is left alone."""
+
+    attempt: Attempt
+    count: int
+    complete: bool
+
+
+class Simulation:
+    """One trainer that takes a batch, updates the weights, and takes the next.
+
+    Args:
+        settings: of the core, without rewards and filter: neither takes time here.
+        cost: of one engine.
+        lengths: true response lengths by (group, sample).
+        engines: how many.
+        prompt_len: tokens of every prompt.
+        check: cross-check the core's books after every event.
+        watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
+    """
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        cost: DecodeCost,
+        lengths: ResponseLengths,
+        *,
+        engines: int = 1,
+        prompt_len: int = 128,
+        check: bool = False,
+        watch: Callable[[float, int], None] | None = None,
+    ) -> None:
+        if settings.has_reward or settings.has_filter:
+            raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
+        slots = -(-settings.max_in_flight // engines)
+        context = prompt_len + settings.max_response_len
+        names = [f"engine{i}" for i in range(engines)]
+        self.core = RolloutCore(settings, [EngineLimits(n, context, slots) for n in names], check=check)
+        self.decoders = {name: SimulatedDecoder(cost, slots) for name in names}
+        self.now = 0.0
+        self.result = SimulationResult(slots * engines)
+        self._lengths = lengths
+        self._prompt = Prompt(np.zeros(prompt_len, np.int32))
+        self._sampling = SamplingParams(max_tokens=settings.max_response_len)
+        self._blank = np.zeros(settings.max_response_len, np.int32)
+        self._blank_logprobs = np.zeros(settings.max_response_len, np.float32)
+        self._running: dict[str, _Running] = {}
+        self._group_lengths: dict[int, list[int]] = {}
+        self._events: deque[ev.Event] = deque()
+        self._batch: Batch | None = None
+        self._watch = watch
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def run(self, steps: int) -> SimulationResult:
+        """Simulate ``steps`` steps more; raises RolloutError when the core gives up."""
+        for _ in range(steps):
+            self._run_step()
+        self.result.digest = self._digest.hexdigest()
+        return self.result
+
+    def _run_step(self) -> None:
+        start, before = self.now, self._totals()
+        self._batch = None
+        self._post(ev.StepRequested())
+        while self._batch is None:
+            # the earliest engine goes first; ties go by the order of the engines
+            name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
+            if math.isinf(at):
+                raise RolloutError(f"the simulation is stuck: {self.core!r}")
+            self.now = at
+            for finished in self.decoders[name].advance(at):
+                self._ended(finished.request_id)
+            if self._watch is not None:
+                self._watch(at, sum(d.running for d in self.decoders.values()))
+        batch: Batch = self._batch
+        after = self._totals()
+        self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
+        current = self.core.clock.current
+        self._post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1), trained=batch.id))
+
+    def _totals(self) -> tuple[float, ...]:
+        for decoder in self.decoders.values():
+            if decoder.now < self.now:
+                for finished in decoder.advance(self.now):
+                    self._ended(finished.request_id)
+        counters = [d.counters() for d in self.decoders.values()]
+        return (
+            sum(c.generated_tokens for c in counters),
+            sum(c.decode_steps for c in counters),
+            math.fsum(c.busy_slot_time_s for c in counters),
+        )
+
+    def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:
+        trained = int(batch.metrics["trained_tokens"])
+        ages: dict[int, int] = {}
+        lengths = [len(sample.tokens) for sample in batch.samples]
+        metrics = dict(batch.metrics)
+        self.result.steps.append(
+            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], metrics, ages, lengths)
+        )
+        for sample in batch.samples:
+            self._group_lengths.pop(sample.id.group, None)
+            for segment in sample.segments:
+                age = self.core.clock.staleness(segment.version)
+                ages[age] = ages.get(age, 0) + segment.count
+            spans = [(s.count, s.version, s.engine) for s in sample.segments]
+            self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
+
+    def _post(self, event: ev.Event) -> None:
+        self._events.append(event)
+        while self._events:
+            for command in self.core.handle(self._events.popleft()):
+                self._execute(command)
+
+    def _execute(self, command: do.Command) -> None:
+        match command:
+            case do.Submit(attempt):
+                self._submit(attempt)
+            case do.StartSample(sample):
+                self._events.append(ev.CallMade(sample.id, self._sampling))
+            case do.CallCompleted(sample):
+                self._events.append(ev.SampleReturned(sample.id))
+            case do.DrawPrompts(count):
+                self._events.append(ev.PromptsDrawn([self._prompt] * count, exhausted=False))
+            case do.Abort(engine, attempt_ids, _):
+                self._abort(engine, attempt_ids)
+            case do.Deliver(batch):
+                self._batch = batch
+            case do.Fail(error):
+                raise RolloutError(error)
+            case _:
+                pass  # timers never fire: aborts are instantaneous here
+
+    def _submit(self, attempt: Attempt) -> None:
+        decoder = self.decoders[attempt.engine]
+        self._catch_up(attempt.engine)
+        left = self._length(attempt.sample.id) - len(attempt.sample.tape)
+        count = min(left, attempt.sampling.max_tokens)
+        decoder.add(attempt.id, len(attempt.token_ids), count)
+        self._running[attempt.id] = _Running(attempt, count, complete=count == left)
+
+    def _abort(self, engine: str, attempt_ids: tuple[str, ...]) -> None:
+        self._catch_up(engine)
+        for attempt_id, count in self.decoders[engine].abort(attempt_ids).items():
+            self._append(self._running.pop(attempt_id).attempt, count)
+            self._events.append(ev.AttemptEnded(attempt_id, EngineFinish.ABORT))
+
+    def _catch_up(self, engine: str) -> None:
+        """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
+        for finished in self.decoders[engine].advance(self.now):
+            self._ended(finished.request_id, queue=True)
+
+    def _ended(self, attempt_id: str, queue: bool = False) -> None:
+        running = self._running.pop(attempt_id)
+        self._append(running.attempt, running.count)
+        event = ev.AttemptEnded(attempt_id, EngineFinish.STOP if running.complete else EngineFinish.LENGTH)
+        if queue:
+            self._events.append(event)
+        else:
+            self._post(event)
+
+    def _length(self, sample: SampleId) -> int:
+        row = self._group_lengths.get(sample.group)
+        if row is None:
+            row = self._lengths.group(sample.group, self.core.settings.n_samples_per_prompt).tolist()
+            self._group_lengths[sample.group] = row
+        return row[sample.index]
+
+    def _append(self, attempt: Attempt, count: int) -> None:
+        attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self.core.clock.current)

@@ -1,0 +1,1 @@
+"""Fake servers with the OpenAI completions route."""

@@ -1,0 +1,444 @@
+"""A server with the OpenAI completions route on loopback, in the ways of vLLM and TensorRT-LLM, with faults on demand.
+
+A token is a hash of the weights and of everything before it, so that a greedy response which is cut and continued
+equals the uncut one; its log-probability is a function of token and weights, so that one under a wrong version shows.
+Nothing waits for wall time: streams go as fast as they are read, or up to a gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from april.core.sampling import LogprobKind
+from april.engines.openai.wire import ROUTE, TokenShape
+from april.testing.servers.control_faults import ControlFault, wrong_answer
+
+MODEL = "fake"
+KEEP_ALIVE_S = 0.01
+"""Between two signs of life without tokens."""
+_TENSORRT_KEYS = frozenset(
+    {
+        "model", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed",
+        "stream", "stream_options", "logprobs", "logit_bias", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "stop_token_ids", "detokenize", "include_stop_str_in_output",
+    }
+)  # fmt: skip
+"""It refuses all others; those of them that april has use for."""
+
+
+class OpenAIFaultKind(StrEnum):
+    """What goes wrong with one request."""
+
+    RESET = "reset"
+    """The connection is dropped."""
+    TRUNCATED_JSON = "truncated_json"
+    """An event is cut in the middle, then the stream ends properly."""
+    NAN_LOGPROB = "nan_logprob"
+    NULL_LOGPROB = "null_logprob"
+    LENGTHS_DIFFER = "lengths_differ"
+    """One log-probability more than tokens."""
+    OTHER_PROMPT = "other_prompt"
+    """The server says that it continued other ids than it was sent (where it says it at all)."""
+    WRONG_USAGE = "wrong_usage"
+    """The count of tokens at the end is not that of the stream."""
+    NO_FINISH = "no_finish"
+    NO_DONE = "no_done"
+    ERROR_EVENT = "error_event"
+    """An error inside of the stream, then [DONE], as vLLM does it when its engine dies."""
+    SILENCE = "silence"
+    """Nothing comes any more; the connection stays."""
+    COMMENTS = "comments"
+    """Comment lines, empty events and usage come for ever, and no token."""
+    DOUBLED_EVENT = "doubled_event"
+    """An event comes twice."""
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """-9999, as which servers write minus infinity."""
+    EARLY_STOP = "early_stop"
+    """It ends with "stop", and not by a stop token."""
+    ENDS_TWICE = "ends_twice"
+    """The end comes twice, the second time without tokens."""
+    CLIPPED = "clipped"
+    """It ends with "length" before the budget is used, without a word."""
+    ONE_BYTE_WRITES = "one_byte_writes"
+    """No fault: the stream comes byte by byte."""
+    REDIRECT = "redirect"
+    BUSY = "busy"
+    """429 with Retry-After."""
+    FAILS = "fails"
+    """500."""
+
+
+@dataclass(slots=True)
+class OpenAIFault:
+    """``kind`` hits the ``request``-th request (from 0; None: any) after ``after`` tokens, at most ``times`` times."""
+
+    kind: OpenAIFaultKind
+    request: int | None = None
+    after: int = 0
+    times: int = 1
+
+
+@dataclass(slots=True)
+class CompletionRecord:
+    """One request, as the server saw it."""
+
+    body: dict[str, Any]
+    made: list[int] = field(default_factory=list)
+    """Tokens that it generated, [made]; those that it made ahead of the stream are among them."""
+    sent: int = 0
+    """Tokens that it wrote to the connection."""
+    end: str = ""
+    """stop, length, closed (by the client), or the fault."""
+    weights: int = 0
+
+
+class FakeOpenAIServer:
+    """Args:
+        shape: how token ids come; None: not at all.
+        kind: of which distribution the log-probabilities are.
+        eos: id that ends a response; one token in ``mean_len`` is it.
+        max_context: prompt plus response; told in the list of models only by the way of vLLM.
+        tokens_ahead: how many tokens it has made and not sent, at any time.
+        strips: ids that it keeps back when they end a response.
+        honours_seeds: the same seed gives the same tokens.
+        faults: what goes wrong.
+    """
+
+    def __init__(
+        self,
+        shape: TokenShape | None = TokenShape.RETURN_TOKEN_IDS,
+        *,
+        kind: LogprobKind = LogprobKind.RAW,
+        vocab_size: int = 512,
+        eos: int = 2,
+        mean_len: int = 40,
+        max_context: int = 4096,
+        tokens_ahead: int = 0,
+        strips: frozenset[int] = frozenset(),
+        honours_seeds: bool = True,
+        metrics: bool = True,
+        faults: tuple[OpenAIFault, ...] = (),
+    ) -> None:
+        self.shape, self.kind, self.vocab_size, self.eos = shape, kind, vocab_size, eos
+        self.mean_len, self.max_context, self.tokens_ahead = mean_len, max_context, tokens_ahead
+        self.strips, self.honours_seeds, self.metrics = strips, honours_seeds, metrics
+        self.faults = list(faults)
+        self.metrics_fault: ControlFault | None = None
+        """What the metrics page answers in place of itself."""
+        self.weights = 0
+        """Which weights generate; change it between requests."""
+        self.records: list[CompletionRecord] = []
+        self.open = 0
+        """Requests that are being answered."""
+        self.well = True
+        self.started_s = 1000.0
+        """What the metrics page says of the start of the process."""
+        self._gate: int | None = None
+        self._picks: Callable[[list[int]], bool] = lambda prompt: True
+        self._held = 0
+        self._changed = asyncio.Event()
+
+    def restart_at_once(self) -> None:
+        """Another process behind the same port, with the weights of the start."""
+        self.weights = 0
+        self.started_s += 60
+
+    @property
+    def unread_tokens(self) -> int:
+        """Made for requests whose client closed the stream, and never sent."""
+        return sum(len(r.made) - r.sent for r in self.records if r.end == "closed")
+
+    def hold(self, after: int, which: Callable[[list[int]], bool] = lambda prompt: True) -> None:
+        """Let each stream, of the prompts that ``which`` picks, go on up to ``after`` tokens."""
+        self._gate, self._picks = after, which
+        self._tell()
+
+    def release(self) -> None:
+        """Let all streams go on to their ends."""
+        self._gate = None
+        self._tell()
+
+    async def until_sent(self, tokens: int, requests: int) -> None:
+        """Until that many open requests have had so many tokens."""
+        while sum(r.sent >= tokens and not r.end for r in self.records) < requests:
+            await self._wait()
+
+    async def until_held(self, requests: int) -> None:
+        """Until so many requests stand at the gate."""
+        while self._held < requests:
+            await self._wait()
+
+    async def until_closed(self) -> None:
+        """Until no request is open any more."""
+        while self.open:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+
+    # ---------------------------------------------------------------- tokens
+
+    def token(self, prefix: list[int], seed: int | None = None) -> int:
+        """What comes after ``prefix``; ``seed`` None: greedy."""
+        text = f"{self.weights}/{seed}".encode() + np.array(prefix, np.int32).tobytes()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+        if number % self.mean_len == 0:
+            return self.eos
+        token = (number >> 16) % self.vocab_size
+        return token if token != self.eos else self.eos + 1
+
+    def logprob(self, token: int, weights: int, body: dict[str, Any]) -> float:
+        """Of a token under some weights, with the sampling of a request."""
+        if self.kind is LogprobKind.PROCESSED and body.get("top_k") == 1:
+            return 0.0
+        scale = body.get("temperature", 1.0) if self.kind is LogprobKind.TEMPERATURE else 1.0
+        return -((token * 31 + weights * 7) % 97 + 10) / 50 / (scale or 1.0)
+
+    def _generate(self, record: CompletionRecord) -> tuple[str, int]:
+        """The finish reason, and how many of ``record.made`` are handed over."""
+        body, ids = record.body, list(record.body["prompt"])
+        seed = None if body["temperature"] == 0 or body["top_k"] == 1 else body.get("seed")
+        if seed is not None and not self.honours_seeds:
+            seed = seed + 1_000_003 * len(self.records)
+        stops = {self.eos, *body.get("stop_token_ids", ())}
+        room = min(body["max_tokens"], self.max_context - len(ids))
+        forced = {int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias > 50}
+        while len(record.made) < room:
+            token = next(iter(forced)) if forced else self.token(ids, seed)
+            if token == self.eos and len(record.made) < body.get("min_tokens", 0):
+                token = self.eos + 1
+            ids.append(token)
+            record.made.append(token)
+            if token in stops:
+                return "stop", len(record.made) - (token in self.strips)
+        return "length", len(record.made)
+
+    # ---------------------------------------------------------------- routes
+
+    def routes(self) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]]:
+        """Method, path and handler of each."""
+        return [
+            ("POST", ROUTE, self.completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics_page),
+        ]
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body = await request.json()
+        number = len(self.records)
+        record = CompletionRecord(body, weights=self.weights)
+        unknown = sorted(set(body) - _TENSORRT_KEYS) if self.shape is TokenShape.DETOKENIZE else []
+        if unknown:
+            return _error(400, f"Extra inputs are not permitted: {unknown}")
+        if len(body["prompt"]) >= self.max_context or max(body["prompt"]) >= self.vocab_size:
+            return _error(400, "the prompt is too long, or has ids outside the vocabulary")
+        self.records.append(record)
+        if self._hits(OpenAIFaultKind.REDIRECT, number):
+            return web.Response(status=307, headers={"Location": "/elsewhere"})
+        if self._hits(OpenAIFaultKind.BUSY, number):
+            return web.Response(status=429, headers={"Retry-After": "3"}, text="too many requests")
+        if self._hits(OpenAIFaultKind.FAILS, number):
+            return _error(500, "the engine has failed")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self.open += 1
+        try:
+            await response.prepare(request)
+            record.end = await self._stream(Connection(request, response, self._hits, number), record, number)
+        except ConnectionError:
+            record.end = "closed"
+        except asyncio.CancelledError:
+            record.end = "closed"
+            raise
+        finally:
+            self.open -= 1
+            self._tell()
+        return response
+
+    async def _stream(self, out: Connection, record: CompletionRecord, number: int) -> str:
+        """Send one response; returns how it ended."""
+        finish, count = self._generate(record)
+        made, record.made = record.made, []
+        while record.sent < count:
+            await self._pass_gate(record)
+            if self._hits(OpenAIFaultKind.RESET, number, record.sent):
+                out.reset()
+                return "reset"
+            if self._hits(OpenAIFaultKind.ERROR_EVENT, number, record.sent):
+                await self.break_off(out, "the engine is dead")
+                return "error_event"
+            if self._hits(OpenAIFaultKind.TRUNCATED_JSON, number, record.sent):
+                await out.raw(b'data: {"choices":[{"index":0,"token_ids":[4\n\n')
+                return "truncated_json"
+            if self._hits(OpenAIFaultKind.SILENCE, number, record.sent):
+                await asyncio.get_running_loop().create_future()
+            if self._hits(OpenAIFaultKind.COMMENTS, number, record.sent):
+                while True:
+                    await out.raw(b": ping\n\n")
+                    await out.event({"choices": [{"index": 0, "token_ids": [], "finish_reason": None}]})
+                    await out.event({"choices": [], "usage": {"completion_tokens": record.sent}})
+                    await asyncio.sleep(KEEP_ALIVE_S)
+            clipped = record.sent and self._hits(OpenAIFaultKind.CLIPPED, number, record.sent)
+            stopped = record.sent and self._hits(OpenAIFaultKind.EARLY_STOP, number, record.sent)
+            last = record.sent + 1 == count or bool(clipped or stopped)
+            record.made = made[: record.sent + 1 + (0 if last else self.tokens_ahead)]
+            without = last and self._hits(OpenAIFaultKind.NO_FINISH, number)
+            reason = None if not last or without else "length" if clipped else "stop" if stopped else finish
+            event = self.token_event(record, made[record.sent], reason, number)
+            await out.event(event)
+            if self._hits(OpenAIFaultKind.DOUBLED_EVENT, number, record.sent):
+                await out.event(event)
+            if last and self._hits(OpenAIFaultKind.ENDS_TWICE, number):
+                await out.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
+            record.sent += 1
+            self._tell()
+            if clipped or stopped:
+                made = made[: record.sent]
+                break
+        if not count:
+            await out.event({"choices": [{"index": 0, "text": "", "finish_reason": finish}]})
+        record.made = made
+        said = len(record.made) + bool(self._hits(OpenAIFaultKind.WRONG_USAGE, number))
+        if record.body.get("stream_options", {}).get("include_usage"):
+            await out.event(self.usage_event(record, said))
+        if not self._hits(OpenAIFaultKind.NO_DONE, number):
+            await out.raw(b"data: [DONE]\n\n")
+        return finish
+
+    async def break_off(self, out: Connection, message: str) -> None:
+        """An error inside of a stream."""
+        await out.event({"error": {"message": message, "type": "InternalServerError"}})
+        await out.raw(b"data: [DONE]\n\n")
+
+    async def _pass_gate(self, record: CompletionRecord) -> None:
+        def closed() -> bool:
+            return self._gate is not None and record.sent >= self._gate and self._picks(record.body["prompt"])
+
+        if not closed():
+            return
+        self._held += 1
+        self._tell()
+        try:
+            while closed():
+                await self._wait()
+        finally:
+            self._held -= 1
+
+    def token_event(self, record: CompletionRecord, token: int, reason: str | None, number: int) -> dict[str, Any]:
+        """What is sent of one token; ``reason``: why it is the last one."""
+        body = record.body
+        choice: dict[str, Any] = {"index": 0, "text": "?", "finish_reason": reason, "stop_reason": None}
+        logprobs: list[float | None] = [self.logprob(token, record.weights, body)]
+        if self._hits(OpenAIFaultKind.NAN_LOGPROB, number, record.sent):
+            logprobs = [float("nan")]
+        if self._hits(OpenAIFaultKind.CLAMPED_LOGPROB, number, record.sent):
+            logprobs = [-9999.0]
+        if self._hits(OpenAIFaultKind.NULL_LOGPROB, number, record.sent):
+            logprobs = [None]
+        if self._hits(OpenAIFaultKind.LENGTHS_DIFFER, number, record.sent):
+            logprobs.append(-1.0)
+        name = "?"
+        if self.shape is TokenShape.RETURN_TOKEN_IDS and body.get("return_token_ids"):
+            choice["token_ids"] = [token]
+            wrong = self._hits(OpenAIFaultKind.OTHER_PROMPT, number)
+            choice["prompt_token_ids"] = [*body["prompt"][wrong:]] if record.sent == 0 else None
+        if self.shape is TokenShape.DETOKENIZE and body.get("detokenize") is False:
+            choice["token_ids"] = [token]
+        if self.shape is TokenShape.STRINGS and body.get("return_tokens_as_token_ids"):
+            name = f"token_id:{token}"
+        asked = body.get("logprobs") is not None and not (self.shape is TokenShape.DETOKENIZE and not body["logprobs"])
+        if asked:
+            choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [name], "text_offset": [0]}
+        return {"id": "cmpl-1", "object": "text_completion", "model": MODEL, "choices": [choice]}
+
+    def usage_event(self, record: CompletionRecord, said: int) -> dict[str, Any]:
+        """What ends a stream: how many tokens were made."""
+        return {"choices": [], "usage": {"completion_tokens": said}}
+
+    def _hits(self, kind: OpenAIFaultKind, number: int, sent: int | None = None) -> bool:
+        for fault in self.faults:
+            due = fault.kind is kind and fault.times and fault.request in (None, number)
+            if due and (sent is None or sent == fault.after):
+                fault.times -= 1
+                return True
+        return False
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        card: dict[str, Any] = {"id": MODEL, "object": "model"}
+        if self.shape is not TokenShape.DETOKENIZE:
+            card["max_model_len"] = self.max_context
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health."""
+        return web.Response(status=200 if self.well else 503)
+
+    async def metrics_page(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        if not self.metrics:
+            return web.Response(status=404)
+        if self.metrics_fault is not None:
+            return await wrong_answer(self.metrics_fault, request)
+        return web.Response(
+            text=f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started_s}\n"
+            f'vllm:num_requests_running{{engine="0"}} {self.open}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:num_preemptions_total{engine="0"} 3.0\n'
+        )
+
+
+class Connection:
+    """What a handler writes to."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, hits: Any, number: int) -> None:
+        self._request, self._response = request, response
+        self._by_byte = hits(OpenAIFaultKind.ONE_BYTE_WRITES, number)
+
+    async def event(self, value: dict[str, Any]) -> None:
+        await self.raw(f"data: {json.dumps(value)}\n\n".encode())
+
+    async def raw(self, data: bytes) -> None:
+        for piece in [data[i : i + 1] for i in range(len(data))] if self._by_byte else [data]:
+            await self._response.write(piece)
+            await asyncio.sleep(0)
+
+    def reset(self) -> None:
+        assert self._request.transport is not None
+        self._request.transport.abort()
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"object": "error", "message": message, "code": status}, status=status)
+
+
+@asynccontextmanager
+async def serving_openai(server: FakeOpenAIServer) -> AsyncIterator[str]:
+    """Serve on a free port of 127.0.0.1; gives the URL. Requests that are open at the end are cut."""
+    app = web.Application()
+    for method, path, handler in server.routes():
+        app.router.add_route(method, path, handler)
+    # a handler hears of a client that has gone even while it waits
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()

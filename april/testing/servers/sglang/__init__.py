@@ -1,0 +1,1 @@
+"""A fake SGLang server, and a fake sglang-router."""

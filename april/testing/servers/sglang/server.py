@@ -1,0 +1,430 @@
+"""A fake SGLang server on a real loopback socket: the protocol with its quirks, faults on purpose, no model, no clock.
+
+Generation goes one token per so many turns of the event loop, or by :meth:`FakeSglangServer.step` alone. What was asked
+and must not be asked is in ``violations``; every request is in ``runs``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import PurePath
+from typing import Any
+
+from aiohttp import web
+
+from april.testing.servers.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
+from april.testing.servers.sglang.answers import answer
+from april.testing.servers.sglang.faults import AT_ONCE, KEEPS_ALIVE, PlannedFault, SglangFault, spoiled
+from april.testing.servers.sglang.runs import FakeRun
+
+KNOWN_PARAMS = frozenset({
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "ignore_eos", "stop_token_ids", "stop", "sampling_seed", "logit_bias",
+    "json_schema", "regex",
+})  # fmt: skip
+
+
+class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
+    """Speaks as SGLang does.
+
+    Args:
+        weights: name of the weights; an update takes the last part of its path.
+        incremental: events of a stream have the new tokens only (``--incremental-streaming-output``).
+        spans: answers say which weights made which token (0.5.20 and later).
+        labels, loads, intervals: whether it knows ``/update_weight_version``, ``/v1/loads``, ``stream_interval``.
+        logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
+        stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
+        mean_length: mean of the (geometric) response lengths.
+        turns: of the event loop per token.
+    """
+
+    def __init__(
+        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
+        incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True, intervals: bool = True,
+        logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24, turns: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
+        self.vocab_size, self.eos, self.context = vocab_size, eos, context
+        self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
+        self.logprobs, self.mean_length = logprobs, mean_length
+        self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
+        self.aborts: list[dict[str, Any]] = []
+        """Bodies of the calls of ``/abort_request``."""
+        self.updates: list[dict[str, Any]] = []
+        """Bodies of the weight updates that worked."""
+        self.relabels = True
+        """A weight update sets the label that it names; older servers do not."""
+        self.model_path = self.tokenizer_path = "fake/model"
+        """Directories of the model and of its tokenizer; the first moves with a weight update of a real server."""
+        self.memory, self.page_size = 65536, 1
+        """Tokens of its key-value memory, and of one page of it."""
+        self.speculation: str | None = None
+        """Its ``speculative_algorithm``."""
+        self.any_mode = False
+        """It pauses whatever the mode is."""
+        self.kept_caches = 0
+        """So many updates load the weights, keep the cache and the label, and say so."""
+
+    def _routes(self) -> list[web.RouteDef]:
+        routes = [
+            web.post("/generate", self._generate), web.post("/abort_request", self._abort),
+            web.post("/pause_generation", self._pause), web.post("/continue_generation", self._continue),
+            web.post("/update_weights_from_disk", self._update), web.route("*", "/flush_cache", self._flush),
+            web.get("/model_info", self._model_info), web.get("/server_info", self._server_info),
+            web.get("/v1/models", self._models), web.get("/ready", self._ready),
+        ]  # fmt: skip
+        if self.labels:
+            routes.append(web.post("/update_weight_version", self._relabel))
+        if self.loads:
+            routes.append(web.get("/v1/loads", self._v1_loads))
+        return routes
+
+    # ---------------------------------------------------------------- generation
+
+    def step(self, count: int = 1) -> None:
+        """``count`` tokens for every running request; those that wait are given places first."""
+        for _ in range(count):
+            if self.pause_mode is not None:
+                return
+            while self._queue and len(self.running) < self.max_running:
+                run = self._queue.popleft()
+                run.running = run.started = True
+            for run in self.running:
+                self._one_token(run)
+
+    def _one_token(self, run: FakeRun) -> None:
+        if run.frozen or run.finish is not None or self._fault_at(run):
+            return
+        run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+        self._pass_on(run)
+
+    def _fault_at(self, run: FakeRun) -> bool:
+        """Faults that wait for a number of tokens."""
+        fault = run.fault
+        if fault is None or len(run.ids) < fault.after_tokens:
+            return False
+        if run.hit(SglangFault.SERVER_DIES):
+            self.die()
+        elif run.hit(SglangFault.BREAK_OFF):
+            run.dead = True
+            self._leave(run)
+        elif run.hit(SglangFault.UNASKED_ABORT):
+            self._end(run, {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
+        elif run.hit(SglangFault.TIMED_OUT):
+            self._end(run, {"type": "abort", "message": "Request timed out", "status_code": 503, "err_type": None})
+        elif run.hit(SglangFault.EARLY_LENGTH) and run.ids:
+            self._end(run, {"type": "length", "length": len(run.ids)})
+        elif run.hit(SglangFault.EARLY_STOP) and run.ids:
+            self._end(run, {"type": "stop", "matched": run.ids[-1]})
+        elif run.hit(SglangFault.NAN_STOP):
+            run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+            run.ids[-1] = self.eos
+            self._end(run, {"type": "stop", "matched": "NaN happened"})
+        elif run.hit(*KEEPS_ALIVE):
+            run.frozen, run.flushed = True, len(run.ids)
+            run.news.set()
+        elif run.hit(SglangFault.RETRACTED):
+            run.running, run.frozen = False, True
+        else:
+            return False
+        return True
+
+    def _pass_on(self, run: FakeRun) -> None:
+        """From the scheduler to the part that talks to the client."""
+        if run.due:
+            run.flushed = len(run.ids)
+            run.news.set()
+        if run.finish is not None:
+            self._leave(run)
+
+    def _end(self, run: FakeRun, finish: dict[str, Any]) -> None:
+        run.finish = finish
+        run.flushed = len(run.ids)
+        self._leave(run)
+
+    def _abort_run(self, run: FakeRun) -> None:
+        """What the scheduler makes of an abort."""
+        if run.hit(SglangFault.ABORT_NEVER_ENDS):
+            run.frozen = True
+            return
+        if run.running and self.pause_mode == "in_place":
+            run.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            return  # nothing moves before it is continued
+        if run.running:
+            if not run.frozen and self.pause_mode is None:
+                run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+            if run.hit(SglangFault.LOST_PARTIAL):
+                del run.ids[run.sent :], run.logprobs[run.sent :]
+                run.spans = [(name, a, min(b, run.sent)) for name, a, b in run.spans if a < run.sent]
+            self._end(
+                run, run.finish or {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            )
+            return
+        run.queue_abort = True
+        run.finish = {"type": "abort", "message": "Abort in waiting queue"}
+        self._leave(run)
+
+    def _abort_matching(self, rid: str) -> None:
+        for run in list(self._live):
+            blocked = not run.running and not run.started and run not in self._queue
+            if run.rid.startswith(rid) and not blocked:
+                self._abort_run(run)
+
+    # ---------------------------------------------------------------- /generate
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        refused = self._refusal(body)
+        if refused is not None:
+            if body.get("stream") and "error" in refused and isinstance(refused["error"], dict):
+                return await self._events(request, [json.dumps({"error": refused["error"] | {"code": 400}}), "[DONE]"])
+            return web.json_response(refused, status=400)
+        params = {"min_new_tokens": 0, "temperature": 1.0, "max_new_tokens": 128} | body["sampling_params"]
+        if self.logprobs == "raw":
+            params["temperature"] = 1.0
+        run = FakeRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
+        run.fault = self._plan()
+        self.runs.append(run)
+        if kind := run.hit(*AT_ONCE):
+            return _at_once(kind)
+        if any(not 0 <= i < self.vocab_size for i in run.prompt):
+            self.violations.append(f"{run.rid} has an id outside the vocabulary, which kills the server")
+            self.die()
+        if self.stale_cache:
+            self.violations.append(f"{run.rid} is served with keys and values of older weights")
+        self._live.append(run)
+        try:
+            while self.pause_mode is not None and run.finish is None and not run.dead:
+                await self._wait()
+            if run.params["max_new_tokens"] == 0:
+                self._end(run, {"type": "length", "length": 0})
+            elif not run.dead:
+                self._queue.append(run)
+                self._changed.set()
+            return await (self._stream(request, run) if run.stream else self._plain(request, run))
+        finally:
+            if run.finish is None:
+                self._leave(run)
+
+    def _refusal(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """In the server's three shapes."""
+        params, ids = body.get("sampling_params", {}), body.get("input_ids")
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            return {"object": "error", "message": "input_ids must be integers", "code": 400}
+        if unknown := sorted(set(params) - self.params):
+            return {"error": f"Unexpected keyword argument '{unknown[0]}'"}
+        biased = [key for key in params.get("logit_bias", {}) if not 0 <= int(key) < self.vocab_size]
+        if biased:
+            keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
+            return {"error": {"message": keys}}
+        if self._named(body.get("rid")) is not None:
+            return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
+        if len(ids) >= self.context - 6 or len(ids) + params.get("max_new_tokens", 128) > self.context:
+            return {"error": {"message": f"{len(ids)} tokens and max_new_tokens exceed the context {self.context}"}}
+        if params.get("min_new_tokens", 0) > params.get("max_new_tokens", 128) or params.get("max_new_tokens", 0) < 0:
+            return {"error": {"message": "min_new_tokens must be in [0, max_new_tokens]"}}
+        return None
+
+    async def _plain(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
+        alive = None
+        while run.finish is None or run.running:
+            if run.dead:
+                return cut(request)
+            if run.frozen and run.hit(*KEEPS_ALIVE):
+                alive = await spaces(request, alive)
+            else:
+                await self._news(run)
+        if run.dead:
+            return cut(request)
+        status = (run.finish or {}).get("status_code")
+        if status:
+            return web.json_response({"detail": run.finish["message"] if run.finish else ""}, status=status)
+        text = self._said(run)
+        run.sent = run.flushed
+        if alive is not None:
+            await alive.write(text.encode())
+            return alive
+        return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            while run.flushed == run.sent and (run.finish is None or run.running) and not run.dead:
+                if run.frozen and run.hit(*KEEPS_ALIVE):
+                    await response.write(self._alive(run))
+                    await asyncio.sleep(KEEP_ALIVE_S)
+                else:
+                    await self._news(run)
+            if run.dead:
+                return cut(request)
+            ended = run.finish is not None and not run.running
+            event, fresh = self._said(run), run.sent < run.flushed
+            run.sent = run.flushed
+            await response.write(f"data: {event}\n\n".encode())
+            doubled = run.hit(SglangFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens
+            if doubled or (run.hit(SglangFault.ENDS_TWICE) and ended):
+                await response.write(f"data: {event if doubled else self._said(run)}\n\n".encode())
+                run.fault = None
+            if not event.endswith("}"):
+                return cut(request)
+            if ended:
+                break
+        if not run.hit(SglangFault.NO_DONE):
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _alive(self, run: FakeRun) -> bytes:
+        """A sign of life without tokens."""
+        if run.hit(SglangFault.COMMENTS):
+            return b": ping\n\n"
+        return b"event: ping\n\n" if run.hit(SglangFault.PINGS) else f"data: {self._said(run)}\n\n".encode()
+
+    def _said(self, run: FakeRun) -> str:
+        """The next answer as JSON, wrong if the script says so."""
+        said = answer(run, label=self.label, incremental=self.incremental, spans=self.spans)
+        if run.fault is not None and said["output_ids"] and run.flushed >= run.fault.after_tokens:
+            aborted = run.finish is not None and run.finish["type"] == "abort"
+            only_aborted = run.hit(SglangFault.REPEATED_LAST, SglangFault.UNCOUNTED_LAST)
+            if aborted or not only_aborted:
+                said = spoiled(run.fault.kind, said, self.vocab_size, streamed=run.stream)
+        text = json.dumps(said)
+        if run.fault is not None and run.hit(SglangFault.TRUNCATED) and run.flushed >= run.fault.after_tokens:
+            return text[: len(text) // 2].rstrip("}")
+        return text
+
+    async def _events(self, request: web.Request, events: list[str]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(f"data: {event}\n\n".encode())
+        await response.write_eof()
+        return response
+
+    def _named(self, rid: str | None) -> FakeRun | None:
+        return next((run for run in self._live if run.rid == rid), None)
+
+    # ---------------------------------------------------------------- control
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.aborts.append(body)
+        if body.get("abort_all"):
+            self._abort_matching("")
+            return web.Response()
+        run = self._named(body.get("rid"))
+        if run is None or run.abort_seen:
+            return web.Response()
+        if run.hit(SglangFault.ABORT_UNSEEN):
+            run.fault = None
+            return web.Response()
+        run.abort_seen = True
+        self._abort_matching(run.rid)
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = (await request.json()).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place") and not self.any_mode:
+            said = f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}"
+            return web.json_response({"object": "error", "message": said}, status=400)
+        if mode == "abort":
+            while self._live:
+                self._abort_matching("")
+                await asyncio.sleep(0)
+        self.pause_mode = mode
+        if mode == "retract":
+            for run in self.running:
+                run.running = False
+                self._queue.appendleft(run)
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        if not await request.read():
+            return web.json_response({"object": "error", "message": "a body is required"}, status=400)
+        self.pause_mode = None
+        for run in list(self._live):
+            if run.running and run.finish is not None:
+                self._end(run, run.finish)
+        self._changed.set()
+        return web.json_response({"status": "ok"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body.get("abort_all_requests"):
+            self._abort_matching("")
+        if self.pause_mode is None:
+            while self._live:
+                await self._wait()
+        name = PurePath(body["model_path"]).name
+        if name.startswith("missing"):
+            said = f"Failed to get weights iterator: {body['model_path']} is not there"
+            return web.json_response({"success": False, "message": said}, status=400)
+        self.weights, self.stale_cache = name, True
+        if self.kept_caches:
+            self.kept_caches -= 1
+            said = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
+            )
+            return web.json_response({"success": False, "message": said, "num_paused_requests": 0}, status=400)
+        if self.relabels:
+            self.label = str(body.get("weight_version") or self.label)
+        self.updates.append(body)
+        if body.get("flush_cache", True):
+            if self.pause_mode == "in_place" and self._live:
+                said = "Flush cache failed after updating weights"
+                return web.json_response({"success": False, "message": said}, status=400)
+            self.stale_cache = False
+        paused = len(self._live)
+        return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": paused})
+
+    async def _relabel(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body.get("abort_all_requests", True):
+            self._abort_matching("")
+        self.label = body["new_version"]
+        return web.json_response({"success": True, "new_version": self.label})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if self._live and self.pause_mode != "retract":
+            return web.Response(status=400, text="Flush cache failed: requests are running or waiting")
+        self.stale_cache = False
+        return web.Response(text="Cache flushed.")
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        said = {"model_path": self.model_path, "tokenizer_path": self.tokenizer_path, "is_generation": True}
+        return web.json_response({**said, "weight_version": self.label})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({
+            "version": "0.5.23", "context_length": self.context, "dp_size": 1, "page_size": self.page_size,
+            "max_req_input_len": min(self.context, self.memory) - 6,
+            "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
+            "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
+            "startup_time": {"total": self.starts}, "speculative_algorithm": self.speculation,
+        })  # fmt: skip
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake/model", "max_model_len": self.context}]})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.pause_mode is None else 503)
+
+    async def _v1_loads(self, request: web.Request) -> web.Response:
+        used = sum(len(run.prompt) + len(run.ids) for run in self.running)
+        running = len(self.running)
+        load = {"num_running_reqs": running, "num_waiting_reqs": len(self._queue), "token_usage": used / 65536}
+        return web.json_response({"loads": [load]})
+
+
+def _at_once(kind: SglangFault) -> web.Response:
+    match kind:
+        case SglangFault.BUSY:
+            said = {"error": {"message": "The request queue is full."}}
+            return web.json_response(said, status=503, headers={"Retry-After": "2"})
+        case SglangFault.REDIRECT:
+            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/generate"})
+        case _:
+            return web.json_response({"error": {"message": "Internal error"}}, status=500)

@@ -1,0 +1,1 @@
+"""A fake vLLM server."""

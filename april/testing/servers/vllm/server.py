@@ -1,0 +1,421 @@
+"""A fake vLLM server on a real loopback socket: the protocol with its quirks, faults on purpose, no model, no clock.
+
+Generation goes one token per so many turns of the event loop, or by :meth:`FakeVllmServer.step` alone. What was asked
+and must not be asked is in ``violations``; every request is in ``runs``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import PurePath
+from typing import Any
+
+from aiohttp import web
+
+from april.testing.servers.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
+from april.testing.servers.vllm.faults import AT_ONCE, KEEPS_ALIVE, PlannedVllmFault, VllmFault, spoiled_vllm
+from april.testing.servers.vllm.runs import FakeVllmRun
+
+TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GUARDED = ("/v1/", "/inference/")
+"""What a key guards; the developer routes stay open."""
+
+
+class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
+    """Speaks as vLLM 0.32 does.
+
+    Args:
+        weights: name of the weights; a load takes the last part of its path, and fails if that begins with "missing".
+        developer: VLLM_SERVER_DEV_MODE=1.
+        scale_out: ``--enable-scale-out``.
+        processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
+        api_key: guards the generation routes, and nothing else.
+        logprobs: "processed", "raw" (vLLM's default), or "temperature".
+        says_logprobs: ``/server_info`` has the mode (with ``developer``).
+        stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
+        mean_length: mean of the (geometric) response lengths.
+        turns: of the event loop per token.
+        root: directory of the model, as its card says it.
+        chunked_prefill: prompts are read in chunks, which on a CPU kills it at the first request with a seed.
+        copies: data-parallel ones, behind one API process.
+        speculation: ``speculative_config`` as ``/server_info`` shows it.
+        without: routes that this version does not have.
+    """
+
+    def __init__(
+        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
+        developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
+        logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
+        turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
+        without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
+        speculation: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
+        self.model, self.vocab_size, self.eos, self.context = model, vocab_size, eos, context
+        self.developer, self.scale_out, self.processes = developer, scale_out, processes
+        self.logprobs, self.says_logprobs, self.mean_length = logprobs, says_logprobs, mean_length
+        self.root, self.device, self.without = root, device, without
+        self.chunked_prefill, self.copies, self.speculation = chunked_prefill, copies, speculation
+        self._key = api_key
+        self.aborts: list[tuple[str, dict[str, Any]]] = []
+        """(route, body) of the calls that abort by id."""
+        self.pauses: list[str] = []
+        """Modes of the calls of ``/pause``."""
+        self.routed_experts: str | None = None
+        """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
+        self.resets_refused = 0
+        """So many calls of ``/reset_prefix_cache`` will have no success."""
+
+    def _routes(self) -> list[web.RouteDef]:
+        routes = [
+            web.post(TOKENS, self._generate), web.post(COMPLETIONS, self._generate),
+            web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
+            web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
+        ]  # fmt: skip
+        if self.developer:
+            routes += [
+                web.post("/abort_requests", self._abort), web.post("/pause", self._pause),
+                web.post("/resume", self._resume), web.get("/is_paused", self._is_paused),
+                web.post("/collective_rpc", self._rpc), web.post("/reset_prefix_cache", self._reset),
+                web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._relabel),
+                web.get("/server_info", self._server_info),
+            ]  # fmt: skip
+        return routes
+
+    def _runner_options(self) -> dict[str, Any]:
+        return {"handler_cancellation": True}
+
+    # ---------------------------------------------------------------- generation
+
+    def step(self, count: int = 1) -> None:
+        """``count`` tokens for every running request; those that wait are given places first."""
+        for _ in range(count):
+            if self.pause_mode is not None:
+                return
+            while self._queue and len(self.running) < self.max_running:
+                self._queue.popleft().running = True
+            for run in self.running:
+                if not run.frozen and not self._fault_at(run):
+                    run.make_token(
+                        self.weights, self.label, self.vocab_size, self.eos, self.mean_length, self.logprobs
+                    )
+                    run.news.set()
+                    if run.finish is not None:
+                        self._leave(run)
+
+    def _fault_at(self, run: FakeVllmRun) -> bool:
+        """Faults that wait for a number of tokens."""
+        if run.fault is None or len(run.ids) < run.fault.after_tokens:
+            return False
+        match run.fault.kind:
+            case VllmFault.SERVER_DIES:
+                self.die()
+            case VllmFault.BREAK_OFF:
+                run.dead = True
+                self._leave(run)
+            case VllmFault.ENGINE_DIES:
+                run.failed = True
+                self._leave(run)
+            case VllmFault.UNASKED_ABORT:
+                self._end(run)
+            case VllmFault.EARLY_LENGTH | VllmFault.EARLY_STOP as kind if run.ids:
+                run.finish = "length" if kind is VllmFault.EARLY_LENGTH else "stop"
+                self._leave(run)
+            case kind if kind in KEEPS_ALIVE:
+                run.frozen = True
+                run.news.set()
+            case _:
+                return False
+        return True
+
+    def _end(self, run: FakeVllmRun) -> None:
+        """What an abort does, with the tokens that are there."""
+        if run.hit(VllmFault.ABORT_UNSEEN):
+            run.fault = None
+            return
+        if run.hit(VllmFault.ABORT_NEVER_ENDS):
+            run.frozen = True
+            return
+        if run.hit(VllmFault.LOST_PARTIAL):
+            del run.ids[run.sent :], run.logprobs[run.sent :]
+            run.spans = [(name, a, min(b, run.sent)) for name, a, b in run.spans if a < run.sent]
+        run.finish = "abort"
+        self._leave(run)
+
+    # ---------------------------------------------------------------- requests
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body, token_route = await request.json(), request.path == TOKENS
+        if token_route and not self.scale_out:
+            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
+        refused = self._refusal(body, token_route)
+        if refused is not None:
+            return refused
+        run = self._run_of(body, token_route, request.headers.get("X-Request-Id"))
+        if self.chunked_prefill and self.device == "cpu" and run.params.get("seed") is not None:
+            self.violations.append(f"{run.engine_id} has a seed, which kills the server")
+            self.die()
+        if run.hit(*AT_ONCE):
+            return _at_once(run)
+        if self.stale_cache:
+            self.violations.append(f"{run.engine_id} is served with keys and values of older weights")
+        self._live.append(run)
+        self._queue.append(run)
+        self._changed.set()
+        try:
+            if run.stream:
+                return await self._stream(request, run, bool((body.get("stream_options") or {}).get("include_usage")))
+            return await self._plain(request, run)
+        finally:
+            # also when the client has closed: its tokens are lost
+            self._leave(run)
+
+    def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
+        params = body.get("sampling_params") if token_route else body
+        ids = body.get("token_ids" if token_route else "prompt")
+        if not isinstance(ids, list) or not isinstance(params, dict):
+            return _error(400, "validation errors: 'missing', 'loc': 'body.token_ids', 'msg': 'Field required'")
+        biased = [int(i) for i in params.get("logit_bias", {}) if not 0 <= int(i) < self.vocab_size]
+        if biased:
+            said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
+            return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
+        if body.get("model", self.model) != self.model:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
+        if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
+            self.violations.append(f"a request with {len(ids)} ids cannot be served")
+            return _error(400, f"{len(ids)} prompt tokens cannot be served; the context is {self.context}")
+        if len(ids) + params.get("max_tokens", 16) > self.context:
+            self.violations.append(f"{len(ids)} + {params['max_tokens']} tokens are cut to the context of a server")
+        return None
+
+    def _run_of(self, body: dict[str, Any], token_route: bool, header: str | None) -> FakeVllmRun:
+        """Unknown parameters are ignored without a word, and what is too long is cut."""
+        prompt = body["token_ids" if token_route else "prompt"]
+        params = {"min_tokens": 0, "temperature": 1.0, "max_tokens": 16}
+        params |= body["sampling_params"] if token_route else body
+        params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
+        name = header or body.get("request_id") or f"unnamed{len(self.runs)}"
+        engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
+        run = FakeVllmRun(engine_id, list(prompt), params, bool(body.get("stream")), token_route)
+        run.process = len(self.runs) % self.processes
+        run.fault = self._plan()
+        self.runs.append(run)
+        return run
+
+    async def _plain(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
+        alive = None
+        while run.finish is None and not run.dead and not run.failed:
+            if run.frozen and run.hit(*KEEPS_ALIVE):
+                alive = await spaces(request, alive)
+            else:
+                await self._news(run)
+        if run.dead:
+            return cut(request)
+        if run.failed:
+            return _error(500, "EngineCore encountered an issue.", close=True)
+        text = self._said(run)
+        run.sent = len(run.ids)
+        if alive is not None:
+            await alive.write(text.encode())
+            return alive
+        return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, run: FakeVllmRun, usage: bool) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            while run.sent == len(run.ids) and run.finish is None and not run.dead and not run.failed:
+                if run.frozen and run.hit(*KEEPS_ALIVE):
+                    await response.write(self._alive(run))
+                    await asyncio.sleep(KEEP_ALIVE_S)
+                else:
+                    await self._news(run)
+            if run.dead:
+                return cut(request)
+            if run.failed:
+                await response.write(f"data: {_error(500, 'EngineCore encountered an issue.').text}\n\n".encode())
+                break
+            ended, event, fresh = run.finish is not None, self._said(run), run.sent < len(run.ids)
+            run.sent = len(run.ids)
+            await self._write(response, run, event)
+            if run.hit(VllmFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens:
+                await self._write(response, run, event)
+                run.fault = None
+            if run.hit(VllmFault.ENDS_TWICE) and ended:
+                await self._write(response, run, json.dumps(run.answer(self.model, spans=self.developer)))
+            if not event.endswith("}"):
+                return cut(request)
+            if ended:
+                break
+        if usage and not run.failed:
+            counts = run.usage()
+            counts["completion_tokens"] += bool(run.hit(VllmFault.WRONG_COUNT))
+            counts["prompt_tokens"] -= bool(run.hit(VllmFault.OTHER_PROMPT))
+            await self._write(response, run, json.dumps({"choices": [], "usage": counts}))
+        if not run.hit(VllmFault.NO_DONE):
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _alive(self, run: FakeVllmRun) -> bytes:
+        """A sign of life without tokens."""
+        if run.hit(VllmFault.COMMENTS):
+            return b": ping\n\n"
+        if run.hit(VllmFault.PINGS):
+            return b"event: ping\n\n"
+        said = json.dumps(run.answer(self.model, spans=self.developer))
+        return f"data: {said}\n\ndata: {json.dumps({'choices': [], 'usage': run.usage()})}\n\n".encode()
+
+    async def _write(self, response: web.StreamResponse, run: FakeVllmRun, event: str) -> None:
+        raw = f"data: {event}\n\n".encode()
+        for i in range(0, len(raw), 1) if run.hit(VllmFault.TRICKLE) else [0]:
+            await response.write(raw[i : i + 1] if run.hit(VllmFault.TRICKLE) else raw)
+            if run.hit(VllmFault.TRICKLE):
+                await asyncio.sleep(0)
+
+    def _said(self, run: FakeVllmRun) -> str:
+        """The next answer as JSON, wrong if the script says so."""
+        if run.hit(VllmFault.REPEATED_LAST) and run.finish == "abort" and run.ids and run.sent == len(run.ids):
+            said = run.answer(self.model, spans=self.developer)
+            run.sent -= 1
+            repeated = run.answer(self.model, spans=self.developer)
+            run.sent += 1
+            return json.dumps(repeated | {"usage": said["usage"]})
+        said = run.answer(self.model, spans=self.developer)
+        due = run.fault is not None and len(run.ids) >= run.fault.after_tokens
+        if run.fault is not None and due and said["choices"][0]["token_ids"]:
+            said = spoiled_vllm(run.fault.kind, said, self.vocab_size, token_route=run.token_route)
+        elif run.hit(VllmFault.NO_FINISH):
+            said["choices"][0]["finish_reason"] = None
+        if run.finish is not None:
+            said["choices"][0]["routed_experts"] = self.routed_experts
+        text = json.dumps(said)
+        return text[: len(text) // 2].rstrip("}") if due and run.hit(VllmFault.TRUNCATED) else text
+
+    async def _early(self, request: web.Request) -> web.StreamResponse | None:
+        guarded = self._key is not None and request.path.startswith(GUARDED)
+        if guarded and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return web.json_response({"error": f"Unauthorized: {request.headers.get('Authorization')}"}, status=401)
+        if request.path in self.without:
+            return web.Response(status=404)
+        return None
+
+    # ---------------------------------------------------------------- control
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """The reply says "aborted" whatever the ids are."""
+        body = await request.json()
+        scale_out = request.path.startswith("/inference")
+        if scale_out and not self.scale_out:
+            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
+        ids = body.get("request_ids")
+        if scale_out and not ids:
+            return _error(400, "request_ids must not be empty")
+        self.aborts.append((request.path, body))
+        for run in [r for r in self._live if r.process == 0 and (not ids or r.engine_id in ids)]:
+            self._end(run)
+        return web.Response() if scale_out else web.json_response({"status": "aborted", "aborted": len(ids or ())})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return _error(400, "mode must be abort, wait or keep", param="query.mode")
+        self.pauses.append(mode)
+        if mode == "abort":
+            for run in list(self._live):
+                self._end(run)
+        while mode == "wait" and self._live:
+            await self._wait()
+        self.pause_mode = mode
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.pause_mode = None
+        self._changed.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.pause_mode is not None})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name = PurePath((body.get("kwargs") or {}).get("weights_path", "missing")).name
+        if body.get("method") != "reload_weights" or name.startswith("missing"):
+            return _error(500, f"reload_weights failed: {name} is not there", close=True)
+        self.weights, self.stale_cache = name, True
+        return web.json_response({"results": [None]})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        if self.resets_refused:
+            self.resets_refused -= 1
+            return web.json_response({"success": False})
+        self.stale_cache = False
+        return web.json_response({"success": True})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _relabel(self, request: web.Request) -> web.Response:
+        self.label = str((await request.json())["new_version"])
+        return web.json_response({"success": True, "new_version": self.label})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        return web.json_response({"vllm_config": {
+            "model_config": model,
+            "scheduler_config": {
+                "policy": "fcfs", "max_num_seqs": self.max_running, "enable_chunked_prefill": self.chunked_prefill,
+            },
+            "parallel_config": {"data_parallel_size": self.copies, "_api_process_count": self.processes},
+            "device_config": {"device": self.device}, "speculative_config": self.speculation,
+        }})  # fmt: skip
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.model, "owned_by": "vllm", "root": self.root, "parent": None, "max_model_len": self.context}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Metrics that are collected over several processes know no start."""
+        running = len(self.running)
+        lines = [
+            f'vllm:num_requests_running{{engine="0"}} {running}.0',
+            f'vllm:num_requests_waiting{{engine="0"}} {len(self._queue)}.0',
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {running / self.max_running}',
+        ]
+        if self.processes == 1:
+            lines.append(f"process_start_time_seconds {self.starts}.0")
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def _error(status: int, message: str, *, close: bool = False, param: str | None = None) -> web.Response:
+    said = {"error": {"message": message, "type": "Error", "param": param, "code": status}}
+    response = web.json_response(said, status=status)
+    if close:
+        response.force_close()
+    return response
+
+
+def _at_once(run: FakeVllmRun) -> web.Response:
+    match run.fault.kind if run.fault is not None else None:
+        case VllmFault.BUSY:
+            return _error(503, "The engine is starting.")
+        case VllmFault.LIMITED:
+            response = _error(429, "Too many requests.")
+            response.headers["Retry-After"] = "2"
+            return response
+        case VllmFault.REFUSED:
+            return _error(400, "This request is wrong.")
+        case VllmFault.GIANT:
+            return web.Response(status=500, body=b"x" * (1 << 24))
+        case VllmFault.REDIRECT:
+            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
+        case _:
+            return _error(500, "Internal error", close=True)
