@@ -182,7 +182,7 @@ def test_no_bit_of_a_state_can_be_changed() -> None:
     assert refused > 1000
 
 
-# ---------------------------------------------------------------- files of adapters and of the desk
+# ---------------------------------------------------------------- files of adapters and of the coordinator
 
 
 def test_no_bit_of_a_file_can_be_changed() -> None:

@@ -1,6 +1,6 @@
 """A trainer, a server and agent loops of a few lines that call as verl's do, on a virtual clock, without verl and Ray.
 
-As in verl, the trainer is synchronous and its rollouts are not: agent loops move only while it waits for the desk.
+As in verl, the trainer is synchronous and its rollouts are not: agent loops move only while it waits for april.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from april.adapters.verl.outputs import result_of
 from april.adapters.verl.settings import SERVERS, RunSettings, settings_of
+from april.coordinator.calls import Session, generate, run_sample
+from april.coordinator.coordinator import Coordinator
+from april.coordinator.messages import Delivery, Done, Result
+from april.coordinator.run import Run
 from april.core.settings import EngineLimits
 from april.core.tape import Int32
-from april.desk.answers import Delivery, Done, Result
-from april.desk.calls import Session, generate, run_sample
-from april.desk.desk import Desk
-from april.desk.run import Run
 from april.testing import VirtualClockLoop
 
 EOS = 1
@@ -160,7 +160,7 @@ class Trainer:
         self.settings: RunSettings = settings_of(config(**changes))
         limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,))
         name = f"algorithm.filter_groups.metric={self.settings.filter_metric}"
-        self.desk = Desk(self.settings.core, limits, name, check=True)
+        self.coordinator = Coordinator(self.settings.core, limits, name, check=True)
         self.run = Run(self, self.settings.config.rollout_batch_size)
         rollout = config(**changes)["actor_rollout_ref"]["rollout"]
         lengths = rollout["prompt_length"], rollout["response_length"]
@@ -189,7 +189,7 @@ class Trainer:
     # ---------------------------------------------------------------- hands
 
     def ask(self, method: str, *args: Any) -> Any:
-        return self.loop.run_until_complete(getattr(self.desk, method)(*args))
+        return self.loop.run_until_complete(getattr(self.coordinator, method)(*args))
 
     def fetch(self, count: int) -> None:
         offered = []
@@ -240,8 +240,8 @@ class Trainer:
                 del self.stored[key]
 
         n = self.settings.config.n_samples_per_prompt
-        await asyncio.gather(*(run_sample(self.desk, uid, i, agent_loop, forget) for i in range(n)))
-        if await self.desk.closed(uid):
+        await asyncio.gather(*(run_sample(self.coordinator, uid, i, agent_loop, forget) for i in range(n)))
+        if await self.coordinator.closed(uid):
             del self.queue[uid]
             await forget([key for key in self.stored if key.split("_")[0] == uid])
 

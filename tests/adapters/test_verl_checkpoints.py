@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from adapters.stand_in_verl import Trainer
-from april.desk.run import STATE_FILE
+from april.coordinator.run import STATE_FILE
 from april.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adapters.stand_in_verl import Trainer, single_turn
-from april.desk.calls import Session, generate
+from april.coordinator.calls import Session, generate
 
 Make = Callable[..., Trainer]
 
@@ -84,7 +84,7 @@ def test_a_dropped_group_holds_up_no_step(trainer: Make) -> None:
     before = run.loop.time()
     run.step()
     assert run.loop.time() - before == 7.0
-    assert run.desk.core.counters["fenced_attempts"] == 0
+    assert run.coordinator.core.counters["fenced_attempts"] == 0
     run.validate(1.0)
     tokens = run.ask("ledgers")["tokens"]
     assert tokens["dropped"] == {"failed": 6, "late": 7}
@@ -154,7 +154,7 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
     run.agent_loop = over_a_slow_network
     run.step()
     run.validate(10.0)
-    late = {i: list(r.tokens) for i, r in run.desk._execution.waiting.late.items() if len(r.tokens)}
+    late = {i: list(r.tokens) for i, r in run.coordinator._execution.mailboxes.late.items() if len(r.tokens)}
     assert late
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(lambda row, sample: 30 if row == 0 else 4)

@@ -147,8 +147,9 @@ def test_functions_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_verl_or_ray_is_imported() -> None:
-    """The parts that the desk and the driver run by need neither."""
-    for name in ("adapters.verl.checks", "adapters.verl.outputs", "adapters.verl.settings", "desk.desk", "desk.run"):
+    """The parts that the coordinator and the driver run by need neither."""
+    adapter = (f"adapters.verl.{name}" for name in ("checks", "outputs", "settings"))
+    for name in (*adapter, "coordinator.coordinator", "coordinator.run"):
         importlib.import_module(f"april.{name}")
     assert "ray" not in sys.modules
     assert not isinstance(sys.modules.get("verl.trainer"), ModuleType)

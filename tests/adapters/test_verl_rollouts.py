@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, single_turn
-from april.desk.answers import Done
-from april.desk.calls import Session, generate
+from april.coordinator.calls import Session, generate
+from april.coordinator.messages import Done
 from april.errors import RolloutError
 
 Make = Callable[..., Trainer]
@@ -106,9 +106,9 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ask("ledgers")["tokens"]
-    late = sum(len(result.tokens) for result in run.desk._execution.waiting.late.values())
+    late = sum(len(result.tokens) for result in run.coordinator._execution.mailboxes.late.values())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
-    assert run.desk.core.counters["fenced_attempts"] > 0
+    assert run.coordinator.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
 
 
@@ -204,7 +204,7 @@ def test_numbers_that_cannot_be_true_are_not_believed(trainer: Make, wrong: dict
     assert all(t["tokens"] == [*range(101, 107), EOS] for t in run.last.values())
     tokens = run.ask("ledgers")["tokens"]
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] + tokens["dropped"].get("corrupt", 0)
-    assert run.desk.core.counters["failed_attempts"] == 1
+    assert run.coordinator.core.counters["failed_attempts"] == 1
 
 
 def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
@@ -255,7 +255,7 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
         run.update()
     assert lives[0, 0] > 1
     assert ended[0, 0] == 1
-    assert run.desk.core.counters["failed_samples"] == 0
+    assert run.coordinator.core.counters["failed_samples"] == 0
     assert max(Counter(run.trained).values()) == 1
     assert run.ask("ledgers")["tokens"]["dropped"].get("stale", 0) > 0
 

@@ -11,8 +11,8 @@ import pytest
 
 from adapters.stand_in_verl import Trainer, config
 from april.adapters.verl.settings import settings_of
-from april.desk.answers import Done
-from april.desk.calls import Session, generate
+from april.coordinator.calls import Session, generate
+from april.coordinator.messages import Done
 from april.errors import ConfigError
 
 Make = Callable[..., Trainer]
@@ -81,7 +81,7 @@ def test_a_late_response_is_cut_as_well(trainer: Make, tmp_path: Path) -> None:
         run.step()
         run.update()
         run.validate(5.0)
-    late = run.desk._execution.waiting.late
+    late = run.coordinator._execution.mailboxes.late
     assert late
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(half_long)
@@ -106,7 +106,7 @@ def test_an_aborted_output_without_all_its_log_probabilities_costs_tokens_and_no
     assert books["prompts"]["dropped"] == {}
     assert 0 in {row for row, _ in run.trained}
     assert books["tokens"]["dropped"]["corrupt"] > 0
-    assert run.desk.core.counters["failed_attempts"] == 0
+    assert run.coordinator.core.counters["failed_attempts"] == 0
     assert books["tokens"]["observed"] == run.server.generated
 
 

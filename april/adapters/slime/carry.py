@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from april.atomic_file import write_atomic
 from april.core.types import SampleId
 from april.errors import CheckpointError
-from april.private_file import write_private
 from april.state_file import pack, unpack
 
 KIND = "slime"
@@ -30,7 +30,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     data = pack(KIND, content)
     try:
-        write_private(path, data)
+        write_atomic(path, data)
     except OSError as error:
         raise CheckpointError(f"the carry cannot be written to {path}: {error.strerror}") from error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from april.atomic_file import write_atomic
 from april.errors import CheckpointError
-from april.private_file import write_private
 from april.state_file import checksum_of, pack, unpack
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
@@ -26,8 +26,8 @@ def write(folder: Path, trainer: Any, rollouts: dict[str, Any]) -> None:
         tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
         buffer = save(tensors)
         state["buffer"] = checksum_of(buffer)
-        write_private(folder / BUFFER_FILE, buffer)
-    write_private(folder / STATE_FILE, pack(KIND, state))
+        write_atomic(folder / BUFFER_FILE, buffer)
+    write_atomic(folder / STATE_FILE, pack(KIND, state))
 
 
 def read(folder: Path, trainer: Any) -> Any:

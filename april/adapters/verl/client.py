@@ -1,4 +1,4 @@
-"""verl's client and agent-loop worker, with the desk behind them; runs in verl's worker processes.
+"""verl's client and agent-loop worker, with the coordinator behind them; runs in verl's worker processes.
 
 Validation is verl's own, unchanged: it has no session.
 """
@@ -15,9 +15,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.verl.checks import plain_class
 from april.adapters.verl.outputs import fields_of, result_of
+from april.coordinator import calls
+from april.coordinator.messages import Result
 from april.core.tape import Int32
-from april.desk import calls
-from april.desk.answers import Result
 
 
 class Remote:
@@ -33,22 +33,22 @@ class Remote:
 
 
 class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
-    """Asks the desk before every request, and tells it what came."""
+    """Asks the coordinator before every request, and tells it what came."""
 
-    desk: Any
+    coordinator: Any
     max_tokens: int
     overruns: bool
 
     @classmethod
-    def around(cls, client: Any, desk: Any, max_tokens: int, *, overruns: bool) -> Client:
-        """verl's client with the ``desk`` (an actor) behind it.
+    def around(cls, client: Any, coordinator: Any, max_tokens: int, *, overruns: bool) -> Client:
+        """verl's client with the ``coordinator`` (an actor) behind it.
 
         ``max_tokens``: of a call that names no limit. ``overruns``: servers go beyond the limits that they are given.
         """
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
-        new.desk, new.max_tokens, new.overruns = desk, max_tokens, overruns
+        new.coordinator, new.max_tokens, new.overruns = coordinator, max_tokens, overruns
         return new
 
     async def generate(  # type: ignore[no-untyped-def]
@@ -87,18 +87,18 @@ def worker_class() -> Any:
     base = plain_class(AgentLoopWorkerTQ)
 
     class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
-        """Starts the agent loops of a prompt one by one, as the desk says, and again where it says so."""
+        """Starts the agent loops of a prompt one by one, as the coordinator says, and again where it says so."""
 
         async def _run_prompt(
             self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any],
             trace: bool = False,
         ) -> None:  # fmt: skip
-            desk, uid = Remote(self.llm_client.desk), prompt["uid"]
+            coordinator, uid = Remote(self.llm_client.coordinator), prompt["uid"]
             if trajectory["validate"]:
                 try:
                     await super()._run_prompt(prompt, sampling_params, trajectory, trace)
                 finally:
-                    await desk.validated(uid)
+                    await coordinator.validated(uid)
                 return
 
             async def agent_loop(session: calls.Session) -> None:
@@ -110,9 +110,9 @@ def worker_class() -> Any:
                 await tq.async_kv_clear(keys=keys, partition_id="train")
 
             await asyncio.gather(
-                *(calls.run_sample(desk, uid, i, agent_loop, forget) for i in range(self.rollout_config.n))
+                *(calls.run_sample(coordinator, uid, i, agent_loop, forget) for i in range(self.rollout_config.n))
             )
-            if await desk.closed(uid):
+            if await coordinator.closed(uid):
                 # no sibling can store anything any more; some may have, before a restart
                 labels = (await tq.async_kv_list("train") or {}).get("train", {})
                 await forget([key for key in labels if key.split("_")[0] == uid])

@@ -1,4 +1,4 @@
-"""verl's agent-loop manager with the desk behind it; and how a run goes on from verl's checkpoint."""
+"""verl's agent-loop manager with the coordinator behind it; and how a run goes on from verl's checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from april.adapters.verl.client import Client, worker_class
 from april.adapters.verl.sampler import Checkpoints, Sampler
-from april.desk.run import STATE_FILE
+from april.coordinator.run import STATE_FILE
 from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")
@@ -30,7 +30,7 @@ UNKNOWN = ("__rollout_n__", "__do_sample__")
 
 
 class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """Keeps training prompts until the desk wants them; validation is verl's own."""
+    """Keeps training prompts until the coordinator wants them; validation is verl's own."""
 
     def __init__(
         self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
@@ -48,9 +48,9 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
                 "unfinished; let it be a subclass of april.adapters.verl.Checkpoints"
             )
         self._sampler = sampler
-        desk = sampler.open(self.dispatch)
+        coordinator = sampler.open(self.dispatch)
         settings = sampler.settings
-        client = Client.around(llm_client, desk, settings.max_tokens, overruns=settings.overruns)
+        client = Client.around(llm_client, coordinator, settings.max_tokens, overruns=settings.overruns)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         self.agent_loop_workers_class = ray.remote(worker_class())
         self._turn = itertools.count()
@@ -63,7 +63,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         return manager
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Take prompts from verl; training prompts wait until the desk draws them."""
+        """Take prompts from verl; training prompts wait until the coordinator draws them."""
         if tu.get_non_tensor_data(prompts, "validate", False):
             super().generate_sequences(prompts)
             return

@@ -1,4 +1,4 @@
-"""verl's TokenOutput and the desk's words: what a server of verl's returned, and what verl's agent loop gets."""
+"""verl's TokenOutput and the coordinator's words: what a server of verl's returned, and what verl's agent loop gets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from april.coordinator.messages import Done, Result
 from april.core.types import DropReason
-from april.desk.answers import Done, Result
 
 
 def result_of(offset: int, output: Any, cut_at: int | None = None) -> Result:

@@ -1,4 +1,4 @@
-"""What verl's driver is given: a sampler that hands over the desk's batches, and a callback that saves its state."""
+"""What verl's driver is given: a sampler that hands over april's batches, and a callback that saves april's state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from april.adapters.verl.settings import SERVERS, settings_of
+from april.coordinator.coordinator import Coordinator
+from april.coordinator.messages import Delivery
+from april.coordinator.run import Run
 from april.core.settings import EngineLimits
-from april.desk.answers import Delivery
-from april.desk.desk import Desk
-from april.desk.run import Run
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
 
 WAITERS = 1_000_000
-"""Agent loops that may wait at the desk at the same time; each is one pending call."""
+"""Agent loops that may wait at the coordinator at the same time; each is one pending call."""
 
 
 class Sampler(ReplayBufferAsync):  # type: ignore[misc]
-    """Asks the desk for a batch instead of looking at the queue again and again."""
+    """Asks the coordinator for a batch instead of looking at the queue again and again."""
 
     present: Sampler | None = None
     """That of this process; verl has one trainer per process."""
@@ -41,27 +41,27 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self.trainer = trainer
         self.settings = settings_of(trainer.config)
         super().__init__(**kwargs)
-        self.desk: Any = None
+        self.coordinator: Any = None
         self.dispatch: Any = None
         self.run = Run(self, self.settings.config.rollout_batch_size)
         Sampler.present = self
 
     def open(self, dispatch: Any) -> Any:
-        """Start the desk; its actor. ``dispatch`` takes rows to agent-loop workers."""
+        """Start the coordinator; its actor. ``dispatch`` takes rows to agent-loop workers."""
         settings, tokenizer = self.settings, self.trainer.tokenizer
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         limits = EngineLimits(SERVERS, settings.context, None, tuple(sorted(int(e) for e in ends)), "temperature")
-        actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Desk)
+        actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Coordinator)
         name = f"algorithm.filter_groups.metric={settings.filter_metric}"
-        self.desk = actor.remote(settings.core, limits, name, check=settings.check)
+        self.coordinator = actor.remote(settings.core, limits, name, check=settings.check)
         self.dispatch = dispatch
-        return self.desk
+        return self.coordinator
 
     # ---------------------------------------------------------------- what verl calls
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """The next batch: its keys in verl's queue, and metrics. Weights are called by the step they were made in."""
-        if self.desk is None:
+        if self.coordinator is None:
             raise ConfigError(
                 "actor_rollout_ref.rollout.agent.agent_loop_manager_class is not april's; leave it to +april=verl"
             )
@@ -99,11 +99,11 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         if keys:
             tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields))
 
-    # ---------------------------------------------------------------- hands of the run
+    # ---------------------------------------------------------------- for the run
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call the desk; blocks this thread without looking again and again."""
-        return ray.get(getattr(self.desk, method).remote(*args))
+        """Call the coordinator; blocks this thread without looking again and again."""
+        return ray.get(getattr(self.coordinator, method).remote(*args))
 
     def fetch(self, count: int) -> None:
         """verl draws from its data loader and submits, which comes back to our manager."""
@@ -132,5 +132,5 @@ class Checkpoints(CheckpointCallback):  # type: ignore[misc]
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
     ) -> None:
         """Called by verl when its own files are written, before the weights change."""
-        if Sampler.present is not None and Sampler.present.desk is not None:
+        if Sampler.present is not None and Sampler.present.coordinator is not None:
             Sampler.present.run.save(Path(checkpoint_dir))

@@ -17,10 +17,10 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.engines.protocol import Int32
 from april.testing.conformance.bench import Bench, same
-from april.testing.conformance.between import Between
 from april.testing.conformance.check import check
 from april.testing.conformance.lost import compare
 from april.testing.conformance.outcomes import Broken, NotTested
+from april.testing.conformance.recording_engine import RecordingEngine
 from april.testing.conformance.verdicts import Figures
 from april.testing.same_loop import Rollouts, rollouts
 
@@ -36,20 +36,20 @@ def _greedy(length: int, **sampling: Any) -> Config:
     )  # fmt: skip
 
 
-def _between(bench: Bench, **options: Any) -> Between:
+def _recorded(bench: Bench, **options: Any) -> RecordingEngine:
     """april begins with version 0.0, whatever the engine has seen before."""
-    return Between(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
+    return RecordingEngine(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
 
 
-async def _response(bench: Bench, config: Config, between: Between, prompt: Int32) -> tuple[Int32, FinishReason]:
+async def _response(bench: Bench, config: Config, engine: RecordingEngine, prompt: Int32) -> tuple[Int32, FinishReason]:
     """One greedy response through the scheduler."""
     async with rollouts(
-        config, engines=[between], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
+        config, engines=[engine], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
     ) as run:  # fmt: skip
         batch = await bench.within(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
-        if not ledger.balanced or ledger.observed != between.handed_over:
-            raise Broken(f"the engine handed {between.handed_over} tokens over and april's ledger says {ledger}")
+        if not ledger.balanced or ledger.observed != engine.handed_over:
+            raise Broken(f"the engine handed {engine.handed_over} tokens over and april's ledger says {ledger}")
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
@@ -61,7 +61,7 @@ async def stop_strings(bench: Bench) -> Figures:
     bench.needs_greedy()
     for number in range(8):
         prompt = bench.prompt(number)
-        uncut, _ = await _response(bench, _greedy(LENGTH), _between(bench), prompt)
+        uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
         ids = uncut.tolist()
         texts = [tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(len(ids) + 1)]
         found = _string_in(texts)
@@ -72,12 +72,12 @@ async def stop_strings(bench: Bench) -> Figures:
     stop, end, begin = found
     cuts = sorted({*range(max(1, begin - 2), end), 1, 2})
     for cut in cuts:
-        between = _between(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
-        tokens, finish = await _response(bench, _greedy(LENGTH, stop=["never said", stop]), between, prompt)
+        engine = _recorded(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
+        tokens, finish = await _response(bench, _greedy(LENGTH, stop=["never said", stop]), engine, prompt)
         if len(tokens) != end or finish is not FinishReason.STOP:
             raise Broken(f"cut after {cut} tokens, it ended with {finish} after {len(tokens)} tokens, not {end}")
         same(tokens, uncut, f"the response cut after {cut} tokens")
-        if any(r.sampling.stop for r in between.requests.values()):
+        if any(r.sampling.stop for r in engine.requests.values()):
             raise Broken("the engine was given a stop string")
     return {"cuts": len(cuts), "honoured": len(cuts), "tokens in the string": end - begin}
 
@@ -98,7 +98,7 @@ async def eos_at_a_cut(bench: Bench) -> Figures:
     bench.needs_greedy()
     for number in range(8):
         prompt = bench.prompt(number)
-        uncut, _ = await _response(bench, _greedy(LENGTH), _between(bench), prompt)
+        uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
         ids = uncut.tolist()
         end = next((i + 1 for i in range(4, len(ids) - 1) if ids[i] not in ids[:i]), None)
         if end is not None:
@@ -106,10 +106,10 @@ async def eos_at_a_cut(bench: Bench) -> Figures:
     else:
         raise NotTested("no greedy response had a token that was new behind the fourth; give other prompts")
     for cut in (end - 2, end - 1, end):
-        between = _between(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
+        engine = _recorded(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
         config = _greedy(LENGTH, stop_token_ids=[ids[end - 1]])
-        tokens, finish = await _response(bench, config, between, prompt)
-        attempts = len(between.requests)
+        tokens, finish = await _response(bench, config, engine, prompt)
+        attempts = len(engine.requests)
         if finish is not FinishReason.STOP or tokens.tolist() != ids[:end]:
             raise Broken(f"cut after {cut} of {end} tokens, it ended with {finish} after {len(tokens)} tokens")
         if attempts != (1 if cut == end else 2):
@@ -137,7 +137,7 @@ def _budget(bench: Bench, group: int, index: int) -> int:
 async def thousand_aborts(bench: Bench) -> Figures:
     """Held: the engine's client, april's ledger and the delivered responses must all have the same tokens."""
     subject = bench.subject
-    between = _between(bench)
+    engine = _recorded(bench)
     config = Config(
         rollout_batch_size=GROUPS, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=OVER, max_staleness=OVER,
         max_response_len=subject.long_tokens, abort_resend_s=0.25, abort_deadline_s=max(1.0, subject.patience_s),
@@ -151,31 +151,31 @@ async def thousand_aborts(bench: Bench) -> Figures:
     before = None if subject.made is None else await subject.made()
     given = updates = 0
     async with rollouts(
-        config, engines=[between], prompts=_endless(bench), rollout=rollout, check=False
+        config, engines=[engine], prompts=_endless(bench), rollout=rollout, check=False
     ) as run:  # fmt: skip
-        while between.aborted < subject.aborts:
+        while engine.aborted < subject.aborts:
             batch = await bench.within(run.next_batch(), "a step")
-            given += _exact(batch, [between])
+            given += _exact(batch, [engine])
             updates += 1
-            await _update(bench, run, between, from_disk)
-            bench.say(f"{between.aborted} of {subject.aborts} requests aborted, {updates} weight updates")
-            if updates > 8 and between.aborted < 4 * updates:
-                raise NotTested(f"only {between.aborted} requests could be caught; raise Subject.long_tokens")
+            await _update(bench, run, engine, from_disk)
+            bench.say(f"{engine.aborted} of {subject.aborts} requests aborted, {updates} weight updates")
+            if updates > 8 and engine.aborted < 4 * updates:
+                raise NotTested(f"only {engine.aborted} requests could be caught; raise Subject.long_tokens")
         run.validate()
         ledger = run.ledger()["tokens"]
-        handed_over = between.handed_over
+        handed_over = engine.handed_over
         if not ledger.balanced or ledger.observed != handed_over:
             raise Broken(f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}")
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
-    held = [(request, between.tokens(i), between.ends[i]) for i, request in between.requests.items()]
+    held = [(request, engine.tokens(i), engine.ends[i]) for i, request in engine.requests.items()]
     figures: Figures = {
-        "aborted": between.aborted, "requests": len(held), "weight updates": updates,
-        "tokens handed over": between.handed_over, "delivered": given,
+        "aborted": engine.aborted, "requests": len(held), "weight updates": updates,
+        "tokens handed over": engine.handed_over, "delivered": given,
     }  # fmt: skip
     if subject.wire is not None:
-        figures |= compare(subject.wire, held, between.capabilities.abort_means)
+        figures |= compare(subject.wire, held, engine.capabilities.abort_means)
     if subject.made is not None and before is not None:
         await bench.idle()
         sent = figures.get("seen on the wire", figures["tokens handed over"])
@@ -183,7 +183,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
     return figures
 
 
-async def _update(bench: Bench, run: Rollouts, between: Between, from_disk: bool) -> None:
+async def _update(bench: Bench, run: Rollouts, engine: RecordingEngine, from_disk: bool) -> None:
     """The other one of the two sets of weights, under the next version; the bench knows which, however a check ends."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
@@ -194,7 +194,7 @@ async def _update(bench: Bench, run: Rollouts, between: Between, from_disk: bool
     bench.version = PolicyVersion(bench.version.incarnation, bench.version.n + 1)
 
 
-def _exact(batch: Batch, engines: Sequence[Between]) -> int:
+def _exact(batch: Batch, engines: Sequence[RecordingEngine]) -> int:
     """Each delivered response is what its attempts got, one after the other; the number of its tokens."""
     attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
     for engine in engines:
@@ -219,7 +219,7 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     """A step over two engines of which the first dies in the middle: all responses finish on the other one."""
     subject = bench.subject
     assert subject.second is not None
-    engines = [_between(bench), Between(await subject.second())]
+    engines = [_recorded(bench), RecordingEngine(await subject.second())]
     first, second = engines
     config = Config(
         rollout_batch_size=KILL_GROUPS, n_samples_per_prompt=SAMPLES, max_response_len=subject.long_tokens,

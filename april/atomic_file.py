@@ -13,7 +13,7 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """What file systems say that cannot sync a directory."""
 
 
-def write_private(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` by a file of mode 0600 with ``data``, also after a crash of the machine; the last writer wins.
 
     Missing directories are made, with mode 0700. Raises OSError; then ``path`` is as it was, and nothing is left over.

@@ -1,4 +1,4 @@
-"""The desk when april's books do not balance, and what it must not keep or let pass."""
+"""The coordinator when april's books do not balance, and what it must not keep or let pass."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_a_desk_whose_books_do_not_balance_stops_and_tells_everybody(trainer: Ma
     assert rollouts
     for number, task in enumerate(rollouts):
         task.add_done_callback(lambda t, n=number: ended.setdefault(n, []).append(t.exception()))
-    waited = len(run.desk._execution.waiting)
+    waited = len(run.coordinator._execution.mailboxes)
     assert waited
-    handled = run.desk.core.counters["steps"]
+    handled = run.coordinator.core.counters["steps"]
 
     def unbalanced(event: object) -> None:
         raise InvariantError("tokens: 5 observed, 4 accounted for")
 
-    run.desk.core.handle = unbalanced  # type: ignore[method-assign, assignment]
+    run.coordinator.core.handle = unbalanced  # type: ignore[method-assign, assignment]
     with pytest.raises(InvariantError, match="5 observed"):
         run.ask("begin", 1)
     run.validate(120.0)
-    assert not len(run.desk._execution.waiting)
+    assert not len(run.coordinator._execution.mailboxes)
     assert len(ended) == len(rollouts)
     for (error,) in ended.values():
         assert isinstance(error, RolloutError)
@@ -60,7 +60,7 @@ def test_a_desk_whose_books_do_not_balance_stops_and_tells_everybody(trainer: Ma
         run.ask("orders")
     with pytest.raises((RolloutError, CheckpointError), match="april has stopped"):
         run.save(tmp_path)
-    assert run.desk.core.counters["steps"] == handled
+    assert run.coordinator.core.counters["steps"] == handled
 
 
 def test_lives_of_dropped_groups_are_forgotten(trainer: Make) -> None:
@@ -72,9 +72,9 @@ def test_lives_of_dropped_groups_are_forgotten(trainer: Make) -> None:
     for _ in range(20):
         run.step()
         run.update()
-    assert run.desk.core.counters["groups_dropped_filtered"] > 20
-    held = sum(len(group.samples) for group in run.desk.core.buffer)
-    assert len(run.desk._execution.waiting._lives) <= held
+    assert run.coordinator.core.counters["groups_dropped_filtered"] > 20
+    held = sum(len(group.samples) for group in run.coordinator.core.buffer)
+    assert len(run.coordinator._execution.mailboxes._lives) <= held
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-9, 1e300, -0.7])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from april.coordinator.messages import Delivery, Done, Result, Span
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, Sample
 from april.core.versions import PolicyVersion
-from april.desk.answers import Delivery, Done, Result, Span
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk
 from april.errors import WireError

@@ -1,4 +1,4 @@
-"""What the desk says to whoever asked; plain, so that it travels between processes."""
+"""What the coordinator says to whoever asked; plain, so that it travels between processes."""
 
 from __future__ import annotations
 

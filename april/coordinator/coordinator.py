@@ -1,6 +1,6 @@
-"""The desk: april's core behind questions. Rollouts ask it from wherever they run, and so does the trainer.
+"""The coordinator: april's core behind questions. Rollouts ask it from wherever they run, and so does the trainer.
 
-Each sample has one rollout that asks the desk one thing at a time and waits for the answer.
+Each sample has one rollout that asks the coordinator one thing at a time and waits for the answer.
 Invariant: everything a rollout says carries the life that it was started with; one whose sample went on without it is
 told so and changes nothing.
 """
@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from april.coordinator.execution import Execution
+from april.coordinator.messages import Answer, GivenUp, Order, Result, Settled
+from april.coordinator.results import take
 from april.core import events as ev
 from april.core import snapshot
 from april.core.sampling import SamplingParams
@@ -20,13 +23,10 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import Int32
 from april.core.types import DropReason, Prompt, Sample, SampleId, SampleState
-from april.desk.answers import Answer, GivenUp, Order, Result, Settled
-from april.desk.execution import Execution
-from april.desk.results import take
 from april.errors import CheckpointError
 
 
-class Desk:
+class Coordinator:
     """One run.
 
     Args:
@@ -46,7 +46,7 @@ class Desk:
         self._validates = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Desk {self.core!r} waiting={len(self._execution.waiting)}>"
+        return f"<Coordinator {self.core!r} waiting={len(self._execution.mailboxes)}>"
 
     @property
     def core(self) -> RolloutCore:
@@ -130,14 +130,14 @@ class Desk:
         if sample is None:
             self._late(result)
             return GivenUp()
-        self._execution.waiting.unsay(sample.id)
+        self._execution.mailboxes.unsay(sample.id)
         attempt = self.core.attempts.get(sample.attempt_id) if sample.state is SampleState.IN_FLIGHT else None
         if attempt is not None:
             self._execution.post(take(attempt, result, self.core.clock.current))
         elif result.label is None:
             self._late(result)  # nobody knows by which weights
         else:
-            self._execution.waiting.late[sample.id] = result
+            self._execution.mailboxes.late[sample.id] = result
         return await self._answer(sample.id)
 
     async def broke(self, uid: str, index: int, life: int, error: str) -> Answer:
@@ -146,7 +146,7 @@ class Desk:
         if sample is None:
             return GivenUp()
         if sample.state is SampleState.IN_FLIGHT:
-            self._execution.waiting.unsay(sample.id)
+            self._execution.mailboxes.unsay(sample.id)
             self._execution.post(ev.AttemptFailed(sample.attempt_id, error))
         return await self._answer(sample.id)
 
@@ -185,11 +185,11 @@ class Desk:
     def _alive(self, uid: str, index: int, life: int) -> Sample | None:
         """The sample, if the rollout with this ``life`` is the one it runs by."""
         sample = self._sample(uid, index)
-        return sample if sample is not None and self._execution.waiting.is_alive(sample.id, life) else None
+        return sample if sample is not None and self._execution.mailboxes.is_alive(sample.id, life) else None
 
     async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Answer:
         self._execution.raise_if_failed()
-        return await self._execution.waiting.answer(sample, for_start=for_start)
+        return await self._execution.mailboxes.answer(sample, for_start=for_start)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -200,7 +200,7 @@ class Desk:
             RolloutError: april has stopped; its books could not be trusted.
         """
         self._execution.raise_if_failed()
-        late = self._execution.waiting.late
+        late = self._execution.mailboxes.late
         return {
             "position": self._position,
             "rollouts": snapshot.take(self.core, self._execution.last_batch),
@@ -242,7 +242,7 @@ class Desk:
         snapshot.restore(self.core, rollouts)
         self._position = state["position"]
         self._execution.know(g.id for g in self.core.buffer)
-        self._execution.waiting.late.update(late)
+        self._execution.mailboxes.late.update(late)
         return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id)]
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from april.coordinator.messages import Answer, GivenUp, Result, Settled
 from april.core.types import SampleId
-from april.desk.answers import Answer, GivenUp, Result, Settled
 
 
-class Waiting:
+class Mailboxes:
     """Answers on their way to the rollouts of the held samples."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Between april and the engine under test: writes down what april got, and cuts responses where a check says."""
+"""An engine around the one under test: writes down what april got, and cuts responses where a check says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, He
 from april.errors import EngineError
 
 
-class Between:
+class RecordingEngine:
     """Delegates to ``engine``, which it does not close.
 
     Args:

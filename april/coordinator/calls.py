@@ -1,4 +1,4 @@
-"""One rollout's calls: what is sent to a server, again if it is cut off, until the desk says that it is done.
+"""One rollout's calls: what is sent to a server, again if it is cut off, until the coordinator says that it is done.
 
 A rollout sees one completed response per call, as if nothing had been cut.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from april.coordinator.messages import Done, GivenUp, Go, Result, Span, Start
 from april.core.tape import Int32
-from april.desk.answers import Done, GivenUp, Go, Result, Span, Start
 from april.errors import RolloutError
 
 log = logging.getLogger("april")
@@ -30,8 +30,8 @@ class SampleGivenUp(asyncio.CancelledError):
 class Session:
     """One rollout of one sample."""
 
-    def __init__(self, desk: Any, uid: str, index: int, life: int) -> None:
-        self.desk = desk
+    def __init__(self, coordinator: Any, uid: str, index: int, life: int) -> None:
+        self.coordinator = coordinator
         self.uid, self.index, self.life = uid, index, life
         self.spans: tuple[Span, ...] = ()
         """Of the conversation so far."""
@@ -51,7 +51,7 @@ class Session:
 
 
 CURRENT: ContextVar[Session | None] = ContextVar("april_session", default=None)
-"""The session that the running rollout belongs to; None: it is none of the desk's, as in a validation."""
+"""The session that the running rollout belongs to; None: it is none of the coordinator's, as in a validation."""
 
 Send = Callable[[Int32, int], Awaitable[Result]]
 """Sends (token ids int32 [T], most tokens) to a server."""
@@ -77,17 +77,17 @@ async def generate(session: Session, send: Send, prompt_ids: list[int], max_toke
 
 
 async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float) -> Done:
-    desk, me = session.desk, (session.uid, session.index, session.life)
-    answer = await desk.call(*me, np.asarray(prompt_ids, np.int32), max_tokens, temperature)
+    coordinator, me = session.coordinator, (session.uid, session.index, session.life)
+    answer = await coordinator.call(*me, np.asarray(prompt_ids, np.int32), max_tokens, temperature)
     loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
     while isinstance(answer, Go):
         try:
             result = await send(answer.token_ids, answer.max_tokens)
-        except Exception as error:  # a server that died, or refuses; the desk decides whether to try again
-            answer = await desk.broke(*me, f"{type(error).__name__}: {error}".partition("\n")[0])
+        except Exception as error:  # a server that died, or refuses; the coordinator decides whether to try again
+            answer = await coordinator.broke(*me, f"{type(error).__name__}: {error}".partition("\n")[0])
             continue
         told_s = loop.time()
-        answer = await desk.ended(*me, result)  # at once: a step may end with it
+        answer = await coordinator.ended(*me, result)  # at once: a step may end with it
         if not result.aborted or len(result.tokens):
             wait_s = FIRST_WAIT_S
         elif isinstance(answer, Go):
@@ -101,16 +101,16 @@ async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tok
 
 
 async def run_sample(
-    desk: Any,
+    coordinator: Any,
     uid: str,
     index: int,
     rollout: Callable[[Session], Awaitable[None]],
     forget: Callable[[list[str]], Awaitable[None]],
 ) -> list[str]:
-    """Run the rollout of one sample whenever the desk says so, until its group is settled.
+    """Run the rollout of one sample whenever the coordinator says so, until its group is settled.
 
     Args:
-        desk: its methods return something to be awaited.
+        coordinator: its methods return something to be awaited.
         uid: of the prompt; ``index`` of the sample.
         rollout: runs it once, and stores its trajectory under ``session.keys``.
         forget: removes stored trajectories.
@@ -119,8 +119,8 @@ async def run_sample(
         The keys under which a trajectory is stored now.
     """
     stored: list[str] = []
-    while isinstance(answer := await desk.start(uid, index), Start):
-        session = Session(desk, uid, index, answer.life)
+    while isinstance(answer := await coordinator.start(uid, index), Start):
+        session = Session(coordinator, uid, index, answer.life)
         CURRENT.set(session)
         try:
             if stored:
@@ -134,7 +134,7 @@ async def run_sample(
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise  # it was this task that was cancelled, and nothing within the rollout
             log.exception("rollout %d of %s failed", index, uid)
-            await desk.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
+            await coordinator.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
-            await desk.returned(uid, index, session.life, session.reward, session.value)
+            await coordinator.returned(uid, index, session.life, session.reward, session.value)
     return stored

@@ -1,4 +1,4 @@
-"""The rollout's half of the desk: what it sends, what it tells, and when."""
+"""The rollout's half of the coordinator: what it sends, what it tells, and when."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from april.coordinator.calls import SampleGivenUp, Session, generate
+from april.coordinator.messages import Answer, Done, GivenUp, Go, Result
+from april.coordinator.results import take
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, TokenTape
 from april.core.types import AttemptFailure, EngineFinish
 from april.core.versions import PolicyVersion
-from april.desk.answers import Answer, Done, GivenUp, Go, Result
-from april.desk.calls import SampleGivenUp, Session, generate
-from april.desk.results import take
 from april.errors import RolloutError
 from april.testing import VirtualClockLoop
 
@@ -28,7 +28,7 @@ GO = Go(np.array([1, 2, 3], np.int32), 5)
 DONE = Done(WHOLE.tokens, WHOLE.logprobs, ((3, 4, 0, 0),), 0, by_length=False)
 
 
-class Desk:
+class Coordinator:
     """Answers from a list, each after so many seconds; remembers what it was told, and when."""
 
     def __init__(self, *answers: tuple[float, Answer]) -> None:
@@ -51,7 +51,7 @@ class Desk:
         return await self._next(words[-1])
 
 
-def run(desk: Desk, *results: Result | Exception) -> tuple[Any, list[float]]:
+def run(coordinator: Coordinator, *results: Result | Exception) -> tuple[Any, list[float]]:
     """What the call came to, and when requests were sent."""
     sent: list[float] = []
     left = list(results)
@@ -65,40 +65,40 @@ def run(desk: Desk, *results: Result | Exception) -> tuple[Any, list[float]]:
 
     loop = VirtualClockLoop()
     try:
-        return loop.run_until_complete(generate(Session(desk, "u0", 0, 1), send, [1, 2, 3], 5, 1.0)), sent
+        return loop.run_until_complete(generate(Session(coordinator, "u0", 0, 1), send, [1, 2, 3], 5, 1.0)), sent
     finally:
         loop.close()
 
 
 def test_a_request_that_was_turned_away_is_told_at_once() -> None:
-    """A step that waits for it is not held up; it is sent again when the desk says so, without a further wait."""
-    desk = Desk((0.0, GO), (60.0, GO), (0.0, DONE))
-    done, sent = run(desk, NOTHING, WHOLE)
+    """A step that waits for it is not held up; it is sent again when the coordinator says so, at once."""
+    coordinator = Coordinator((0.0, GO), (60.0, GO), (0.0, DONE))
+    done, sent = run(coordinator, NOTHING, WHOLE)
     assert done is DONE
-    assert desk.told == [(0.0, "call"), (0.0, "ended"), (60.0, "ended")]
+    assert coordinator.told == [(0.0, "call"), (0.0, "ended"), (60.0, "ended")]
     assert sent == [0.0, 60.0]
 
 
 def test_a_server_that_turns_everything_away_is_asked_less_and_less() -> None:
     """From 50 ms on, twice as long each time, at most a second."""
     answers = [(0.0, GO)] * 8
-    _, sent = run(Desk(*answers, (0.0, DONE)), *[NOTHING] * 7, WHOLE)
+    _, sent = run(Coordinator(*answers, (0.0, DONE)), *[NOTHING] * 7, WHOLE)
     waits = [round(b - a, 6) for a, b in itertools.pairwise(sent)]
     assert waits == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_a_request_that_breaks_is_told_by_its_first_line() -> None:
-    """The desk decides what becomes of it."""
-    desk = Desk((0.0, GO), (0.0, GO), (0.0, DONE))
-    done, _ = run(desk, OSError("gone\nand a trace"), WHOLE)
+    """The coordinator decides what becomes of it."""
+    coordinator = Coordinator((0.0, GO), (0.0, GO), (0.0, DONE))
+    done, _ = run(coordinator, OSError("gone\nand a trace"), WHOLE)
     assert done is DONE
-    assert [what for _, what in desk.told] == ["call", "OSError: gone", "ended"]
+    assert [what for _, what in coordinator.told] == ["call", "OSError: gone", "ended"]
 
 
 def test_a_sample_that_goes_on_without_its_rollout_ends_it() -> None:
     """By what ``except Exception`` lets through."""
     with pytest.raises(SampleGivenUp, match="u0 goes on without this rollout"):
-        run(Desk((0.0, GO), (0.0, GivenUp())), NOTHING)
+        run(Coordinator((0.0, GO), (0.0, GivenUp())), NOTHING)
     assert not issubclass(SampleGivenUp, Exception)
 
 
@@ -106,7 +106,7 @@ def test_one_call_at_a_time() -> None:
     """april continues one response per sample."""
 
     async def two() -> None:
-        session = Session(Desk((1.0, DONE)), "u0", 0, 1)
+        session = Session(Coordinator((1.0, DONE)), "u0", 0, 1)
 
         async def send(token_ids: Int32, max_tokens: int) -> Result:
             return WHOLE

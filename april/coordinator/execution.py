@@ -1,4 +1,4 @@
-"""The core run behind the desk: what has happened goes in, what it wants goes to whoever waits for it."""
+"""The core run behind the coordinator: what has happened goes in, what it wants goes to whoever waits for it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from april.coordinator.mailboxes import Mailboxes
+from april.coordinator.messages import Go, Order, Start
+from april.coordinator.results import delivery, done, take
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, DropReason, EngineFinish, Group, Prompt, SampleId
-from april.desk.answers import Go, Order, Start
-from april.desk.results import delivery, done, take
-from april.desk.waiting import Waiting
 from april.driver.busy_time import BusyTime
 from april.driver.user_code import describe
 from april.errors import RolloutError
@@ -25,11 +25,11 @@ PROBE_S = 1.0
 
 
 class Execution:
-    """See :class:`april.desk.desk.Desk` for the arguments."""
+    """See :class:`april.coordinator.coordinator.Coordinator` for the arguments."""
 
     def __init__(self, settings: CoreSettings, limits: EngineLimits, filter_name: str, *, check: bool) -> None:
         self.core = RolloutCore(settings, [limits], check=check)
-        self.waiting = Waiting()
+        self.mailboxes = Mailboxes()
         self.groups: dict[str, Group] = {}
         """Held prompts by uid."""
         self.scores: dict[SampleId, tuple[float | None, float | None]] = {}
@@ -112,7 +112,7 @@ class Execution:
             self.failed = error
             self._events.clear()
             self._ordered.set()
-            self.waiting.stop(self._stopped(error))
+            self.mailboxes.stop(self._stopped(error))
             raise
         finally:
             now = len(self.core.attempts)
@@ -122,13 +122,13 @@ class Execution:
     def _do(self, command: do.Command) -> None:
         match command:
             case do.StartSample(sample):
-                self.waiting.say(sample.id, Start(self.waiting.new_life(sample.id)))
+                self.mailboxes.say(sample.id, Start(self.mailboxes.new_life(sample.id)))
             case do.Submit(attempt):
                 self._submit(attempt)
             case do.CallCompleted(sample):
-                self.waiting.say(sample.id, done(sample))
+                self.mailboxes.say(sample.id, done(sample))
             case do.CancelSample(sample):
-                self.waiting.give_up(sample.id)
+                self.mailboxes.give_up(sample.id)
                 self._drop_late(sample.id)
             case do.ScoreSample(sample):
                 reward, _ = self.scores[sample.id]
@@ -172,13 +172,13 @@ class Execution:
         self._ordered.set()
 
     def _submit(self, attempt: Attempt) -> None:
-        late = self.waiting.late.get(attempt.sample.id)
+        late = self.mailboxes.late.get(attempt.sample.id)
         if late is not None and late.offset == len(attempt.token_ids):
-            del self.waiting.late[attempt.sample.id]
+            del self.mailboxes.late[attempt.sample.id]
             self._events.append(take(attempt, late, self.core.clock.current))
             return
         self._drop_late(attempt.sample.id)
-        self.waiting.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
+        self.mailboxes.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
 
     def _verdict(self, group: Group, judgement: int) -> ev.Event:
         values = [self.scores[s.id][1] for s in group.samples]
@@ -199,7 +199,7 @@ class Execution:
         self._order("deliver", told)
 
     def _drop_late(self, sample: SampleId) -> None:
-        late = self.waiting.late.pop(sample, None)
+        late = self.mailboxes.late.pop(sample, None)
         if late is not None and len(late.tokens):
             self._events.append(ev.TokensUnused(len(late.tokens), DropReason.LATE))
 
@@ -209,7 +209,7 @@ class Execution:
         for sample in group.samples:
             self._drop_late(sample.id)
             self.scores.pop(sample.id, None)
-            self.waiting.settle(sample.id)
+            self.mailboxes.settle(sample.id)
 
 
 def _now() -> float:

@@ -1,7 +1,7 @@
-"""The trainer's half of a run: prompts that wait, orders of the desk, checkpoints.
+"""The trainer's half of a run: prompts that wait, orders of the coordinator, checkpoints.
 
 Invariant: between two steps no request of april's is at any server, so the trainer may put its servers to sleep, change
-their weights, and validate. What has to be done through the trainer is done by ``hands``.
+their weights, and validate. What has to be done through the trainer is done by ``trainer``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from april.desk.answers import Delivery
+from april.atomic_file import write_atomic
+from april.coordinator.messages import Delivery
 from april.errors import CheckpointError, RolloutError
-from april.private_file import write_private
 from april.state_file import pack, unpack
 
 log = logging.getLogger("april")
@@ -22,11 +22,11 @@ log = logging.getLogger("april")
 STATE_FILE, KIND = "april_state.msgpack", "desk"
 
 
-class Hands(Protocol):
+class Trainer(Protocol):
     """What the run does through the trainer."""
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the desk and wait for what it returns."""
+        """Call a method of the coordinator and wait for what it returns."""
 
     def fetch(self, count: int) -> None:
         """Have the trainer submit this many prompts; they come in through :meth:`Run.offer` before this returns."""
@@ -41,15 +41,15 @@ class Hands(Protocol):
 class Run:
     """What lives as long as the trainer."""
 
-    def __init__(self, hands: Hands, groups: int) -> None:
-        self._hands = hands
+    def __init__(self, trainer: Trainer, groups: int) -> None:
+        self._trainer = trainer
         self._groups = groups
         self._offered: deque[tuple[str, Any]] = deque()
         self.dropped: dict[str, int] = {}
         """Prompts of the present step that were given up, by reason."""
 
     def offer(self, rows: Iterable[tuple[str, Any]]) -> None:
-        """Prompts, (uid, whatever :meth:`Hands.dispatch` takes), that the trainer has submitted."""
+        """Prompts, (uid, whatever :meth:`Trainer.dispatch` takes), that the trainer has submitted."""
         self._offered.extend(rows)
 
     def next_batch(self, label: int, count: int) -> Delivery:
@@ -61,14 +61,14 @@ class Run:
         if count != self._groups:
             raise RolloutError(f"the trainer asked for {count} prompts, and its configuration says {self._groups}")
         self.dropped = {}
-        self._hands.ask("begin", label)
+        self._trainer.ask("begin", label)
         while True:
-            for order in self._hands.ask("orders"):
+            for order in self._trainer.ask("orders"):
                 match order:
                     case ("draw", wanted):
                         self._draw(wanted)
                     case ("abort",):
-                        self._hands.abort()
+                        self._trainer.abort()
                     case ("dropped", reason, why):
                         self.dropped[reason] = self.dropped.get(reason, 0) + 1
                         if reason != "filtered":
@@ -80,10 +80,10 @@ class Run:
 
     def _draw(self, count: int) -> None:
         if (missing := count - len(self._offered)) > 0:
-            self._hands.fetch(missing)
+            self._trainer.fetch(missing)
         taken = [self._offered.popleft() for _ in range(min(count, len(self._offered)))]
-        self._hands.ask("drawn", [uid for uid, _ in taken])
-        self._hands.dispatch([row for _, row in taken])
+        self._trainer.ask("drawn", [uid for uid, _ in taken])
+        self._trainer.dispatch([row for _, row in taken])
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -94,7 +94,7 @@ class Run:
             CheckpointError: it cannot be written.
         """
         try:
-            write_private(folder / STATE_FILE, pack(KIND, self._hands.ask("state")))
+            write_atomic(folder / STATE_FILE, pack(KIND, self._trainer.ask("state")))
         except OSError as error:
             raise CheckpointError(f"april's state cannot be written to {folder}: {error.strerror}") from error
 
@@ -106,7 +106,7 @@ class Run:
         Args:
             folder: of the trainer's checkpoint, with april's state in it.
             stored: for each prompt that the trainer has, the samples whose trajectory is there.
-            row_of: rows for :meth:`Hands.dispatch` of prompts that the trainer has.
+            row_of: rows for :meth:`Trainer.dispatch` of prompts that the trainer has.
 
         Raises:
             CheckpointError: the state is damaged, or belongs to another checkpoint.
@@ -119,6 +119,6 @@ class Run:
         held = {g["data"]["uid"] for part in ("ready", "waiting") for g in state["rollouts"][part]}
         dropped = set(state["dropped"])
         # those that are complete wait to be settled: they may be too old one day, and begin again
-        self._hands.dispatch(row_of(self._hands.ask("restore", state, stored)))
+        self._trainer.dispatch(row_of(self._trainer.ask("restore", state, stored)))
         log.info("april goes on with %d prompts", len(held))
         return held, dropped

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from april.private_file import write_private
+from april.atomic_file import write_atomic
 
 
 def mode(path: Path) -> int:
@@ -20,7 +20,7 @@ def test_modes(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     before = os.umask(0)
     try:
-        write_private(tmp_path / "a" / "b" / "state", b"1")
+        write_atomic(tmp_path / "a" / "b" / "state", b"1")
     finally:
         os.umask(before)
     assert [mode(tmp_path / p) for p in (".", "a", "a/b", "a/b/state")] == [0o755, 0o700, 0o700, 0o600]
@@ -41,7 +41,7 @@ def test_what_is_written_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "replace", renamed)
-    write_private(tmp_path / "made" / "state", b"1")
+    write_atomic(tmp_path / "made" / "state", b"1")
     assert steps[0] == tmp_path.name
     assert steps[1].startswith("state.")
     assert steps[2:] == ["renamed", "made"]
@@ -50,7 +50,7 @@ def test_what_is_written_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk: the old content stays, and no part is left over."""
     path = tmp_path / "state"
-    write_private(path, b"old")
+    write_atomic(path, b"old")
 
     def full(file: int) -> None:
         raise OSError(28, "No space left on device")
@@ -58,7 +58,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
-            write_private(path, b"new")
+            write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -70,7 +70,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "state.abc.part").write_bytes(b"half")
     (tmp_path / "state.link.part").symlink_to(victim)
     (tmp_path / "other.abc.part").write_bytes(b"half of another")
-    write_private(path, b"new")
+    write_atomic(path, b"new")
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["other.abc.part", "state", "state.link.part", "victim"]
     assert (path.read_bytes(), victim.read_bytes()) == (b"new", b"v")
@@ -83,7 +83,7 @@ def test_two_writers_of_one_file(tmp_path: Path) -> None:
     def write(content: bytes) -> None:
         try:
             for _ in range(50):
-                write_private(path, content)
+                write_atomic(path, content)
         except OSError as error:
             errors.append(error)
 
