@@ -80,7 +80,7 @@ class Pump:
             attempt, self.attempts[i] = self.attempts[i], self.attempts[-1]
             self.attempts.pop()
             attempt.tape.append(TOKENS, LOGPROBS, self.core.clock.current)
-            self.post(ev.AttemptEnded(attempt.id, EngineFinish.STOP))
+            self.post(ev.AttemptEnded.of(attempt, EngineFinish.STOP))
             while self.delivered:  # surplus may fill the next batch at once
                 self._step()
         return self.core.context.event_number - before, time.process_time() - cpu

@@ -93,6 +93,11 @@ class CoreMachine:
                 self.in_flight[attempt.id] = attempt
             case do.Abort(_, attempt_ids, _):
                 self.abort_asked.update(attempt_ids)
+            case do.Fence(_, attempt_ids):
+                for attempt_id in attempt_ids:
+                    self.abort_asked.discard(attempt_id)
+                    attempt = self.in_flight.pop(attempt_id)
+                    self._events.append(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
             case do.CallCompleted(sample):
                 self._events.append(ev.SampleReturned(sample.id))
             case do.ScoreSample(sample):
@@ -140,7 +145,7 @@ class CoreMachine:
         self.abort_asked.discard(attempt_id)
         last = attempt.tape.packed()[0][-1:] if attempt.tape.count else []
         whole = EngineFinish.STOP if len(last) and last[0] == EOS else EngineFinish.LENGTH
-        return self.post(ev.AttemptEnded(attempt_id, whole if complete else EngineFinish.ABORT))
+        return self.post(ev.AttemptEnded.of(attempt, whole if complete else EngineFinish.ABORT))
 
     def finish_aborts(self) -> None:
         """Every aborted attempt hands over what it has."""

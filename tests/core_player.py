@@ -72,8 +72,8 @@ class CorePlayer:
         """Requests that were asked to end, and how often the timer may fire until they are fenced."""
         self.abort_timer = 0
         """The one that runs; 0: none."""
-        self.fencing: set[str] = set()
-        """Those that the timer which fires now fences."""
+        self.fenced: list[str] = []
+        """Those that a timer has fenced just now, and whose end the core has not heard of."""
         self.untold: list[str] = []
         """Requests whose stop string the core has not heard of."""
         self.functions: set[Key] = set()
@@ -102,6 +102,10 @@ class CorePlayer:
             seen += commands
             for command in commands:
                 self.obey(command)
+            while self.fenced:
+                attempt = self.core.attempts[self.fenced.pop(0)]
+                self.over(attempt.id, "fenced")
+                seen += self.send(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
         if self.to_draw and not self.chosen["slow_source"]:
             seen += self.draw()
         return seen
@@ -131,9 +135,8 @@ class CorePlayer:
                 for attempt_id in ids:
                     self.aborting.setdefault(attempt_id, rounds + (self.abort_timer > 0))
             case do.Fence(engine, ids):
-                for attempt_id in ids:
-                    assert self.world.running[attempt_id].engine == engine
-                    self.over(attempt_id, "fenced")
+                assert {self.world.running[attempt_id].engine for attempt_id in ids} == {engine}
+                self.fenced += ids
             case do.CallCompleted(sample):
                 self.completed(tuple(sample.id), sample.calls[-1])
             case do.ScoreSample(sample):
@@ -287,9 +290,6 @@ class CorePlayer:
 
     def completed(self, key: Key, call: Any) -> None:
         """The function is told what it got."""
-        if key[0] not in self.world.held:
-            assert self.fencing, "only requests that are fenced together complete a call and give its group up at once"
-            return
         life = self.world.life(key)
         assert life.where == "completing"
         assert key in self.functions
@@ -426,17 +426,17 @@ class CorePlayer:
 
     def fire(self, timer: int) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
+        fencing: set[str] = set()
         if timer == self.abort_timer:
             self.abort_timer = 0
             self.aborting = {attempt_id: left - 1 for attempt_id, left in self.aborting.items()}
-            self.fencing = {attempt_id for attempt_id, left in self.aborting.items() if left <= 0}
+            fencing = {attempt_id for attempt_id, left in self.aborting.items() if left == 0}
         self.rests.pop(timer, None)
-        engines = {self.world.running[attempt_id].engine for attempt_id in self.fencing}
+        engines = {self.world.running[attempt_id].engine for attempt_id in fencing}
         commands = self.send(ev.TimerFired(timer))
         fenced = [attempt_id for c in commands if isinstance(c, do.Fence) for attempt_id in c.attempt_ids]
-        assert sorted(fenced) == sorted(self.fencing)
+        assert sorted(fenced) == sorted(fencing)
         assert engines <= self.quarantined
-        self.fencing = set()
         return commands
 
     def over(self, attempt_id: str, finish: str) -> None:
@@ -479,21 +479,21 @@ class CorePlayer:
         """A request ends, and the core hears of it."""
         if finish == "corrupt" and self.world.running[attempt_id].stopped:
             finish = "fail"  # what a stop string has ended was found good before
-        engine = self.world.running[attempt_id].engine
+        engine, attempt = self.world.running[attempt_id].engine, self.core.attempts[attempt_id]
         self.over(attempt_id, finish)
         if finish in ("fail", "corrupt"):
             self.world.observed += rejected
             self.world.dropped["corrupt"] += rejected
             kind = AttemptFailure.CORRUPT if finish == "corrupt" else AttemptFailure.BROKE_OFF
-            self.send(ev.AttemptFailed(attempt_id, "broke off", kind, rejected))
+            self.send(ev.AttemptFailed.of(attempt, "broke off", kind, rejected=rejected))
         elif finish == "refused":
-            self.send(ev.AttemptFailed(attempt_id, "HTTP 400", AttemptFailure.REFUSED))
+            self.send(ev.AttemptFailed.of(attempt, "HTTP 400", AttemptFailure.REFUSED))
         elif finish == "busy":
             self.busy = engine
-            self.send(ev.AttemptFailed(attempt_id, "HTTP 503", AttemptFailure.BUSY, busy_s=float(rejected)))
+            self.send(ev.AttemptFailed.of(attempt, "HTTP 503", AttemptFailure.BUSY, busy_s=float(rejected)))
             self.busy = ""
         else:
-            self.send(ev.AttemptEnded(attempt_id, EngineFinish(finish)))
+            self.send(ev.AttemptEnded.of(attempt, EngineFinish(finish)))
 
     # ---------------------------------------------------------------- rewards and the filter
 

@@ -41,8 +41,8 @@ def call(m: CoreMachine, token_ids: list[int] | None) -> list[do.Command]:
 def generate(m: CoreMachine) -> None:
     (attempt_id,) = m.in_flight
     m.tokens(attempt_id, 4)
-    del m.in_flight[attempt_id]
-    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.LENGTH)))
+    ended = ev.AttemptEnded.of(m.in_flight.pop(attempt_id), EngineFinish.LENGTH)
+    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ended))
 
 
 SAID = [5, 6, 10, 11, 12, 13]

@@ -11,7 +11,9 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
+from april.core.tape import AttemptCounts
 from april.core.types import AttemptFailure, DropReason, EngineFinish, OnLongPrompt, SampleId, SampleState
+from april.core.versions import FIRST_VERSION
 from april.errors import InvariantError
 
 TWO_ENGINES = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))
@@ -19,8 +21,7 @@ TWO_ENGINES = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, No
 
 def fail(m: CoreMachine, attempt_id: str, **how: object) -> list[do.Command]:
     """Let an attempt break off."""
-    del m.in_flight[attempt_id]
-    return m.post(ev.AttemptFailed(attempt_id, "connection reset", **how))
+    return m.post(ev.AttemptFailed.of(m.in_flight.pop(attempt_id), "connection reset", **how))
 
 
 def test_broken_attempt_keeps_its_tokens_and_continues_elsewhere() -> None:
@@ -151,7 +152,7 @@ def test_failing_rollout_function_begins_again_and_drops_what_it_had() -> None:
     m.post(ev.StepRequested())
     (attempt_id,) = m.in_flight
     m.tokens(attempt_id, 3)
-    m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.STOP))
+    m.core.handle(ev.AttemptEnded.of(m.in_flight[attempt_id], EngineFinish.STOP))
     commands = m.core.handle(ev.SampleFailed(SampleId(0, 0), "boom"))
 
     assert [type(c) for c in commands] == [do.CancelSample, do.StartSample]
@@ -276,6 +277,18 @@ def test_fenced_attempt_is_not_asked_to_end_once_more() -> None:
     assert m.core.aborts.pending == 0
 
 
+@pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
+def test_end_of_an_attempt_says_what_it_has_brought(end: type[ev.AttemptEnded]) -> None:
+    """The core decides by the counts in the event; tokens that these do not name stop it, before any is lost."""
+    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 20)
+    m.post(ev.StepRequested())
+    (attempt,) = m.in_flight.values()
+    m.tokens(attempt.id, 7)
+    assert attempt.counts() == AttemptCounts(((FIRST_VERSION, 7),))
+    with pytest.raises(InvariantError, match=r"g0\.s0 has 7 new tokens, its end says otherwise"):
+        m.core.handle(end(attempt.id, EngineFinish.ABORT))
+
+
 def test_abort_that_joins_a_running_timer_has_its_whole_deadline() -> None:
     """The timer of an earlier abort may fire at once; no engine is quarantined for that."""
     m, (first, second) = silent_siblings(abort_deadline_s=1.0, abort_resend_s=1.0)
@@ -398,7 +411,7 @@ def test_a_pause_that_is_overtaken() -> None:
     for key in [(0, 0), (0, 1)]:
         attempt_id = next(a.id for a in m.in_flight.values() if a.sample.id == key)
         m.tokens(attempt_id, 3)
-        m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, EngineFinish.STOP))
+        m.core.handle(ev.AttemptEnded.of(m.in_flight.pop(attempt_id), EngineFinish.STOP))
         m.core.handle(ev.SampleReturned(SampleId(*key)))
     ((first, _),) = retry_timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")))
     m.core._failures.begin_again(group.samples[1], DropReason.STALE)

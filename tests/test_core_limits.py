@@ -317,7 +317,7 @@ def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     first.tape.append(first.tape.packed()[0], first.tape.packed()[1], m.core.clock.current)  # it goes on for a while
     m.generated += 7
     del m.in_flight[first.id]
-    m.post(ev.AttemptEnded(first.id, EngineFinish.ABORT))
+    m.post(ev.AttemptEnded.of(first, EngineFinish.ABORT))
     assert m.core.tokens.as_dict()["dropped"] == {"failed": 14}
     m.end(second.id)
     assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
@@ -334,7 +334,7 @@ def test_attempt_left_behind_may_break_off(broke_off: dict[str, object]) -> None
     m.post(ev.SampleFailed(SampleId(0, 0), "cancelled"))
     del m.in_flight[first.id]
     m.abort_asked.clear()
-    m.post(ev.AttemptFailed(first.id, "reset", **broke_off))  # type: ignore[arg-type]
+    m.post(ev.AttemptFailed.of(first, "reset", **broke_off))  # type: ignore[arg-type]
 
     expected = {"corrupt": 9} if broke_off else {"failed": 7}
     assert m.core.tokens.as_dict()["dropped"] == expected

@@ -34,7 +34,7 @@ def only(m: CoreMachine) -> Attempt:
 def fail(m: CoreMachine, attempt: Attempt, **how: Any) -> list[do.Command]:
     """Let an attempt break off."""
     del m.in_flight[attempt.id]
-    return m.post(ev.AttemptFailed(attempt.id, "HTTP 503", **how))
+    return m.post(ev.AttemptFailed.of(attempt, "HTTP 503", **how))
 
 
 def rests(commands: list[do.Command]) -> list[do.StartTimer]:
@@ -318,7 +318,7 @@ def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnd
     m.post(ev.EngineStale(second.engine))
     assert m.abort_asked == {second.id}
     del m.in_flight[second.id]
-    m.post(end(second.id, EngineFinish.STOP))
+    m.post(end.of(second, EngineFinish.STOP))
     assert m.core.tokens.as_dict()["dropped"] == {"unknown_weights": 4}
     third = only(m)
     assert third.engine != second.engine

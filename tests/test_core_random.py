@@ -100,12 +100,12 @@ class Life(CoreMachine):
         attempt_id = self._some_attempt()
         if attempt_id:
             self.tokens(attempt_id, 3)
-            del self.in_flight[attempt_id]
+            attempt = self.in_flight.pop(attempt_id)
             self.abort_asked.discard(attempt_id)
             rejected = self.rng.randint(0, 4) if corrupt else 0
             self.rejected += rejected
             kind = AttemptFailure.CORRUPT if corrupt else AttemptFailure.BROKE_OFF
-            self.post(ev.AttemptFailed(attempt_id, "broken", kind, rejected))
+            self.post(ev.AttemptFailed.of(attempt, "broken", kind, rejected=rejected))
 
     def _corrupt(self) -> None:
         self._fail(corrupt=True)
@@ -129,10 +129,6 @@ class Life(CoreMachine):
 
     def _timer(self) -> None:
         self.post(ev.TimerFired(self.rng.randint(0, 40)))
-        gone = [i for i in self.in_flight if i not in self.core.attempts]
-        for attempt_id in gone:  # fenced: the machine's engine is cut off as well
-            del self.in_flight[attempt_id]
-            self.abort_asked.discard(attempt_id)
 
     def _update(self) -> None:
         if not self.in_flight:

@@ -107,8 +107,7 @@ def test_partial_that_ends_in_a_stop_token_is_finished(stop_in_request: bool) ->
     first, second = list(m.in_flight)
     m.end(first)
     m.tokens(second, 6)
-    del m.in_flight[second]
-    m.post(ev.AttemptEnded(second, EngineFinish.ABORT))
+    m.post(ev.AttemptEnded.of(m.in_flight.pop(second), EngineFinish.ABORT))
 
     sample = m.core.buffer.groups[1].samples[0]
     assert sample.finish is FinishReason.STOP
@@ -122,8 +121,7 @@ def test_partial_at_its_budget_is_finished() -> None:
     ids = {a.sample.id.group: a.id for a in m.in_flight.values()}
     m.end(ids[1])
     m.tokens(ids[0], 12)
-    del m.in_flight[ids[0]]
-    m.post(ev.AttemptEnded(ids[0], EngineFinish.ABORT))
+    m.post(ev.AttemptEnded.of(m.in_flight.pop(ids[0]), EngineFinish.ABORT))
 
     assert m.core.buffer.groups[0].samples[0].finish is FinishReason.LENGTH
 
@@ -135,8 +133,7 @@ def test_stream_that_breaks_after_its_last_token_is_finished(length: int, finish
     m.post(ev.StepRequested())
     (attempt_id,) = m.in_flight
     assert m.tokens(attempt_id, 12)
-    del m.in_flight[attempt_id]
-    m.post(ev.AttemptFailed(attempt_id, "connection reset"))
+    m.post(ev.AttemptFailed.of(m.in_flight.pop(attempt_id), "connection reset"))
 
     (sample,) = m.batches[0].samples
     assert (len(sample.tokens), sample.finish) == (min(length, 12), finish)

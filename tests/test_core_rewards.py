@@ -26,7 +26,7 @@ def scored_anew() -> CoreMachine:
     m.post(ev.StepRequested())
     attempt_id = next(a.id for a in m.in_flight.values() if a.sample.id == (0, 1))
     m.tokens(attempt_id, 3)
-    m.core.handle(ev.AttemptEnded(m.in_flight.pop(attempt_id).id, EngineFinish.STOP))
+    m.core.handle(ev.AttemptEnded.of(m.in_flight.pop(attempt_id), EngineFinish.STOP))
     (command,) = m.core.handle(ev.SampleReturned(group.samples[1].id))
     assert isinstance(command, do.ScoreGroup)
     return m

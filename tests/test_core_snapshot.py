@@ -262,8 +262,7 @@ class Conversation:
         """The engine generates; 6 tokens complete the call."""
         (attempt_id,) = self.m.in_flight
         if self.m.tokens(attempt_id, count):
-            del self.m.in_flight[attempt_id]
-            self.take(self.m.core.handle(ev.AttemptEnded(attempt_id, EngineFinish.LENGTH)))
+            self.take(self.m.core.handle(ev.AttemptEnded.of(self.m.in_flight.pop(attempt_id), EngineFinish.LENGTH)))
 
 
 ALONE = settings(n=1, samples=1)

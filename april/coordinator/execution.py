@@ -145,6 +145,8 @@ class Execution:
                 self._runs_on = not everything and (self._runs_on or bool(unwanted))
                 if everything:
                     self._order("abort")
+            case do.Fence(_, attempt_ids):  # one whose result comes after all is taken then
+                self._events += [ev.AttemptEnded(i, EngineFinish.ABORT, fenced=True) for i in attempt_ids]
             case do.StartTimer(timer, seconds, _):
                 self._later(seconds, ev.TimerFired(timer))
             case do.ProbeEngine(engine):
@@ -158,7 +160,7 @@ class Execution:
             case do.Fail(error):
                 self._order("fail", error)
             case _:
-                pass  # a fenced request is taken when it comes after all; there is no end of the data and no pause
+                pass  # there is no end of the data and no pause
 
     def _later(self, seconds: float, event: ev.Event) -> None:
         def passed() -> None:

@@ -37,7 +37,7 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
     attempt.tape.append(result.tokens, result.logprobs, version)
     full = len(result.tokens) >= room
     whole = EngineFinish.LENGTH if full else EngineFinish.STOP
-    return ev.AttemptEnded(attempt.id, EngineFinish.ABORT if result.aborted else whole)
+    return ev.AttemptEnded.of(attempt, EngineFinish.ABORT if result.aborted else whole)
 
 
 def done(sample: Sample) -> Done:

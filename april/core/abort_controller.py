@@ -54,18 +54,16 @@ class AbortController:
             del self._rounds_left[attempt_id]
 
     def timer_fired(self, timer: int, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
-        """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them).
-
-        The fenced ones still have to be reported as :meth:`ended`.
-        """
+        """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them, once)."""
         if timer != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False
         late: list[Attempt] = []
         waiting: list[Attempt] = []
         for attempt in self._pending.values():
-            self._rounds_left[attempt.id] -= 1
-            (waiting if self._rounds_left[attempt.id] > 0 else late).append(attempt)
+            self._rounds_left[attempt.id] = left = self._rounds_left[attempt.id] - 1
+            if left >= 0:
+                (waiting if left else late).append(attempt)
         commands = self._ask(waiting, in_flight)
         fenced: dict[str, list[str]] = {}
         for attempt in late:

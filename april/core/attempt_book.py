@@ -47,6 +47,7 @@ class AttemptBook:
             token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
             sampling=sampling,
             tape=AttemptTape(),
+            end_ids=self._end_ids(call),
             urgent=sample.group.urgent,
         )
         self.in_flight[attempt.id] = attempt
@@ -63,8 +64,11 @@ class AttemptBook:
         return attempt
 
     def ends_in_stop(self, sample: Sample, call: GenerateCall) -> bool:
-        """A partial that ends in EOS is finished: the engine stopped in the moment of the abort."""
+        """A partial out of a saved state that ends in EOS is finished: its attempt had not ended yet."""
         if len(sample.tape) - call.start <= call.sampling.min_tokens:
             return False
-        last = int(sample.tape.tokens[-1])
-        return last in self._engines.eos_token_ids or last in call.sampling.stop_token_ids
+        return int(sample.tape.tokens[-1]) in self._end_ids(call)
+
+    def _end_ids(self, call: GenerateCall) -> frozenset[int]:
+        eos, stops = self._engines.eos_token_ids, call.sampling.stop_token_ids
+        return eos.union(stops) if stops else eos

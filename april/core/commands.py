@@ -94,7 +94,7 @@ class StartTimer:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """These attempts did not end in time: close their streams, accept nothing from them any more."""
+    """These attempts did not end in time: close their streams; answer each with AttemptEnded, ``fenced``."""
 
     engine: str
     attempt_ids: tuple[str, ...]

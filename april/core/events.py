@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from april.core.sampling import SamplingParams
-from april.core.tape import Int32
-from april.core.types import AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
+from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
+from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
 
@@ -36,7 +37,7 @@ class CallMade:
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """An attempt that goes on has completed a stop string: its tape is ``stopped``, whatever ends it now."""
+    """An attempt that goes on has completed a stop string: its counts will say so, whatever ends it now."""
 
     attempt_id: str
 
@@ -50,15 +51,24 @@ class AttemptStalled:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The engine ended an attempt; its tokens are on its tape."""
+    """An attempt is over; ``fenced``: not by its engine, which did not end it in time."""
 
     attempt_id: str
     finish: EngineFinish
+    counts: AttemptCounts = NOTHING_CAME
+    fenced: bool = False
+
+    @classmethod
+    def of(cls, attempt: Attempt, finish: EngineFinish, *, fenced: bool = False) -> Self:
+        """The end of this attempt, with what is on its tape; where that has a stop string, no budget has ended it."""
+        if finish is EngineFinish.LENGTH and attempt.tape.stopped:
+            finish = EngineFinish.STOP
+        return cls(attempt.id, finish, attempt.counts(), fenced)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """An attempt broke off. ``rejected`` tokens came and are not on its tape: corrupt ones, or of no known weights.
+    """An attempt broke off. ``rejected`` tokens came and are not in its counts: corrupt ones, or of no known weights.
 
     ``busy_s``: how long a busy engine asks to wait (0: it does not say).
     """
@@ -68,6 +78,12 @@ class AttemptFailed:
     kind: AttemptFailure = AttemptFailure.BROKE_OFF
     rejected: int = 0
     busy_s: float = 0.0
+    counts: AttemptCounts = NOTHING_CAME
+
+    @classmethod
+    def of(cls, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, **how: Any) -> Self:
+        """The failure of this attempt, with what is on its tape."""
+        return cls(attempt.id, error, kind, **how, counts=attempt.counts())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.failures import Failures
-from april.core.tape import Int32
+from april.core.tape import AttemptCounts, Int32
 from april.core.types import (
     Attempt,
     AttemptFailure,
@@ -56,7 +56,7 @@ class Generation:
             self._queue(sample, f"asks for up to {call.sampling.max_tokens} tokens")
 
     def _complete_if_it_is(self, sample: Sample) -> bool:
-        """A call whose tokens end in EOS, or have used its budget, is complete, whatever cut them off there."""
+        """A call out of a saved state is complete if its tokens end in EOS, or have used its budget."""
         call, attempts = sample.call, self._context.attempts
         assert call is not None
         if attempts.ends_in_stop(sample, call):
@@ -158,31 +158,32 @@ class Generation:
         self._context.counters["stalled_attempts"] += 1
         self._context.stop([attempt])
 
-    def attempt_ended(self, event: ev.AttemptEnded, *, fenced: bool = False) -> None:
-        """An attempt is over, by itself or because it was asked to end; ``fenced``: its engine had no part in that."""
-        context = self._context
-        attempt = self._take(event.attempt_id)
+    def attempt_ended(self, event: ev.AttemptEnded) -> None:
+        """An attempt is over, by itself or because it was asked to end."""
+        context, counts = self._context, event.counts
+        attempt = self._take(event)
         if attempt is None:
             return
+        came = counts.tokens
         # others may never have reached it
-        if not fenced and (event.finish is not EngineFinish.ABORT or attempt.tape.parsed):
+        if not event.fenced and (event.finish is not EngineFinish.ABORT or came or counts.after_stop):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
-        self._keep(attempt)
+        self._keep(attempt, came)
         if attempt.dropped_for is not None:
             return
         sample = attempt.sample
         if attempt.doubtful:
-            self._queue(sample, f"engine {attempt.engine} had other weights: {attempt.tape.count} tokens dropped")
+            self._queue(sample, f"engine {attempt.engine} had other weights: {came} tokens dropped")
             return
-        if self._complete_after(attempt, event.finish):
+        if self._complete_after(sample, event.finish, counts):
             return
         if attempt.stalled:
-            self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=attempt.tape.count > 0)
+            self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=came > 0)
             return
-        if not attempt.tape.count:
+        if not came:
             context.counters["empty_partials"] += 1
         sample.attempt_failures, sample.avoid = 0, ""
-        self._queue(sample, f"partial after {attempt.tape.count} tokens")
+        self._queue(sample, f"partial after {came} tokens")
 
     def _broke_off(self, attempt: Attempt, error: str, *, progressed: bool) -> None:
         """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
@@ -193,20 +194,21 @@ class Generation:
         if sample.attempt_failures >= self._context.settings.max_attempt_failures:
             self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
 
-    def _complete_after(self, attempt: Attempt, finish: EngineFinish) -> bool:
-        """Complete the call if this attempt brought its last token."""
-        if attempt.tape.stopped or finish is EngineFinish.STOP:
-            self._complete_call(attempt.sample, FinishReason.STOP)
-        elif finish is EngineFinish.LENGTH:
-            self._complete_call(attempt.sample, FinishReason.LENGTH)
+    def _complete_after(self, sample: Sample, finish: EngineFinish, counts: AttemptCounts) -> bool:
+        """Complete the call if this attempt brought its last token, whatever cut it off there."""
+        assert sample.call is not None
+        if finish is EngineFinish.STOP or (finish is EngineFinish.ABORT and counts.ends):
+            self._complete_call(sample, FinishReason.STOP)
+        elif finish is EngineFinish.LENGTH or self._context.attempts.budget(sample, sample.call) <= 0:
+            self._complete_call(sample, FinishReason.LENGTH)
         else:
-            return self._complete_if_it_is(attempt.sample)
+            return False
         return True
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
         """An attempt broke off; its tokens are kept unless they cannot be true."""
-        context = self._context
-        attempt = self._take(event.attempt_id)
+        context, came = self._context, event.counts.tokens
+        attempt = self._take(event)
         if attempt is None:
             return
         kind, corrupt = event.kind, event.kind is AttemptFailure.CORRUPT
@@ -216,10 +218,10 @@ class Generation:
         context.tokens.observe(event.rejected)
         context.tokens.drop(event.rejected, DropReason.UNKNOWN_WEIGHTS if written else DropReason.CORRUPT)
         if corrupt:
-            context.tokens.observe(attempt.tape.count)
-            context.tokens.drop(attempt.tape.count, DropReason.CORRUPT)
+            context.tokens.observe(came)
+            context.tokens.drop(came, DropReason.CORRUPT)
         else:
-            self._keep(attempt)
+            self._keep(attempt, came)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
@@ -234,7 +236,7 @@ class Generation:
             self._queue(attempt.sample, f"refused: {event.error}")
             self._failures.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
             return
-        if not corrupt and self._complete_after(attempt, EngineFinish.ABORT):
+        if not corrupt and self._complete_after(attempt.sample, EngineFinish.ABORT, event.counts):
             return
         if written:
             why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
@@ -244,24 +246,27 @@ class Generation:
             attempt.sample.avoid = attempt.engine
             self._queue(attempt.sample, f"engine {attempt.engine} is busy")
             return
-        self._broke_off(attempt, event.error, progressed=attempt.tape.count > 0 and not corrupt)
+        self._broke_off(attempt, event.error, progressed=came > 0 and not corrupt)
 
-    def _take(self, attempt_id: str) -> Attempt | None:
+    def _take(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""
-        context = self._context
-        attempt = context.attempts.close(attempt_id)
+        context, after_stop = self._context, event.counts.after_stop
+        attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
             context.counters["late_events"] += 1
-        elif attempt.tape.after_stop:
-            context.tokens.observe(attempt.tape.after_stop)
-            context.tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
-            context.counters["after_stop_tokens"] += attempt.tape.after_stop
-        context.aborts.ended(attempt_id)
+            return None
+        if event.counts.tokens != attempt.tape.count:
+            raise context.impossible(attempt.sample, f"has {attempt.tape.count} new tokens, its end says otherwise")
+        if after_stop:
+            context.tokens.observe(after_stop)
+            context.tokens.drop(after_stop, DropReason.AFTER_STOP)
+            context.counters["after_stop_tokens"] += after_stop
+        context.aborts.ended(attempt.id)
         return attempt
 
-    def _keep(self, attempt: Attempt) -> None:
+    def _keep(self, attempt: Attempt, count: int) -> None:
         """The attempt's tokens move to the sample, or into the ledger, under the reason they are dropped for."""
-        count, sample = attempt.tape.count, attempt.sample
+        sample = attempt.sample
         self._context.tokens.observe(count)
         if attempt.lost_for is not None:
             self._context.tokens.drop(count, attempt.lost_for)

@@ -27,7 +27,6 @@ from april.core.step import Step
 from april.core.types import (
     AttemptFailure,
     DropReason,
-    EngineFinish,
     Group,
     OnDataEnd,
     OnLongPrompt,
@@ -415,7 +414,6 @@ class RolloutCore:
             self.counters["fenced_attempts"] += 1
             if self.engines.failed(attempt.engine, at_once=True):
                 self.context.out.append(do.ProbeEngine(attempt.engine))
-            self._generation.attempt_ended(ev.AttemptEnded(attempt.id, EngineFinish.ABORT), fenced=True)
 
     def _tokens_unused(self, event: ev.TokensUnused) -> None:
         self.tokens.observe(event.count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,15 +52,35 @@ def versions_of(segments: Sequence[Segment]) -> Int32:
     return np.repeat(np.array([s.version for s in segments], np.int32), [s.count for s in segments], axis=0)
 
 
+class AttemptCounts(NamedTuple):
+    """What an attempt has brought, in numbers: its tokens stay on its tape."""
+
+    spans: tuple[tuple[PolicyVersion, int], ...] = ()
+    """Tokens that belong to the response, run-length: (version, count)."""
+    ends: bool = False
+    """The last of them ends the response: EOS, a stop token, or it completes a stop string."""
+    after_stop: int = 0
+    """Tokens that came after a stop string, to be dropped."""
+
+    @property
+    def tokens(self) -> int:
+        """Those that belong to the response."""
+        return sum([count for _, count in self.spans])
+
+
+NOTHING_CAME = AttemptCounts()
+
+
 class AttemptTape:
     """Chunks of one attempt, appended as they arrive; packed when the attempt has ended."""
 
-    __slots__ = ("_logprobs", "_spans", "_tokens", "after_stop", "count", "stopped")
+    __slots__ = ("_logprobs", "_tokens", "after_stop", "count", "spans", "stopped")
 
     def __init__(self) -> None:
         self._tokens: list[Int32] = []
         self._logprobs: list[Float32] = []
-        self._spans: list[tuple[PolicyVersion, int]] = []
+        self.spans: list[tuple[PolicyVersion, int]] = []
+        """The versions of its tokens, run-length: (version, count)."""
         self.count = 0
         self.stopped = False
         """The last token completes a stop string: nothing may be appended any more."""
@@ -83,19 +104,19 @@ class AttemptTape:
             return
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
-        if self._spans and self._spans[-1][0] == version:
-            self._spans[-1] = (version, self._spans[-1][1] + count)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + count)
         else:
-            self._spans.append((version, count))
+            self.spans.append((version, count))
         self.count += count
 
     def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:
         """Everything so far as (tokens [T], logprobs [T], [(version, count)])."""
         if len(self._tokens) == 1:
-            return self._tokens[0], self._logprobs[0], self._spans
+            return self._tokens[0], self._logprobs[0], self.spans
         if not self._tokens:
             return NO_TOKENS, NO_LOGPROBS, []
-        return np.concatenate(self._tokens), np.concatenate(self._logprobs), self._spans
+        return np.concatenate(self._tokens), np.concatenate(self._logprobs), self.spans
 
 
 class TokenTape:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from april.core.sampling import SamplingParams
-from april.core.tape import AttemptTape, Int32, TokenTape
+from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
@@ -205,6 +205,8 @@ class Attempt:
     """Prompt plus the response so far."""
     sampling: SamplingParams
     tape: AttemptTape
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the response: EOS, and stop tokens of the request."""
     urgent: bool = False
     stalled: bool = False
     """It was asked to end because its engine was silent."""
@@ -212,6 +214,14 @@ class Attempt:
     """Its sample went on without it: its tokens are dropped for this reason."""
     doubtful: bool = False
     """Nobody knows which weights wrote its tokens: they are dropped, and its sample goes on from what it had."""
+
+    def counts(self) -> AttemptCounts:
+        """What it has brought so far, for the event that ends it."""
+        tape = self.tape
+        if not tape.count:
+            return NOTHING_CAME
+        ends = tape.stopped or (tape.count > self.sampling.min_tokens and tape.last_token in self.end_ids)
+        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop)
 
     @property
     def lost_for(self) -> DropReason | None:

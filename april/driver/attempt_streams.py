@@ -1,7 +1,7 @@
 """Attempt streams: every engine request, from its submission to the event that accounts for it.
 
-Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, unless it was fenced; after that
-event, or the fence, nothing is written to its tape.
+Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, with the counts of its tape; after
+that event nothing is written to it.
 """
 
 from __future__ import annotations
@@ -119,29 +119,30 @@ class AttemptStreams:
             # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
             if self._sweeps[attempt.engine]:
                 await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
-            event = ev.AttemptEnded(attempt.id, EngineFinish.ABORT if stream.aborted else await self._read(stream))
+            finish = EngineFinish.ABORT if stream.aborted else await self._read(stream)
+            event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
             # what a stop string has ended was found good before
             kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else AttemptFailure.CORRUPT
-            event = ev.AttemptFailed(attempt.id, str(rejected), kind, rejected=rejected.tokens)
+            event = ev.AttemptFailed.of(attempt, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
             # it contradicts itself: nobody knows since when, so nothing of it is believed
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, error)
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {error}", AttemptFailure.CORRUPT)
+            event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", AttemptFailure.CORRUPT)
         except EngineBusy as busy:
-            event = ev.AttemptFailed(attempt.id, str(busy), AttemptFailure.BUSY, busy_s=busy.retry_after_s or 0.0)
+            event = ev.AttemptFailed.of(attempt, str(busy), AttemptFailure.BUSY, busy_s=busy.retry_after_s or 0.0)
         except RequestRefused as refused:
             log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
-            event = ev.AttemptFailed(attempt.id, str(refused), AttemptFailure.REFUSED)
+            event = ev.AttemptFailed.of(attempt, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
             self._weights.refuse(str(error))
-            event = ev.AttemptFailed(attempt.id, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
+            event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(error)}")
+            event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(error)}")
         except asyncio.CancelledError as error:
-            event = ev.AttemptFailed(attempt.id, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
+            event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
         self._silence.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
             self._busy.change(-1, asyncio.get_running_loop().time())
@@ -321,11 +322,14 @@ class AttemptStreams:
     def fence(self, command: do.Fence) -> None:
         """Close streams that did not end in time; whatever they still yield goes nowhere."""
         for attempt_id in command.attempt_ids:
-            stream = self._open.pop(attempt_id, None)
+            stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
+                self._catch_up(stream)
+                del self._open[attempt_id]
                 self._busy.change(-1, asyncio.get_running_loop().time())
                 self._silence.stop(stream)
                 stream.task.cancel()
+                self._post(ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
 
 
 class _Rejected(Exception):

@@ -450,7 +450,6 @@ class RolloutDriver:
             log.warning("%s", command.why)
 
         def fired() -> None:
-            self.streams.catch_up()  # it may fence attempts, which closes their tapes
             self.post(ev.TimerFired(command.timer))
             self.engines_changed.set()
 

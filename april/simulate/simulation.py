@@ -222,8 +222,9 @@ class Simulation:
     def _abort(self, engine: str, attempt_ids: tuple[str, ...]) -> None:
         self._catch_up(engine)
         for attempt_id, count in self.decoders[engine].abort(attempt_ids).items():
-            self._append(self._running.pop(attempt_id).attempt, count)
-            self._events.append(ev.AttemptEnded(attempt_id, EngineFinish.ABORT))
+            attempt = self._running.pop(attempt_id).attempt
+            self._append(attempt, count)
+            self._events.append(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
 
     def _catch_up(self, engine: str) -> None:
         """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
@@ -233,7 +234,8 @@ class Simulation:
     def _ended(self, attempt_id: str, queue: bool = False) -> None:
         running = self._running.pop(attempt_id)
         self._append(running.attempt, running.count)
-        event = ev.AttemptEnded(attempt_id, EngineFinish.STOP if running.complete else EngineFinish.LENGTH)
+        finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
+        event = ev.AttemptEnded.of(running.attempt, finish)
         if queue:
             self._events.append(event)
         else:
