@@ -34,7 +34,7 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
         return None
     _said.add(digest)
 
-    def look() -> None:
+    def compare() -> None:
         try:
             store = torch_ranks.distributed_c10d._get_default_store()
             equal = store.add(f"april/first_rollouts/{digest}", 1)
@@ -49,6 +49,6 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
                 seed,
             )
 
-    thread = threading.Thread(target=look, name="april-ranks", daemon=True)
+    thread = threading.Thread(target=compare, name="april-ranks", daemon=True)
     thread.start()
     return thread

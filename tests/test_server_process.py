@@ -29,7 +29,7 @@ KINDS = ["token route", "plain vllm", "openai"]
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "AGAIN_S", 0.0)
-    monkeypatch.setattr(server_process, "LOOKS_APART_S", 0.0)
+    monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
 
 
 class World:

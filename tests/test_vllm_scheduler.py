@@ -146,7 +146,7 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
     """No batch with tokens of the start's weights: the step fails by name, and goes on after the next update."""
     monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
-    monkeypatch.setattr(server_process, "LOOKS_APART_S", 0.0)
+    monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)
     server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
 

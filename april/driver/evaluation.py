@@ -20,7 +20,7 @@ from april.driver.llm import AFTER_ITS_END, LLM, Completion, checked_call, compl
 from april.driver.rewards import Response, checked_reward, checked_rewards, response_of
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
-from april.driver.user_calls import Call, Waiting
+from april.driver.user_calls import Call, PendingCall
 from april.driver.user_code import describe
 from april.engines.protocol import Request
 from april.errors import EngineError, RolloutError
@@ -95,7 +95,7 @@ class Evaluator:
                     return await self._generate(pool, sample, params, token_ids, seed)
 
             arguments = (sample.group.prompt, LLM(sample.id, sampling, generate))
-            waiting = Waiting()
+            waiting = PendingCall()
             async with threads:
                 call = calls.begin_async(self._driver.rollout, arguments, sample.id, waiting.answered)
                 try:

@@ -128,8 +128,8 @@ class UserCalls:
 
         Raises whatever the function raises, and RolloutError if it takes too long.
         """
-        waiting = Waiting()
-        return await waiting.wait(self.begin(function, args, where, waiting.answered))
+        pending = PendingCall()
+        return await pending.wait(self.begin(function, args, where, pending.answered))
 
     def leave(self, call: Call) -> None:
         """If it holds a place, the next may have it."""
@@ -208,7 +208,7 @@ class UserCalls:
             call.answer(outcome.take(), error)
 
 
-class Waiting:
+class PendingCall:
     """Waits for the answer of one call."""
 
     def __init__(self) -> None:

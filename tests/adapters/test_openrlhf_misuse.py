@@ -13,7 +13,7 @@ from adapters.openrlhf_stand_in import SamplesGenerator, installed, namespace
 from april.adapters.openrlhf import main
 from april.adapters.openrlhf.arguments import config_of, split_flags
 from april.adapters.openrlhf.framework import require_openrlhf, undecorated
-from april.adapters.openrlhf.samples import Scored, prompt_ids, row_of, trained_ranges
+from april.adapters.openrlhf.samples import RewardResult, prompt_ids, row_of, trained_ranges
 from april.errors import ConfigError, RolloutError
 
 OVER = {"over_sampling_batch_size": 8}
@@ -155,14 +155,14 @@ def test_rows_that_april_cannot_use() -> None:
 
 def test_answers_of_reward_functions() -> None:
     """Numbers, lists and arrays of one; the score is the reward where there is none."""
-    assert Scored.of({"rewards": [0.5], "extra_logs": {"a": [[2]]}}) == Scored(0.5, 0.5, {"a": 2.0})
-    assert Scored.of({"rewards": 1, "scores": 0, "extra_logs": None}) == Scored(1.0, 0.0, {})
+    assert RewardResult.of({"rewards": [0.5], "extra_logs": {"a": [[2]]}}) == RewardResult(0.5, 0.5, {"a": 2.0})
+    assert RewardResult.of({"rewards": 1, "scores": 0, "extra_logs": None}) == RewardResult(1.0, 0.0, {})
     for answer in (None, {}, {"rewards": None}, [0.5]):
         with pytest.raises(RolloutError, match="expected a mapping with rewards"):
-            Scored.of(answer)
+            RewardResult.of(answer)
     for value in ([], "much", object()):
         with pytest.raises(RolloutError, match="where a number is needed"):
-            Scored.of({"rewards": value})
+            RewardResult.of({"rewards": value})
 
 
 def test_what_is_trained() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from april.adapters.openrlhf.engine import connect
 from april.adapters.openrlhf.prompts import KEY, Prompts
-from april.adapters.openrlhf.samples import Held, Scored, judged_text, prompt_ids, responses_of
+from april.adapters.openrlhf.samples import Held, RewardResult, judged_text, prompt_ids, responses_of
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
@@ -101,13 +101,13 @@ class Rollouts:
     def _follow_weights(self) -> None:
         """The trainer has put weights into the engines since the last step as often as the engines say."""
         assert self.scheduler is not None
-        now = self._look()
+        now = self._updates_of_engines()
         while self._pushes < now:
             # they are there: april counts them, and has the cached keys of the old ones thrown away
             self.scheduler.weight_update(transfer=lambda: None)
             self._pushes += 1
 
-    def _look(self) -> int:
+    def _updates_of_engines(self) -> int:
         async def all_engines() -> list[int]:
             return list(await asyncio.gather(*(engine.pushes() for engine in self._engines)))
 
@@ -123,7 +123,7 @@ class Rollouts:
 
     def _open(self) -> RolloutScheduler:
         self._engines = asyncio.run(_list(self._open_engines(self._actors)))
-        self._pushes = self._look()
+        self._pushes = self._updates_of_engines()
         filters = bool(self._args.algo.dynamic_filtering_enable)
         scheduler = RolloutScheduler(
             self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
@@ -151,7 +151,7 @@ class Rollouts:
         engine = self._engines[(response.sample_id.group + response.sample_id.index) % len(self._engines)]
         query = judged_text(self._tokenizer, prompt, response)
         answer = await engine.judge(query, prompt.data["prompt"], prompt.data["label"])
-        scored = self._scored[response.sample_id] = Scored.of(answer)
+        scored = self._scored[response.sample_id] = RewardResult.of(answer)
         return scored.reward
 
     def _in_range(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
@@ -221,7 +221,7 @@ class Rollouts:
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
         try:
             self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
-            self._scored.update({SampleId(group, index): Scored(*said) for group, index, *said in saved["scored"]})
+            self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(error) from error
         scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has put the weights there

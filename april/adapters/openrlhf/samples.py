@@ -21,7 +21,7 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class RewardResult:
     """What OpenRLHF's reward function or server says of one response."""
 
     reward: float
@@ -29,7 +29,7 @@ class Scored:
     logs: Mapping[str, float]
 
     @classmethod
-    def of(cls, answer: Any) -> Scored:
+    def of(cls, answer: Any) -> RewardResult:
         """From ``{"rewards", "scores", "extra_logs"}``, each a number or a list or tensor of one.
 
         Raises RolloutError where there is no reward in it.
@@ -50,7 +50,7 @@ def _number(value: Any) -> float:
         raise RolloutError(f"a reward function gave {value!r} where a number is needed") from None
 
 
-Held = dict[SampleId, Scored]
+Held = dict[SampleId, RewardResult]
 """Of finished responses that are not delivered yet."""
 
 

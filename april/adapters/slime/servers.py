@@ -28,30 +28,30 @@ class Weights:
     def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
         self._router, self._relabels = router, relabels
         self._last_id = rollout_id
-        self._told: int | None = None
+        self._given: int | None = None
         self.names: dict[PolicyVersion, tuple[str, int]] = {}
         """What slime calls the weights of a version, and the rollout that began under it."""
         self.urls, self._seen = self._ask()
         self._said, self._known = self._seen, self._seen
         self._labelled = any(label not in UNLABELLED for label in self._seen)
 
-    def look(self, rollout_id: int, told: int | None) -> bool:
+    def updated(self, rollout_id: int, given: int | None) -> bool:
         """Whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
 
-        ``told``: their version, where the trainer says it; else the servers' labels tell.
+        ``given``: their version, where the trainer says it; else the servers' labels tell.
         """
         self.urls, self._seen = self._ask()
-        self._said = self._seen if told is None else (str(told),)
-        last, self._last_id, before, self._told = self._last_id, rollout_id, self._told, told
+        self._said = self._seen if given is None else (str(given),)
+        last, self._last_id, before, self._given = self._last_id, rollout_id, self._given, given
         self._labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
         if rollout_id == last:
             return False
-        if told is not None:
-            return told != before
+        if given is not None:
+            return given != before
         return not self._labelled or self._seen != self._known
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """What the servers had when they were last looked at is ``version``, and april's engines know it."""
+        """What the servers had when they were last asked is ``version``, and april's engines know it."""
         named = [label for label in self._said if label not in UNLABELLED]
         self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
         for old in sorted(self.names)[:-NAMED_VERSIONS]:

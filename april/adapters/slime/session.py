@@ -115,7 +115,7 @@ class Session:
     def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
         """Take over what the trainer has done to servers and weights since the last call."""
         before = self._weights.urls
-        updated = self._weights.look(rollout_id, weight_version)
+        updated = self._weights.updated(rollout_id, weight_version)
         if self._weights.urls != before:
             self._move(before)
         elif updated:

@@ -16,7 +16,7 @@ Call = Callable[[], Coroutine[Any, Any, object]]
 
 
 @asynccontextmanager
-async def standing_still(pause: Call, resume: Call) -> AsyncIterator[None]:
+async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
     """``pause`` before, ``resume`` after, also where the pause fails or is cancelled: the server may have taken it.
 
     Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing.

@@ -16,9 +16,9 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import ServerMetrics, read_metrics
 from april.errors import EngineError
 
-PAUSE_LOOK_S = 5.0
+PAUSE_CHECK_S = 5.0
 """Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""
-LOOKS_APART_S = 0.1
+CHECKS_APART_S = 0.1
 """Between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
 PATIENCE_S = 10.0
 """How long answers are held back while the server does not say which process it is."""
@@ -27,7 +27,7 @@ AGAIN_S = 0.5
 
 UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
 
-Look = Callable[[], Awaitable[bool | None]]
+Check = Callable[[], Awaitable[bool | None]]
 """Whether the server has the present weights; None: it does not say."""
 
 
@@ -48,7 +48,7 @@ class ServerProcess:
         self.keeps_weights = True
         """A process that is started anew has the present weights too: they are those of the start."""
 
-    async def look(self) -> tuple[bool | None, ServerMetrics]:
+    async def check(self) -> tuple[bool | None, ServerMetrics]:
         """Whether it is the one that has the present weights (None: it does not say), and its metrics."""
         metrics = await read_metrics(self._client, self._route)
         if self._present is None:
@@ -61,7 +61,7 @@ class ServerProcess:
     async def pause(self) -> None:
         """Remember the process: the trainer may write weights into it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(PAUSE_LOOK_S):
+            async with asyncio.timeout(PAUSE_CHECK_S):
                 metrics = await read_metrics(self._client, self._route)
                 self._seen = metrics.started_s or self._seen
         self._paused = self._seen, self._client.refusals
@@ -92,23 +92,23 @@ class ServerProcess:
 class Confirmation:
     """Answers wait here until the server was seen to have the present weights after they had begun.
 
-    Whoever answers on a port before and after such a look is the process that was seen: one look is enough for all
+    Whoever answers on a port before and after such a check is the process that was seen: one check is enough for all
     of a stream, and for all streams that had begun by then, whatever it says.
     """
 
-    def __init__(self, look: Look, name: str) -> None:
-        self._look = look
+    def __init__(self, check: Check, name: str) -> None:
+        self._check = check
         self._name = name
         self._confirmed_s = -math.inf
-        """When the last look began that has seen them."""
-        self._looked_s = -math.inf
-        """When the last look of all began."""
+        """When the last check began that has seen them."""
+        self._checked_s = -math.inf
+        """When the last check of all began."""
         self._same: bool | None = None
         """What came of it."""
         self._one = asyncio.Lock()
 
     async def since(self, began_s: float, *, patience_s: float | None = None) -> None:
-        """Until it was seen, by a look that began at ``began_s`` (loop time) or later.
+        """Until it was seen, by a check that began at ``began_s`` (loop time) or later.
 
         Raises:
             EngineError: it has other weights, or did not say which for ``patience_s`` (None: PATIENCE_S).
@@ -120,11 +120,11 @@ class Confirmation:
             async with self._one:
                 if self._confirmed_s >= began_s:
                     return
-                if self._looked_s < began_s or self._looked_s <= heard_s:
-                    await self._look_once()
+                if self._checked_s < began_s or self._checked_s <= heard_s:
+                    await self._check_once()
                 if self._confirmed_s >= began_s:
                     return
-                heard_s, same = self._looked_s, self._same
+                heard_s, same = self._checked_s, self._same
             if same is False:
                 raise EngineError(
                     f"engine {self._name} was started anew and has not the weights that it was given; its answers are "
@@ -138,11 +138,11 @@ class Confirmation:
             if same is None:
                 await asyncio.sleep(AGAIN_S)
 
-    async def _look_once(self) -> None:
+    async def _check_once(self) -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, self._looked_s + LOOKS_APART_S - loop.time()))
-        looked_s = loop.time()
-        self._same = await self._look()
-        self._looked_s = looked_s
+        await asyncio.sleep(max(0.0, self._checked_s + CHECKS_APART_S - loop.time()))
+        checked_s = loop.time()
+        self._same = await self._check()
+        self._checked_s = checked_s
         if self._same:
-            self._confirmed_s = looked_s
+            self._confirmed_s = checked_s

@@ -115,7 +115,7 @@ class OpenAIEngine(ServerEngine):
             await self._confirmation.since(now_s, patience_s=0.0 if broken else None)
 
     async def _has_weights(self) -> bool | None:
-        return (await self._process.look())[0]
+        return (await self._process.check())[0]
 
     def _end(self, stream: CompletionStream, inbox: _Inbox) -> EngineFinish:
         """Why the stream ended; raises if it broke off before."""
@@ -173,7 +173,7 @@ class OpenAIEngine(ServerEngine):
         if not reply.ok or is_page(reply):
             what = "a page" if reply.ok else str(reply.status)
             return Health(False, f"{self._client.url} answers {what} to a health probe")
-        same, metrics = await self._process.look()
+        same, metrics = await self._process.check()
         detail = {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
         counters = {"open_streams": float(len(self._open))}
         return Health(same is not None, detail, counters, same is not False, metrics.load)

@@ -11,7 +11,7 @@ from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_pause import standing_still
+from april.engines.http.server_pause import while_paused
 from april.engines.http.server_probe import (
     NARROW,
     NO_EOS,
@@ -174,7 +174,7 @@ async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tup
         if not said and not paused:
             await client.call("POST", "/continue_generation", {}, timeout_s=PROBE_S, retry=True)
 
-    async with standing_still(ask, undo):
+    async with while_paused(ask, undo):
         pass
     return tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
 

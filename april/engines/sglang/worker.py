@@ -15,8 +15,8 @@ import msgspec
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import CONTROL_TIMEOUT_S, HttpClient
 from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_pause import standing_still
-from april.engines.http.server_process import PAUSE_LOOK_S
+from april.engines.http.server_pause import while_paused
+from april.engines.http.server_process import PAUSE_CHECK_S
 from april.engines.http.server_words import control, nothing, require_words, says, text_under, words_of
 from april.engines.http.weight_labels import WeightLabels, another_process, marked
 from april.engines.http.wire_errors import error_text
@@ -117,7 +117,7 @@ class SglangWorker:
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """See :func:`~april.engines.http.weight_labels.marked`."""
-        async with asyncio.timeout(PAUSE_LOOK_S):
+        async with asyncio.timeout(PAUSE_CHECK_S):
             return await marked(self, labels, self.offer.weight_version)
 
     async def update(
@@ -254,7 +254,7 @@ class SglangWorker:
             yield
             return
         # the body may be empty but must be there
-        async with standing_still(
+        async with while_paused(
             lambda: control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"}),
             lambda: control(self.client, "/continue_generation", says("status", "ok"), body={}),
         ):

@@ -17,9 +17,9 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import read_metrics
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_pause import standing_still
+from april.engines.http.server_pause import while_paused
 from april.engines.http.server_pool import connect_all
-from april.engines.http.server_process import PAUSE_LOOK_S, UNSAID, Confirmation, ServerProcess
+from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
 from april.engines.http.server_stream import ServerStream
 from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
 from april.engines.http.weight_directories import why_unloadable
@@ -85,7 +85,7 @@ class VllmEngine(ServerEngine):
             return
         if self._capabilities.abort_means is AbortMeans.PAUSE:
             self._unwanted.update(ids)
-            async with self._standing_still("abort"):
+            async with self._paused_server("abort"):
                 return
         route = self.offer.abort_route
         body = {"request_ids": [engine_id(self.offer.route, i) for i in ids]}
@@ -99,7 +99,7 @@ class VllmEngine(ServerEngine):
         await self._process.pause()
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
-            async with asyncio.timeout(PAUSE_LOOK_S):
+            async with asyncio.timeout(PAUSE_CHECK_S):
                 self._paused_as = await marked(self, self._labels, self.offer.label)
 
     async def resume(self) -> None:
@@ -232,14 +232,14 @@ class VllmEngine(ServerEngine):
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        async with self._standing_still("keep"):
+        async with self._paused_server("keep"):
             yield
 
     @asynccontextmanager
-    async def _standing_still(self, mode: str) -> AsyncIterator[None]:
+    async def _paused_server(self, mode: str) -> AsyncIterator[None]:
         """One pause at a time: the end of another would end this one."""
         params = {"mode": mode, "clear_cache": "false"}
-        async with self._pausing, standing_still(
+        async with self._pausing, while_paused(
             lambda: control(self._client, "/pause", says("status", "paused"), params=params),
             lambda: control(self._client, "/resume", says("status", "resumed")),
         ):
@@ -258,7 +258,7 @@ class VllmEngine(ServerEngine):
             paused = await self._is_paused()
         except EngineError as error:
             return Health(False, str(error))
-        same, metrics = await self._process.look()
+        same, metrics = await self._process.check()
         current = same is not False and label in (None, self._labels.of(self._version))
         known = same is not None or label is not None
         load = metrics.load
@@ -274,7 +274,7 @@ class VllmEngine(ServerEngine):
     async def _has_weights(self) -> bool | None:
         """Whether it has the present weights; None: it does not say."""
         if self.offer.label is None:
-            return (await self._process.look())[0]
+            return (await self._process.check())[0]
         try:
             return await self.label() == self._labels.of(self._version)
         except EngineError:
