@@ -394,7 +394,7 @@ def limited(**arguments: Any) -> april.RolloutScheduler:
 
 def test_a_plain_reward_that_hangs_is_asked_again(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left behind in its thread, which gives its place to the next; close does not wait for it."""
-    monkeypatch.setattr("april.config.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr("april.driver.user_calls.PLAIN_FUNCTIONS_AT_ONCE", 1)
     hung: list[str] = []
 

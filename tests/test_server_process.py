@@ -126,7 +126,7 @@ def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
                 looks += 1
                 return await real()
 
-            real, w.engine._confirmation._look = w.engine._confirmation._look, look
+            real, w.engine._confirmation._check = w.engine._confirmation._check, look
             await until(lambda: looks >= 3)
             assert not reading.done()
             w.metrics(None)

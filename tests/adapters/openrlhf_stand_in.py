@@ -15,7 +15,7 @@ from typing import Any
 
 from real_schedulers import LENGTHS, VOCAB
 
-import april.adapters
+import april.adapters.openrlhf
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import Rollouts
 from april.engines.simulated.decode_cost import DecodeCost
@@ -359,7 +359,7 @@ def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
     before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf.actors")}
     sys.modules.update(made)
     sys.modules.pop("april.adapters.openrlhf.actors", None)
-    vars(april.adapters).pop("openrlhf_actors", None)
+    vars(april.adapters.openrlhf).pop("actors", None)
     try:
         yield made
     finally:

@@ -221,7 +221,7 @@ def test_dynamic_filtering() -> None:
 
 def test_a_reward_function_that_fails_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF would train it without a reward; april tries again, then drops the group by name."""
-    monkeypatch.setattr("april.config.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
     failures: Counter[str] = Counter()
 
     def fails(query: str, prompt: str, label: str) -> Any:
