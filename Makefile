@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # Aborted requests per engine in test-engines.
 ABORTS ?= 1000
 
-.PHONY: demo demo-vllm demo-sglang test test-engines test-adapters verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test test-engines test-adapters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -29,8 +29,12 @@ test-adapters: $(VENV)/.installed
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.demo $*
 
+# The pages as a site, runs/site/index.html; a broken link or a signature that is not documented is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # Everything there is.
-verify: test test-engines test-adapters demo demo-vllm demo-sglang
+verify: test docs test-engines test-adapters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing
@@ -45,6 +49,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[demo]" --group test --group lint
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
 clean:

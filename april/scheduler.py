@@ -343,9 +343,10 @@ class RolloutScheduler:
         again, and what their calls had generated is answered from the state as long as they ask the same.
 
         Args:
-            path, transfer: how the engines get the weights of the checkpoint, as in :meth:`weight_update`. Neither:
-                they read the model in place, which has them already. Servers hold whatever they were started with, or
-                the weights of a run that went on after the checkpoint, so neither is refused there.
+            path: how the engines get the weights of the checkpoint, as in :meth:`weight_update`.
+            transfer: the same. Neither: they read the model in place, which has them already. Servers hold whatever
+                they were started with, or the weights of a run that went on after the checkpoint, so neither is refused
+                there.
 
         Returns:
             The policy version: that of the weights in the checkpoint, in the new incarnation. Tokens that these weights

@@ -22,15 +22,15 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: str = README) -> list[str]:
     """Fenced blocks of one language, indentation of list items taken off."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", README, re.S | re.M)
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", page, re.S | re.M)
     return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
-def block(word: str) -> str:
+def block(word: str, page: str = README) -> str:
     """The one Python block that contains ``word``."""
-    (found,) = [b for b in blocks("python") if word in b]
+    (found,) = [b for b in blocks("python", page) if word in b]
     return found
 
 
@@ -72,13 +72,19 @@ def test_the_loop_in_the_readme_runs_and_is_at_most_15_lines() -> None:
     assert 0 < (space["ratio"].log().abs()).mean() < 1
 
 
-def test_the_flags_in_the_readme_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argparse lines, copied from the README, with a command line."""
+def test_the_readme_is_short() -> None:
+    """A reader in a hurry: at most 1,500 words."""
+    assert len(README.split()) <= 1500
+
+
+def test_the_flags_in_the_docs_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argparse lines, copied from docs/settings.md, with a command line."""
+    page = (ROOT / "docs" / "settings.md").read_text("utf-8")
     space: dict[str, Any] = {"april": april, "argparse": argparse}
     flags = ["--rollout-batch-size", "4", "--over-sampling-batch-size", "6", "--max-response-len", "9"]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])
 
-    exec(compile(block("add_april_arguments"), "README.md", "exec"), space)  # noqa: S102 - this is what the test is about
+    exec(compile(block("add_april_arguments", page), "settings.md", "exec"), space)  # noqa: S102 - this is what the test is about
 
     assert space["config"] == april.Config(rollout_batch_size=4, over_sampling_batch_size=6, max_response_len=9)
 

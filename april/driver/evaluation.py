@@ -36,7 +36,7 @@ class EvaluationResult:
     """Responses and rewards of an evaluation, prompt by prompt."""
 
     responses: tuple[tuple[Response, ...], ...]
-    """[prompts][n]"""
+    """``[prompts][n]``"""
     rewards: NDArray[np.float64]
     """float64 [prompts, n]"""
 

@@ -74,6 +74,8 @@ class LLM:
     ) -> Completion:
         """Continue the conversation; returns when the response is complete, however many steps that takes.
 
+        Sampling arguments hold for this call, instead of the configuration.
+
         Args:
             token_ids: the conversation to continue: the prompt, everything generated so far, and what the
                 environment adds (it becomes a segment without loss). None: as it stands.
@@ -83,7 +85,7 @@ class LLM:
             stop: strings that end the response: the token that completes one is the last that is kept, so the text
                 may run on to that token's end. A match lies in this call's tokens; the first ``min_tokens`` cannot
                 complete one. Needs the scheduler's ``tokenizer``.
-            min_tokens, temperature, top_p, stop_token_ids, stop: override the configuration for this call.
+            others: refused by name.
 
         Raises:
             TypeError: an argument that april does not know; the message says which there are.
