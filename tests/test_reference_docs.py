@@ -213,3 +213,15 @@ def test_the_tested_versions_are_those_that_tests_install() -> None:
         if name in shown:
             assert re.search(rf"{shown[name]} {re.escape(version)}\b", page), (name, version)
     assert {name for name, _ in pinned} >= set(shown)
+
+
+# ---------------------------------------------------------------- names of files
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    """A page that sends its reader to `some_file.py` names one that is there."""
+    there = [str(path.relative_to(ROOT)) for part in ("april", "tests", "examples", "benchmarks", "docs")
+             for path in (ROOT / part).rglob("*.py")]  # fmt: skip
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]:
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text("utf-8")):
+            assert any(f"/{path}".endswith(f"/{name}") for path in there), f"{page.name}: {name}"
