@@ -58,8 +58,8 @@ class Pump:
                         self.attempts.append(attempt)
                     case do.StartSample(sample):
                         self._events.append(ev.CallMade(sample.id, SAMPLING))
-                    case do.CallCompleted(sample):
-                        self._events.append(ev.SampleReturned(sample.id))
+                    case do.CallCompleted(call):
+                        self._events.append(ev.SampleReturned(call.sample.id))
                     case do.DrawPrompts(count):
                         self._events.append(ev.PromptsDrawn([PROMPT] * count, False))
                     case do.Abort(_, attempt_ids, _):

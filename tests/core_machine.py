@@ -98,8 +98,8 @@ class CoreMachine:
                     self.abort_asked.discard(attempt_id)
                     attempt = self.in_flight.pop(attempt_id)
                     self._events.append(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
-            case do.CallCompleted(sample):
-                self._events.append(ev.SampleReturned(sample.id))
+            case do.CallCompleted(call):
+                self._events.append(ev.SampleReturned(call.sample.id))
             case do.ScoreSample(sample):
                 self.to_score.append(sample.id)
                 if self.auto_score:

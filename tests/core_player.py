@@ -137,8 +137,8 @@ class CorePlayer:
             case do.Fence(engine, ids):
                 assert {self.world.running[attempt_id].engine for attempt_id in ids} == {engine}
                 self.fenced += ids
-            case do.CallCompleted(sample):
-                self.completed(tuple(sample.id), sample.calls[-1])
+            case do.CallCompleted(call):
+                self.completed(tuple(call.sample.id), call.result)
             case do.ScoreSample(sample):
                 self.ask_score(sample.id.group, [sample.id.index])
             case do.ScoreGroup(group):

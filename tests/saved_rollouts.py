@@ -10,7 +10,7 @@ from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
 
 from april.core.batch import Batch
 from april.core.sealed import seal
-from april.core.types import SampleId, SampleState
+from april.core.types import SampleId
 from april.driver.restarts import KIND
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.response_lengths import LognormalLengths
@@ -56,8 +56,8 @@ def observed(rollouts: Rollouts) -> dict[SampleId, tuple[list[int], list[float],
     for sample in rollouts.core.buffer.samples():
         tokens, logprobs = sample.tape.tokens.tolist(), sample.tape.logprobs.tolist()
         versions = [tuple(v) for v in sample.tape.version_array().tolist()]
-        if sample.state is SampleState.IN_FLIGHT:
-            more, more_logprobs, spans = rollouts.core.attempts[sample.attempt_id].tape.packed()
+        if sample.open_call is not None and sample.open_call.attempt is not None:
+            more, more_logprobs, spans = sample.open_call.attempt.tape.packed()
             tokens, logprobs = tokens + more.tolist(), logprobs + more_logprobs.tolist()
             versions += [tuple(v) for v, count in spans for _ in range(count)]
         out[sample.id] = (tokens, logprobs, versions)

@@ -17,7 +17,7 @@ from april.coordinator.results import take
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, TokenTape
-from april.core.types import Attempt, AttemptFailure, EngineFinish
+from april.core.types import Attempt, AttemptFailure, EngineFinish, GenerateCall
 from april.core.versions import PolicyVersion
 from april.errors import RolloutError
 from april.testing import VirtualClockLoop
@@ -125,7 +125,8 @@ def test_a_response_without_a_token_is_no_response() -> None:
     """A server that ends a request at once, unasked, has failed; one that was asked hands over what it has."""
     version = PolicyVersion(0, 0)
     sample: Any = SimpleNamespace(tape=TokenTape())
-    attempt = Attempt("a", sample, "e", GO.token_ids, SamplingParams(5), AttemptTape())
+    call = GenerateCall(sample, SamplingParams(5), 0)
+    attempt = Attempt("a", call, "e", GO.token_ids, call.sampling, AttemptTape())
     event = take(attempt, replace(NOTHING, aborted=False), version)
     assert isinstance(event, ev.AttemptFailed)
     assert event.kind is AttemptFailure.CORRUPT

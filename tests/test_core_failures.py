@@ -12,7 +12,7 @@ from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptCounts
-from april.core.types import AttemptFailure, DropReason, EngineFinish, OnLongPrompt, SampleId, SampleState
+from april.core.types import AttemptFailure, CallState, DropReason, EngineFinish, OnLongPrompt, SampleId
 from april.core.versions import FIRST_VERSION
 from april.errors import InvariantError
 
@@ -192,7 +192,7 @@ def test_function_that_fails_before_its_first_call_gives_its_place_back() -> Non
     (first,) = m.to_call
     m.post(ev.SampleFailed(first, "boom"))
 
-    assert m.core.context.starting == 1
+    assert len(m.core.context.places.reserved) == 1
     assert m.to_call == [first, first]
 
 
@@ -340,7 +340,7 @@ def test_attempts_go_to_the_least_loaded_engine_with_room() -> None:
     m = CoreMachine(settings(n=3, samples=3), lambda g, i: 5, engines=engines)
     m.post(ev.StepRequested())
     assert m.core.engines.in_flight() == {"a": 1, "b": 4}
-    assert m.core.context.starting + m.core.over_sampler.waiting == 4
+    assert len(m.core.context.places.reserved) + m.core.over_sampler.waiting == 4
 
 
 @pytest.mark.parametrize("policy", list(OnLongPrompt))
@@ -362,7 +362,7 @@ def test_invariant_errors_tell_the_story_of_the_sample() -> None:
     """validate() names what contradicts what, with the sample's history."""
     m = CoreMachine(settings(n=1, samples=1), lambda g, i: 30)
     m.post(ev.StepRequested())
-    m.core.buffer.groups[0].samples[0].state = SampleState.QUEUED
+    m.core.buffer.groups[0].samples[0].calls[0].state = CallState.QUEUED
     with pytest.raises(InvariantError, match=r"(?s)in flight without an attempt.*story of g0.s0.*<RolloutCore"):
         m.core.validate()
 

@@ -12,7 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.types import AttemptFailure, EngineFinish, Group, OnStale, Prompt, SampleId, SampleState
+from april.core.types import AttemptFailure, CallState, EngineFinish, Group, OnStale, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
@@ -338,7 +338,7 @@ def test_attempt_left_behind_may_break_off(broke_off: dict[str, object]) -> None
 
     expected = {"corrupt": 9} if broke_off else {"failed": 7}
     assert m.core.tokens.as_dict()["dropped"] == expected
-    assert m.core.buffer.groups[0].samples[0].state is SampleState.IN_FLIGHT
+    assert m.core.buffer.groups[0].samples[0].open_call.state is CallState.IN_FLIGHT
     assert m.core.buffer.groups[0].samples[0].failures == 1
 
 

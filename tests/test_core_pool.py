@@ -52,7 +52,7 @@ def test_a_busy_engine_is_left_alone_and_its_request_goes_elsewhere() -> None:
     (timer,) = rests(fail(m, first, kind=AttemptFailure.BUSY, busy_s=7.0))
     assert timer.seconds == 7.0
     assert only(m).engine == "b"
-    assert only(m).sample.attempt_failures == 0
+    assert only(m).call.failures == 0
     state = m.core.engines.states["a"]
     assert (state.resting, state.quarantined, state.failures) == (True, False, 0)
     m.post(ev.TimerFired(timer.timer))

@@ -255,8 +255,8 @@ class Conversation:
             if isinstance(command, do.Submit):
                 self.m.in_flight[command.attempt.id] = command.attempt
             if isinstance(command, do.CallCompleted):
-                call = command.sample.calls[-1]
-                self.said += command.sample.tape.tokens[call.start : call.end].tolist()
+                call = command.call.result
+                self.said += command.call.sample.tape.tokens[call.start : call.end].tolist()
 
     def tokens(self, count: int) -> None:
         """The engine generates; 6 tokens complete the call."""
@@ -578,7 +578,7 @@ def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between
     again = restored(save(m), ONE, long_then_short(), auto_call=False)
     again.core.handle(ev.StepRequested())
     sample = again.core.buffer.groups[0].samples[0]
-    assert sample.told == 0
+    assert sample.seen == 0
     (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
     assert isinstance(submit, do.Submit)
-    assert sample.told == 17
+    assert sample.seen == 17

@@ -23,15 +23,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.types import EngineFinish, OnDataEnd, OnStale, Refill
+from april.core.state import RolloutCore
+from april.core.types import EngineFinish, GroupState, OnDataEnd, OnStale, Refill, Sample, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
 ANY = st.integers(0, 1 << 16)
-WHERE = {
-    "new": "new", "started": "started", "outside": "outside", "scoring": "scoring", "finished": "finished",
-    "queued": "waiting", "in_flight": "waiting",
-}  # fmt: skip
 SETTINGS = st.fixed_dictionaries(
     {
         "n": st.integers(1, 3),
@@ -556,9 +553,9 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         assert set(core.leased) == set(world.leased)
         assert (core.step is not None) == self.stepping
         for group_id, group in world.held.items():
-            assert (core.buffer.groups[group_id].ready_at >= 0) == group.accepted
+            assert (core.buffer.groups[group_id].state is GroupState.READY) == group.accepted
             for sample, life in zip(core.buffer.groups[group_id].samples, group.lives, strict=True):
-                assert WHERE[sample.state] == life.where, f"{sample} is {life.where}\n{core.story(sample.id)}"
+                assert where(core, sample) == life.where, f"{sample} is {life.where}\n{core.story(sample.id)}"
                 alive = tuple(sample.id) in self.functions
                 assert alive == (life.where != "new" and not life.outlived)
         kept = {g.prompt for g in world.held.values()}
@@ -567,6 +564,15 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         p = core.prompts
         assert (p.observed, p.held) == (world.position, len(kept))
         assert p.delivered == sum(how.startswith("delivered") for how in world.settled.values())
+
+
+def where(core: RolloutCore, sample: Sample) -> str:
+    """As the world calls it."""
+    if sample.state is not SampleState.RUNNING:
+        return str(sample.state)
+    if sample.open_call is not None:
+        return "waiting"
+    return "started" if sample.id in core.context.places.reserved else "outside"
 
 
 def one_of(choices: Any, pick: int) -> Any:

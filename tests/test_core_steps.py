@@ -10,7 +10,7 @@ from core_machine import CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import OnLongPrompt, Prompt, Refill, SampleState
+from april.core.types import CallState, OnLongPrompt, Prompt, Refill, SampleState
 from april.errors import InvariantError
 
 
@@ -61,12 +61,12 @@ def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> 
     m.finish_aborts()
 
     assert [s.id.group for s in m.batches[0].samples] == [0, 0, 1, 1]
-    kept = {s.id: (s.state, len(s.tape)) for s in m.core.buffer.samples()}
+    kept = {s.id: (s.open_call.state if s.open_call else s.state, len(s.tape)) for s in m.core.buffer.samples()}
     assert kept == {
-        (2, 0): (SampleState.QUEUED, 30),
+        (2, 0): (CallState.QUEUED, 30),
         (2, 1): (SampleState.FINISHED, 4),
         (3, 0): (SampleState.FINISHED, 4),
-        (3, 1): (SampleState.QUEUED, 0),
+        (3, 1): (CallState.QUEUED, 0),
     }
     m.check_ledger()
 
@@ -218,7 +218,7 @@ def test_repr_is_the_dashboard() -> None:
     m.post(ev.StepRequested())
     m.end(min(m.in_flight))
 
-    assert "version=0.0 step=running groups=2 ready=0 finished=1 in_flight=3 in_flight=3" in repr(m.core)
+    assert "version=0.0 step=running groups=2 ready=0 finished=1 running=3 in_flight=3" in repr(m.core)
     assert "observed=5 delivered=0 held=5 dropped=0" in repr(m.core)
 
 

@@ -10,7 +10,18 @@ import pytest
 from core_machine import CoreMachine, settings
 
 from april.core import events as ev
-from april.core.types import DropReason, FinishReason, Group, RecordedCall, Replay, SampleState
+from april.core.types import (
+    CallState,
+    DropReason,
+    FinishReason,
+    GenerateCall,
+    Group,
+    GroupState,
+    RecordedCall,
+    Replay,
+    SampleId,
+    SampleState,
+)
 from april.errors import InvariantError
 
 
@@ -34,9 +45,15 @@ def set_state(group: int, index: int, state: SampleState) -> Callable[[CoreMachi
     return lambda m: setattr(sample(m, group, index), "state", state)
 
 
+def set_call(m: CoreMachine, group: int, index: int, **wrong: object) -> None:
+    """Falsify a sample's first call."""
+    for name, value in wrong.items():
+        setattr(sample(m, group, index).calls[0], name, value)
+
+
 def two_attempts(m: CoreMachine) -> None:
     first, *others = m.core.attempts.values()
-    others[0].sample = first.sample
+    others[0].call = first.call
 
 
 def too_long(m: CoreMachine) -> None:
@@ -48,34 +65,36 @@ def too_long(m: CoreMachine) -> None:
 def surplus_attempt(m: CoreMachine) -> None:
     (attempt,) = [a for a in m.core.attempts.values() if a.sample.id == (1, 1)]
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
-    m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, sample=nobody)
+    call = GenerateCall(nobody, attempt.sampling, 0)
+    m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, call=call)
 
 
 def judged(m: CoreMachine) -> None:
     group = m.core.buffer.groups[0]
-    group.ready_at, group.judged_since = -1, 3
+    group.state = GroupState.JUDGED
 
 
 FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
     "two attempts": (two_attempts, "more than one attempt"),
     "unfinished": (lambda m: setattr(m.core.buffer.groups[1], "unfinished", 2), "has 1 unfinished"),
-    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "ready_at", -1), "neither ready nor judged"),
+    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "state", GroupState.OPEN), "neither ready nor judged"),
     "broken tape": (lambda m: sample(m, 1, 0).tape.segments.clear(), "segments cover 0 of 4"),
     "settled": (set_state(1, 1, SampleState.LEASED), "settled and still held"),
-    "no attempt": (set_state(1, 1, SampleState.OUTSIDE), "in flight without an attempt"),
+    "no attempt": (lambda m: set_call(m, 1, 1, state=CallState.QUEUED), "in flight without an attempt"),
     "outside the queue": (lambda m: setattr(sample(m, 1, 1), "ticket", 9), "outside the queue"),
-    "call": (lambda m: setattr(sample(m, 1, 1), "call", None), "has a call and does not wait"),
-    "judged too early": (lambda m: setattr(m.core.buffer.groups[1], "judged_since", 3), "or it is both, or too early"),
+    "call": (set_state(1, 1, SampleState.SCORING), "it has calls and does not run"),
+    "judged too early": (lambda m: setattr(m.core.buffer.groups[1], "state", GroupState.JUDGED), "or it is too early"),
     "no filter": (judged, "a filter that does not exist"),
     "replay": (lambda m: setattr(sample(m, 1, 1), "replay", Replay(deque(), None)), "is replayed and is beyond"),
-    "calls": (lambda m: sample(m, 1, 0).calls.append(RecordedCall(3, 4, FinishReason.STOP)), r"call \[3, 4\) after"),
+    "calls": (lambda m: set_call(m, 1, 0, result=RecordedCall(3, 5, FinishReason.STOP)), r"call \[3, 5\) after"),
+    "no result": (lambda m: set_call(m, 1, 0, result=None), "a complete one without its result"),
     "calls end": (lambda m: sample(m, 1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
-    "opened": (lambda m: setattr(sample(m, 1, 1).call, "start", 9), r"call \[9, ...\) after token 0 of 0"),
+    "opened": (lambda m: set_call(m, 1, 1, start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
     "cap": (lambda m: m.core.__setattr__("settings", replace(m.core.settings, max_in_flight=0)), "more than max_in_fl"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
-    "places": (lambda m: setattr(m.core.context, "starting", 1), "places held by starting samples"),
+    "places": (lambda m: m.core.context.places.reserved.add(SampleId(1, 0)), "places are reserved for"),
     "queue length": (lambda m: setattr(m.core.over_sampler, "waiting", 7), "7 in the queue"),
     "ready list": (lambda m: m.core.monitor._ready.clear(), "the ready list is not"),
     "aborts": (lambda m: m.core.aborts._pending.update(dict.fromkeys("abcdefgh")), "8 aborts pending"),

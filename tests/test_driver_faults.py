@@ -14,7 +14,7 @@ from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, table, 
 
 from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.types import DropReason, Prompt, SampleState
+from april.core.types import CallState, DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
@@ -457,7 +457,7 @@ def test_chunks_after_a_fence_change_nothing() -> None:
         assert len(rollouts.driver.streams) == 0
         assert rollouts.sample(1, 0).tape.tokens.tolist() == held
         rollouts.check_ledger()
-        assert rollouts.sample(1, 0).state is SampleState.QUEUED
+        assert rollouts.sample(1, 0).open_call.state is CallState.QUEUED
         for _ in range(8):
             await rollouts.step()
             if not any(g.id == 1 for g in rollouts.core.buffer):

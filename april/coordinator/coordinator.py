@@ -131,7 +131,7 @@ class Coordinator:
             self._late(result)
             return GivenUp()
         self._execution.mailboxes.unsay(sample.id)
-        attempt = self.core.attempts.get(sample.attempt_id) if sample.state is SampleState.IN_FLIGHT else None
+        attempt = sample.open_call.attempt if sample.open_call is not None else None
         if attempt is not None:
             self._execution.post(take(attempt, result, self.core.clock.current))
         elif result.label is None:
@@ -145,9 +145,10 @@ class Coordinator:
         sample = self._alive(uid, index, life)
         if sample is None:
             return GivenUp()
-        if sample.state is SampleState.IN_FLIGHT:
+        attempt = sample.open_call.attempt if sample.open_call is not None else None
+        if attempt is not None:
             self._execution.mailboxes.unsay(sample.id)
-            self._execution.post(ev.AttemptFailed(sample.attempt_id, error))
+            self._execution.post(ev.AttemptFailed(attempt.id, error))
         return await self._answer(sample.id)
 
     async def returned(self, uid: str, index: int, life: int, reward: float | None, value: float | None) -> None:
@@ -169,7 +170,7 @@ class Coordinator:
 
     def _left_a_call(self, sample: Sample) -> bool:
         """Whether its rollout goes on though a call is unfinished (after a timeout of its own); it has failed then."""
-        if sample.state in (SampleState.STARTED, SampleState.OUTSIDE):
+        if sample.state is SampleState.RUNNING and sample.open_call is None:
             return False
         self._execution.post(ev.SampleFailed(sample.id, "it went on while a call of generate was unfinished"))
         return True

@@ -15,7 +15,7 @@ from april.core import events as ev
 from april.core.batch import Batch
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, DropReason, EngineFinish, Group, Prompt, SampleId
+from april.core.types import Attempt, AttemptState, DropReason, EngineFinish, Group, Prompt, SampleId
 from april.driver.busy_time import BusyTime
 from april.driver.user_code import describe
 from april.errors import RolloutError
@@ -125,8 +125,8 @@ class Execution:
                 self.mailboxes.say(sample.id, Start(self.mailboxes.new_life(sample.id)))
             case do.Submit(attempt):
                 self._submit(attempt)
-            case do.CallCompleted(sample):
-                self.mailboxes.say(sample.id, done(sample))
+            case do.CallCompleted(call):
+                self.mailboxes.say(call.sample.id, done(call))
             case do.CancelSample(sample):
                 self.mailboxes.give_up(sample.id)
                 self._drop_late(sample.id)
@@ -140,8 +140,8 @@ class Execution:
             case do.Abort(_, attempt_ids, everything):
                 # servers end all requests or none; a single one that nobody wants runs on, and is waited for by nobody
                 asked = (self.core.attempts[i] for i in attempt_ids if i in self.core.attempts)
-                unwanted = [ev.AttemptEnded(a.id, EngineFinish.ABORT) for a in asked if a.dropped_for is not None]
-                self._events += unwanted
+                unwanted = [a.id for a in asked if a.state is AttemptState.ABANDONED]
+                self._events += [ev.AttemptEnded(i, EngineFinish.ABORT) for i in unwanted]
                 self._runs_on = not everything and (self._runs_on or bool(unwanted))
                 if everything:
                     self._order("abort")

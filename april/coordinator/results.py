@@ -8,7 +8,7 @@ from april.coordinator.messages import Delivery, Done, Result, Span
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
-from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, Sample
+from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, GenerateCall
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk
@@ -40,9 +40,11 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
     return ev.AttemptEnded.of(attempt, EngineFinish.ABORT if result.aborted else whole)
 
 
-def done(sample: Sample) -> Done:
-    """The latest call of a sample, complete."""
-    call, tape = sample.calls[-1], sample.tape
+def done(complete: GenerateCall) -> Done:
+    """What a complete call brought."""
+    sample, call = complete.sample, complete.result
+    assert call is not None
+    tape = sample.tape
     spans: list[Span] = []
     for s in tape.segments:
         if s.kind is not SegmentKind.GENERATED or s.start >= call.end:

@@ -28,21 +28,22 @@ class AttemptBook:
         """Longest response, tokens of the environment included: its own limit and the context's."""
         return min(self._settings.max_response_len, self._engines.max_context - len(sample.group.prompt.token_ids))
 
-    def budget(self, sample: Sample, call: GenerateCall) -> int:
+    def budget(self, call: GenerateCall) -> int:
         """Tokens the call may still generate: its own limit, and what is left of the response."""
-        left = self.room(sample) - len(sample.tape)
-        return min(left, call.sampling.max_tokens - (len(sample.tape) - call.start))
+        held = len(call.sample.tape)
+        return min(self.room(call.sample) - held, call.sampling.max_tokens - (held - call.start))
 
-    def open(self, sample: Sample, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
-        """A new attempt that continues ``sample`` where it stands."""
+    def open(self, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
+        """A new attempt that continues ``call`` where its sample stands."""
+        sample = call.sample
         s, held = self._settings, len(sample.tape)
         seed = attempt_seed(s.run_seed, sample.id.group, sample.id.index, held, sample.restarts)
-        sampling = call.sampling.after(held - call.start, seed).capped(self.budget(sample, call))
+        sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
         prompt = sample.group.prompt.token_ids
         self._number += 1
         attempt = Attempt(
             id=f"{s.run_id:016x}{incarnation:04x}{self._number:012x}",
-            sample=sample,
+            call=call,
             engine=engine,
             token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
             sampling=sampling,
@@ -53,7 +54,7 @@ class AttemptBook:
         self.in_flight[attempt.id] = attempt
         self._engines.states[engine].in_flight += 1
         sample.attempts += 1
-        sample.attempt_id = attempt.id
+        call.attempt = attempt
         return attempt
 
     def close(self, attempt_id: str) -> Attempt | None:
@@ -61,13 +62,15 @@ class AttemptBook:
         attempt = self.in_flight.pop(attempt_id, None)
         if attempt is not None:
             self._engines.states[attempt.engine].in_flight -= 1
+            attempt.call.attempt = None
         return attempt
 
-    def ends_in_stop(self, sample: Sample, call: GenerateCall) -> bool:
+    def ends_in_stop(self, call: GenerateCall) -> bool:
         """A partial out of a saved state that ends in EOS is finished: its attempt had not ended yet."""
-        if len(sample.tape) - call.start <= call.sampling.min_tokens:
+        tape = call.sample.tape
+        if len(tape) - call.start <= call.sampling.min_tokens:
             return False
-        return int(sample.tape.tokens[-1]) in self._end_ids(call)
+        return int(tape.tokens[-1]) in self._end_ids(call)
 
     def _end_ids(self, call: GenerateCall) -> frozenset[int]:
         eos, stops = self._engines.eos_token_ids, call.sampling.stop_token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from april.core.batch import Batch
-from april.core.types import Attempt, DropReason, Group, Sample
+from april.core.types import Attempt, DropReason, GenerateCall, Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CallCompleted:
-    """The sample's latest generate call is complete (``sample.calls[-1]``). Wake its rollout function."""
+    """A generate call is complete and has its ``result``. Wake its rollout function."""
 
-    sample: Sample
+    call: GenerateCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from april.core.types import Group
+from april.core.types import Group, GroupState
 
 
 class CompletionMonitor:
@@ -47,7 +47,7 @@ class CompletionMonitor:
             if group.slack < horizon:
                 groups.append(group)
                 self._held_by_slack[group.slack] += 1
-                self._ready_by_slack[group.slack] += group.ready_at >= 0
+                self._ready_by_slack[group.slack] += group.state is GroupState.READY
         last = max((k for k, owed in enumerate(self._owed()) if owed > 0), default=-1)
         urgent = [g for g in groups if g.slack <= last]
         for group in urgent:
@@ -81,36 +81,29 @@ class CompletionMonitor:
         group.unfinished -= 1
         return group.unfinished == 0
 
-    def accept(self, group: Group, event_number: int) -> None:
-        """A group whose samples are all finished counts from now on."""
-        group.ready_at = event_number
+    def accept(self, group: Group) -> None:
+        """A group that is READY counts from now on."""
         self._ready.append(group)
         if group.slack < len(self._ready_by_slack):
             self._ready_by_slack[group.slack] += 1
 
     def forget(self, group: Group) -> None:
-        """The group was given up."""
-        self._not_ready(group)
+        """The group is given up."""
+        self.not_ready(group)
         if group.slack < len(self._held_by_slack):
             self._held_by_slack[group.slack] -= 1
 
-    def reopen(self, group: Group) -> None:
-        """A finished sample of ``group`` goes back to work."""
-        self._not_ready(group)
-        group.judged_since = -1
-        group.unfinished += 1
-
-    def _not_ready(self, group: Group) -> None:
-        if group.ready_at >= 0:
+    def not_ready(self, group: Group) -> None:
+        """If it counts, it is to count no more."""
+        if group.state is GroupState.READY:
             self._ready.remove(group)
-            group.ready_at = -1
             if group.slack < len(self._ready_by_slack):
                 self._ready_by_slack[group.slack] -= 1
 
     def take(self, goes_first: Callable[[Group], int] = lambda group: 0) -> list[Group]:
         """Up to N complete groups: what the step owes, then the least by ``goes_first``, then by completion."""
         chosen: dict[int, Group] = {}
-        ready = sorted(self._ready, key=lambda g: (goes_first(g), g.ready_at))
+        ready = sorted(self._ready, key=lambda g: (goes_first(g), g.since))
         for k, owed in enumerate(self._owed()):
             missing = owed - sum(1 for g in chosen.values() if g.slack <= k)
             for group in ready:
@@ -125,4 +118,4 @@ class CompletionMonitor:
             chosen[group.id] = group
         self._ready = deque(g for g in self._ready if g.id not in chosen)
         self._held_by_slack, self._ready_by_slack = [], []
-        return sorted(chosen.values(), key=lambda g: g.ready_at)
+        return sorted(chosen.values(), key=lambda g: g.since)

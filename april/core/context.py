@@ -15,8 +15,10 @@ from april.core.leases import Leases
 from april.core.ledger import Ledger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import PartialBuffer
+from april.core.places import Places
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.types import Attempt, Group, Sample, SampleId, SampleState
+from april.core.transitions import LEGAL, State, Stateful
+from april.core.types import Attempt, Group, GroupState, Sample, SampleId, SampleState
 from april.core.versions import VersionClock
 from april.errors import InvariantError
 
@@ -34,8 +36,7 @@ class CoreContext:
         self.leases = Leases(clock, settings.max_staleness)
         self.buffer = PartialBuffer(settings, self.leases)
         self.attempts = AttemptBook(settings, self.engines)
-        self.starting = 0
-        """Samples that hold a place without an attempt (state STARTED)."""
+        self.places = Places(settings.max_in_flight, self.attempts.in_flight)
         self.tokens = Ledger()
         self.prompts = Ledger()
         self.batches = 0
@@ -65,7 +66,7 @@ class CoreContext:
         self.counters["late_events"] += 1
         return None
 
-    def outside(self, sample_id: SampleId, what: str) -> Sample | None:
+    def free_to_act(self, sample_id: SampleId, what: str) -> Sample | None:
         """The sample whose rollout function runs and now does ``what``; it gives back the place of its start.
 
         None for a sample of a settled group. Raises InvariantError for one that waits for tokens, or is beyond that.
@@ -73,25 +74,30 @@ class CoreContext:
         sample = self.sample(sample_id)
         if sample is None:
             return None
-        if sample.state is SampleState.STARTED:
-            self.starting -= 1
-        elif sample.state is not SampleState.OUTSIDE:
-            raise self.impossible(sample, what)
-        sample.state = SampleState.OUTSIDE
+        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+            raise self.impossible(sample.id, f"{what} (it is {sample!r})")
+        self.places.give_back(sample)
         return sample
 
-    def to(self, sample: Sample, state: SampleState, why: str) -> None:
-        """A sample changes its state."""
-        sample.state = state
-        self.history.note(self.event_number, sample.id, why)
+    def to(self, thing: Stateful[State], state: State, why: str) -> None:
+        """A sample, a call, an attempt or a group changes its state; nothing else changes one."""
+        if state not in LEGAL[thing.state]:
+            raise self.impossible(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
+        thing.state = state
+        self.history.note(self.event_number, thing.owner, why)
+
+    def to_group(self, group: Group, state: GroupState, why: str) -> None:
+        """A group changes its state, or is in the same anew."""
+        self.to(group, state, why)
+        group.since = self.event_number
 
     def note(self, sample: Sample, what: str) -> None:
         """Remember something for the sample's story."""
         self.history.note(self.event_number, sample.id, what)
 
-    def impossible(self, sample: Sample, what: str) -> InvariantError:
-        """The error for an event that cannot happen to this sample."""
-        return InvariantError(f"{sample.id} {what} (it is {sample.state}); {self.history.story(sample.id)}")
+    def impossible(self, sample: SampleId, what: str) -> InvariantError:
+        """The error for what cannot happen to this sample."""
+        return InvariantError(f"{sample} {what}; {self.history.story(sample)}")
 
     def start_timer(self, seconds: float, why: str = "") -> int:
         """A new timer of the core's own; returns its number."""

@@ -6,13 +6,10 @@ drops its tokens for that name when it ends.
 
 from __future__ import annotations
 
-from collections import deque
-
 from april.core import commands as do
 from april.core.context import CoreContext
-from april.core.over_sampler import WAITING
 from april.core.tape import TokenTape
-from april.core.types import DropReason, Group, OnStale, Replay, Sample, SampleState
+from april.core.types import AttemptState, DropReason, Group, GroupState, OnStale, Sample, SampleState
 
 PAUSE_GROWTH = 8.0
 LONGEST_PAUSE_S = 32.0
@@ -56,7 +53,7 @@ class Failures:
         """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
         context = self._context
         for sibling in sample.group.samples if context.settings.group_reward else (sample,):
-            sibling.retry = 0
+            sibling.retry = None
         if not context.settings.group_reward:
             context.out.append(do.ScoreSample(sample))
         elif all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in sample.group.samples):
@@ -69,9 +66,8 @@ class Failures:
         was_finished = sample.state is SampleState.FINISHED
         context.tokens.drop(sample.tape.generated, reason)
         sample.tape = TokenTape()
-        sample.call, sample.replay, sample.finish, sample.reward = None, None, None, 0.0
+        sample.replay, sample.finish, sample.reward = None, None, 0.0
         sample.calls.clear()
-        sample.attempt_failures, sample.avoid = 0, ""
         sample.restarts += 1
         context.to(sample, SampleState.NEW, f"begins again ({reason})")
         context.over_sampler.push(sample)
@@ -81,30 +77,33 @@ class Failures:
     def _reopen(self, group: Group) -> None:
         """A finished sample of the group began again, so the group will be rewarded and judged once more."""
         context, settings = self._context, self._context.settings
-        context.monitor.reopen(group)
+        context.monitor.not_ready(group)
+        if group.state is not GroupState.OPEN:
+            context.to_group(group, GroupState.OPEN, "a sample began again")
+        group.unfinished += 1
         if not (settings.group_reward or settings.has_filter):
             return
         for sample in group.samples:
-            if sample.outlived and sample.state is SampleState.FINISHED:
+            if sample.replay is not None and sample.state is SampleState.FINISHED:
                 # what its function returned did not survive the restart: it runs again, answered from the tape
-                context.monitor.reopen(group)
-                sample.outlived, sample.finish = False, None
-                sample.replay, sample.calls = Replay(deque(sample.calls), None), []
+                group.unfinished += 1
+                sample.finish = None
                 context.to(sample, SampleState.NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
 
     def _leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
-        context = self._context
-        sample.retry = 0
-        if sample.state in WAITING:
-            context.over_sampler.forget(sample)
-        if sample.state is SampleState.STARTED:
-            context.starting -= 1
-        if sample.state is SampleState.IN_FLIGHT:
-            attempt = context.attempts.in_flight[sample.attempt_id]
-            attempt.dropped_for = reason
-            context.stop([attempt])
+        context, call = self._context, sample.open_call
+        sample.retry = None
+        context.over_sampler.forget(sample)
+        context.places.give_back(sample)
+        if call is not None:
+            context.over_sampler.forget(call)
+            sample.calls.remove(call)
+            if call.attempt is not None:
+                call.attempt.lost_for = reason
+                context.to(call.attempt, AttemptState.ABANDONED, f"attempt abandoned ({reason})")
+                context.stop([call.attempt])
         if sample.state is not SampleState.NEW:
             context.out.append(do.CancelSample(sample))
 

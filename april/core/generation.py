@@ -12,17 +12,19 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.failures import Failures
+from april.core.sampling import SamplingParams
 from april.core.tape import AttemptCounts, Int32
 from april.core.types import (
     Attempt,
     AttemptFailure,
+    AttemptState,
+    CallState,
     DropReason,
     EngineFinish,
     FinishReason,
     GenerateCall,
     RecordedCall,
     Sample,
-    SampleState,
 )
 
 
@@ -37,7 +39,7 @@ class Generation:
 
     def call_made(self, event: ev.CallMade) -> None:
         """A rollout function asks for tokens."""
-        sample = self._context.outside(event.sample, "called generate twice at the same time")
+        sample = self._context.free_to_act(event.sample, "called generate twice at the same time")
         if sample is None:
             return
         if sample.replay is not None:
@@ -48,21 +50,22 @@ class Generation:
             if error:
                 self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
                 return
-        self._open_call(sample, GenerateCall(event.sampling, len(sample.tape)))
+        self._open(sample, event.sampling, len(sample.tape))
 
-    def _open_call(self, sample: Sample, call: GenerateCall) -> None:
-        sample.call = call
-        if not self._complete_if_it_is(sample):  # saved between the last token and the end of its attempt
-            self._queue(sample, f"asks for up to {call.sampling.max_tokens} tokens")
+    def _open(self, sample: Sample, sampling: SamplingParams, start: int) -> None:
+        call = GenerateCall(sample, sampling, start)
+        sample.calls.append(call)
+        if not self._complete_if_it_is(call):  # saved between the last token and the end of its attempt
+            self._context.note(sample, f"asks for up to {sampling.max_tokens} tokens")
+            self._context.over_sampler.push(call)
 
-    def _complete_if_it_is(self, sample: Sample) -> bool:
+    def _complete_if_it_is(self, call: GenerateCall) -> bool:
         """A call out of a saved state is complete if its tokens end in EOS, or have used its budget."""
-        call, attempts = sample.call, self._context.attempts
-        assert call is not None
-        if attempts.ends_in_stop(sample, call):
-            self._complete_call(sample, FinishReason.STOP)
-        elif attempts.budget(sample, call) <= 0:
-            self._complete_call(sample, FinishReason.LENGTH)
+        attempts = self._context.attempts
+        if attempts.ends_in_stop(call):
+            self._complete(call, FinishReason.STOP)
+        elif attempts.budget(call) <= 0:
+            self._complete(call, FinishReason.LENGTH)
         else:
             return False
         return True
@@ -91,53 +94,49 @@ class Generation:
             return
         prompt, tape = sample.group.prompt.token_ids, sample.tape.tokens
         if event.token_ids is None:
-            same = start == sample.told
+            same = start == sample.seen
         else:
             asked = event.token_ids[: len(prompt) + self._context.attempts.room(sample)]
             same = np.array_equal(asked, np.concatenate((prompt, tape[:start])))
         if not same:
             self.diverged(sample)
         elif replay.calls:
-            self._answer(sample, replay.calls.popleft())
+            call = GenerateCall(sample, event.sampling, start)
+            sample.calls.append(call)
+            self._answer(call, replay.calls.popleft())
         else:
             sample.replay = None
-            self._open_call(sample, GenerateCall(event.sampling, start))
+            self._open(sample, event.sampling, start)
 
     def diverged(self, sample: Sample) -> None:
         """The function did not ask what it had asked before the restart: its tokens belong to another conversation."""
         self._context.counters["replays_diverged"] += 1
         self._failures.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
-    def _complete_call(self, sample: Sample, finish: FinishReason) -> None:
-        assert sample.call is not None
-        start, sample.call = sample.call.start, None
-        sample.attempt_failures, sample.avoid = 0, ""
-        self._answer(sample, RecordedCall(start, len(sample.tape), finish))
+    def _complete(self, call: GenerateCall, finish: FinishReason) -> None:
+        self._answer(call, RecordedCall(call.start, len(call.sample.tape), finish))
 
-    def _answer(self, sample: Sample, call: RecordedCall) -> None:
-        sample.calls.append(call)
-        sample.finish = call.finish
-        self._context.to(sample, SampleState.OUTSIDE, f"call complete ({call.finish}) at {call.end} tokens")
-        self._context.out.append(do.CallCompleted(sample))
+    def _answer(self, call: GenerateCall, result: RecordedCall) -> None:
+        call.result, call.sample.finish = result, result.finish
+        self._context.to(call, CallState.DONE, f"call complete ({result.finish}) at {result.end} tokens")
+        self._context.out.append(do.CallCompleted(call))
 
-    def _queue(self, sample: Sample, why: str) -> None:
-        self._context.to(sample, SampleState.QUEUED, why)
-        self._context.over_sampler.push(sample)
+    def _queue(self, call: GenerateCall, why: str) -> None:
+        self._context.to(call, CallState.QUEUED, why)
+        self._context.over_sampler.push(call)
 
     # ---------------------------------------------------------------- attempts
 
-    def submit(self, sample: Sample, engine: str) -> None:
-        """Send what is missing of the sample's call to an engine."""
-        context = self._context
-        call, held = sample.call, len(sample.tape)
-        assert call is not None
-        attempt = context.attempts.open(sample, call, engine, context.clock.current.incarnation)
+    def submit(self, call: GenerateCall, engine: str) -> None:
+        """Send what is missing of a call to an engine."""
+        context, sample, held = self._context, call.sample, len(call.sample.tape)
+        attempt = context.attempts.open(call, engine, context.clock.current.incarnation)
         context.counters["attempts"] += 1
         if held > call.start:
             sample.resumes += 1
             context.counters["resumed_attempts"] += 1
             context.counters["reprefill_tokens"] += len(attempt.token_ids)
-        context.to(sample, SampleState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
+        context.to(call, CallState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         context.out.append(do.Submit(attempt))
 
     def stop_found(self, event: ev.StopFound) -> None:
@@ -154,7 +153,8 @@ class Generation:
         if attempt is None:
             self._context.counters["late_events"] += 1
             return
-        attempt.stalled = True
+        if attempt.state is AttemptState.WANTED:
+            self._context.to(attempt, AttemptState.SILENT, f"engine {attempt.engine} is silent")
         self._context.counters["stalled_attempts"] += 1
         self._context.stop([attempt])
 
@@ -169,38 +169,37 @@ class Generation:
         if not event.fenced and (event.finish is not EngineFinish.ABORT or came or counts.after_stop):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._keep(attempt, came)
-        if attempt.dropped_for is not None:
+        call = attempt.call
+        if attempt.state is AttemptState.ABANDONED:
             return
-        sample = attempt.sample
-        if attempt.doubtful:
-            self._queue(sample, f"engine {attempt.engine} had other weights: {came} tokens dropped")
+        if attempt.state is AttemptState.DOUBTFUL:
+            self._queue(call, f"engine {attempt.engine} had other weights: {came} tokens dropped")
             return
-        if self._complete_after(sample, event.finish, counts):
+        if self._complete_after(call, event.finish, counts):
             return
-        if attempt.stalled:
+        if attempt.state is AttemptState.SILENT:
             self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=came > 0)
             return
         if not came:
             context.counters["empty_partials"] += 1
-        sample.attempt_failures, sample.avoid = 0, ""
-        self._queue(sample, f"partial after {came} tokens")
+        call.failures, call.avoid = 0, ""
+        self._queue(call, f"partial after {came} tokens")
 
     def _broke_off(self, attempt: Attempt, error: str, *, progressed: bool) -> None:
         """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
-        sample = attempt.sample
-        sample.attempt_failures = 0 if progressed else sample.attempt_failures + 1
-        sample.avoid = attempt.engine
-        self._queue(sample, f"attempt failed: {error}")
-        if sample.attempt_failures >= self._context.settings.max_attempt_failures:
-            self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+        call = attempt.call
+        call.failures = 0 if progressed else call.failures + 1
+        call.avoid = attempt.engine
+        self._queue(call, f"attempt failed: {error}")
+        if call.failures >= self._context.settings.max_attempt_failures:
+            self._failures.give_up(call.sample.group, DropReason.FAILED, f"{call.sample.id}: {error}")
 
-    def _complete_after(self, sample: Sample, finish: EngineFinish, counts: AttemptCounts) -> bool:
+    def _complete_after(self, call: GenerateCall, finish: EngineFinish, counts: AttemptCounts) -> bool:
         """Complete the call if this attempt brought its last token, whatever cut it off there."""
-        assert sample.call is not None
         if finish is EngineFinish.STOP or (finish is EngineFinish.ABORT and counts.ends):
-            self._complete_call(sample, FinishReason.STOP)
-        elif finish is EngineFinish.LENGTH or self._context.attempts.budget(sample, sample.call) <= 0:
-            self._complete_call(sample, FinishReason.LENGTH)
+            self._complete(call, FinishReason.STOP)
+        elif finish is EngineFinish.LENGTH or self._context.attempts.budget(call) <= 0:
+            self._complete(call, FinishReason.LENGTH)
         else:
             return False
         return True
@@ -227,24 +226,25 @@ class Generation:
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
         if suspect and context.engines.failed(attempt.engine, at_once=not corrupt):
             context.out.append(do.ProbeEngine(attempt.engine))
-        if attempt.dropped_for is not None:
+        call = attempt.call
+        if attempt.state is AttemptState.ABANDONED:
             return
-        if attempt.doubtful:  # what a server refuses that was started anew, the right one may take
-            self._queue(attempt.sample, f"engine {attempt.engine} had other weights: {event.error}")
+        if attempt.state is AttemptState.DOUBTFUL:  # what a restarted server refuses, the right one may take
+            self._queue(call, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if kind is AttemptFailure.REFUSED:
-            self._queue(attempt.sample, f"refused: {event.error}")
-            self._failures.give_up(attempt.sample.group, DropReason.FAILED, f"{attempt.sample.id}: {event.error}")
+            self._queue(call, f"refused: {event.error}")
+            self._failures.give_up(call.sample.group, DropReason.FAILED, f"{call.sample.id}: {event.error}")
             return
-        if not corrupt and self._complete_after(attempt.sample, EngineFinish.ABORT, event.counts):
+        if not corrupt and self._complete_after(call, EngineFinish.ABORT, event.counts):
             return
         if written:
             why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
-            self._queue(attempt.sample, why)
+            self._queue(call, why)
             return
         if kind is AttemptFailure.BUSY:
-            attempt.sample.avoid = attempt.engine
-            self._queue(attempt.sample, f"engine {attempt.engine} is busy")
+            call.avoid = attempt.engine
+            self._queue(call, f"engine {attempt.engine} is busy")
             return
         self._broke_off(attempt, event.error, progressed=came > 0 and not corrupt)
 
@@ -256,7 +256,7 @@ class Generation:
             context.counters["late_events"] += 1
             return None
         if event.counts.tokens != attempt.tape.count:
-            raise context.impossible(attempt.sample, f"has {attempt.tape.count} new tokens, its end says otherwise")
+            raise context.impossible(attempt.owner, f"has {attempt.tape.count} new tokens, its end says otherwise")
         if after_stop:
             context.tokens.observe(after_stop)
             context.tokens.drop(after_stop, DropReason.AFTER_STOP)

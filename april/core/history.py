@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from april.core.types import SampleId
+from april.core.types import WHOLE_GROUP, SampleId
 
 HISTORY_EVENTS = 100_000
 """Enough for several steps of a large run; 16 to 32 MB, by what the notes say (measured)."""
@@ -22,6 +22,7 @@ class History:
         self._log.append((event_number, sample.group, sample.index, what))
 
     def story(self, sample: SampleId) -> str:
-        """One line per transition of this sample, oldest first."""
-        lines = [f"  event {number}: {what}" for number, group, index, what in self._log if (group, index) == sample]
+        """One line per transition of this sample and of its group, oldest first."""
+        own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
+        lines = [f"  event {n}: {what}" for n, *of, what in self._log if tuple(of) in (own, all_of_it)]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])

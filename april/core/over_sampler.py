@@ -9,44 +9,48 @@ from __future__ import annotations
 import heapq
 
 from april.core.settings import CoreSettings
-from april.core.types import Refill, Sample, SampleState
-
-WAITING = (SampleState.NEW, SampleState.QUEUED)
+from april.core.types import GenerateCall, Refill, Sample
 
 
 class OverSampler:
-    """Queue of the samples that wait for a place, and the rules for drawing prompts."""
+    """Queue of the calls and of the samples to be started that wait for a place; the rules for drawing prompts."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
-        self._heap: list[tuple[int, int, int, int, Sample]] = []
+        self._heap: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self._tickets = 0
         self.waiting = 0
-        """Samples in the queue (void entries left out)."""
+        """Samples and calls in the queue (void entries left out)."""
         self.asked = 0
         """Prompts asked for and not answered yet."""
         self.exhausted = False
 
-    def push(self, sample: Sample) -> None:
-        """Queue a sample that is NEW or QUEUED."""
+    def push(self, work: Sample | GenerateCall) -> None:
+        """Queue a sample that is NEW, or a call that is QUEUED."""
+        sample = work if isinstance(work, Sample) else work.sample
         self._tickets += 1
-        sample.ticket = self._tickets
+        work.ticket = self._tickets
         self.waiting += 1
-        entry = (not sample.group.urgent, sample.id.group, sample.id.index, sample.ticket, sample)
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self._heap, (not sample.group.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
-    def forget(self, sample: Sample) -> None:
-        """Take a sample out of the queue; its entry becomes void."""
-        sample.ticket = 0
-        self.waiting -= 1
+    def forget(self, work: Sample | GenerateCall) -> None:
+        """Take something out of the queue, if it is there; its entry becomes void."""
+        if work.ticket:
+            work.ticket = 0
+            self.waiting -= 1
 
-    def pop(self) -> Sample | None:
-        """The sample that goes next, or None."""
+    def again(self, work: Sample | GenerateCall) -> None:
+        """Something in the queue has become urgent."""
+        self.forget(work)
+        self.push(work)
+
+    def pop(self) -> Sample | GenerateCall | None:
+        """What goes next, or None."""
         while self._heap:
-            *_, ticket, sample = heapq.heappop(self._heap)
-            if sample.ticket == ticket:
-                self.forget(sample)
-                return sample
+            *_, ticket, work = heapq.heappop(self._heap)
+            if work.ticket == ticket:
+                self.forget(work)
+                return work
         return None
 
     def prompts_to_draw(self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: int) -> int:

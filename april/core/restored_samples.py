@@ -13,7 +13,7 @@ from april.core.engine_table import EngineTable
 from april.core.numbers import wrong_ids, wrong_logprobs, wrong_reward
 from april.core.sealed import State
 from april.core.tape import Segment, SegmentKind, TokenTape
-from april.core.types import FinishReason, RecordedCall, Replay, Sample, SampleState
+from april.core.types import FinishReason, Group, RecordedCall, Replay, Sample, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
@@ -21,13 +21,19 @@ ID_LENGTH = 32
 """Of an attempt."""
 
 
-def restore_sample(engines: EngineTable, sample: Sample, state: State, *, keeps_finished: bool) -> None:
-    """Fill a new sample.
+def restored_sample(
+    engines: EngineTable, sample_id: SampleId, group: Group, state: State, *, keeps_finished: bool
+) -> Sample:
+    """One that is finished, if it was and ``keeps_finished``; else one that is new.
 
     Raises:
         CheckpointError: it has tokens that these engines do not know.
         ValueError, LookupError, TypeError: it cannot be true.
     """
+    if type(state["finished"]) is not bool:
+        raise ValueError(f"{sample_id}: finished is {state['finished']!r}")
+    keeps = state["finished"] and keeps_finished
+    sample = Sample(sample_id, group, SampleState.FINISHED if keeps else SampleState.NEW)
     _tape_in(sample.tape, state)
     sample.attempts, sample.failures = count_of(state["attempts"]), count_of(state["failures"])
     sample.resumes, sample.restarts = count_of(state["resumes"]), count_of(state["restarts"])
@@ -45,20 +51,17 @@ def restore_sample(engines: EngineTable, sample: Sample, state: State, *, keeps_
         raise ValueError(f"{sample.id}: {wrong}")
     if wrong := wrong_ids(sample.tape.tokens, engines.vocab_size):
         raise CheckpointError(f"{sample.id} of the state does not fit these engines: {wrong}")
-    if type(state["finished"]) is not bool:
-        raise ValueError(f"{sample.id}: finished is {state['finished']!r}")
     if state["finished"]:
         reward = float(state["reward"])
         if wrong := wrong_reward(reward):
             raise ValueError(f"{sample.id}: its reward is {wrong}")
         if open_call is not None or not calls or calls[-1].finish is not FinishReason(state["finish"]):
             raise ValueError(f"{sample.id}: it is finished, and its last call is not")
-        if keeps_finished:
-            sample.state, sample.calls, sample.outlived = SampleState.FINISHED, calls, True
+        if keeps:
             sample.finish, sample.reward = calls[-1].finish, reward
-            return
     if calls or open_call is not None:
         sample.replay = Replay(deque(calls), open_call)
+    return sample
 
 
 def _tape_in(tape: TokenTape, state: State) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from april.core.ledger import Ledger
 from april.core.numbers import wrong_ids
 from april.core.partial_buffer import PartialBuffer
-from april.core.restored_samples import array_of, count_of, restore_sample, version_of
+from april.core.restored_samples import array_of, count_of, restored_sample, version_of
 from april.core.sealed import State
 from april.core.settings import CoreSettings
-from april.core.types import DropReason, Group, OnLongPrompt, OnStale, Prompt, Sample, SampleState
+from april.core.types import DropReason, Group, GroupState, OnLongPrompt, OnStale, Prompt, Sample, SampleState
 from april.core.versions import FIRST_VERSION, VersionClock
 from april.errors import CheckpointError, InvariantError
 
@@ -103,7 +103,8 @@ def _restore(core: RolloutCore, state: State) -> None:
             if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
             elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
-                core.monitor.accept(group, context.event_number)
+                context.to_group(group, GroupState.READY, "complete since before a restart")
+                core.monitor.accept(group)
     _ledger_in(context.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, state["prompts"], len(core.buffer))
     core.validate()
@@ -123,8 +124,9 @@ def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
     group = Group(count_of(state["id"]), prompt, n, version_of(state["drawn_under"]))
     # a filter or a group reward sees what rollout functions return, and that does not survive the process
     keeps_finished = ready or not (settings.group_reward or settings.has_filter)
-    for sample, saved in zip(group.samples, state["samples"], strict=True):
-        restore_sample(core.engines, sample, saved, keeps_finished=keeps_finished)
+    for new, saved in zip(list(group.samples), state["samples"], strict=True):
+        sample = restored_sample(core.engines, new.id, group, saved, keeps_finished=keeps_finished)
+        group.samples[sample.id.index] = sample
         if ready and sample.state is not SampleState.FINISHED:
             raise ValueError(f"{sample.id} of a complete group is not finished")
         if len(sample.tape) > settings.max_response_len:

@@ -8,7 +8,7 @@ from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.numbers import wrong_reward
-from april.core.types import DropReason, Group, Sample, SampleState
+from april.core.types import DropReason, Group, GroupState, Sample, SampleState
 
 
 class Scoring:
@@ -22,10 +22,9 @@ class Scoring:
     def sample_returned(self, event: ev.SampleReturned) -> None:
         """A rollout function has returned."""
         context = self._context
-        sample = context.outside(event.sample, "returned while it was waiting for tokens")
+        sample = context.free_to_act(event.sample, "returned while it was waiting for tokens")
         if sample is None:
             return
-        context.note(sample, "returned")
         replay, sample.replay = sample.replay, None
         if replay is not None and (replay.calls or replay.open_start is not None):
             self._generation.diverged(sample)
@@ -34,7 +33,7 @@ class Scoring:
             error = "the rollout function returned without a call of llm.generate; await at least one"
             self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
             return
-        sample.state = SampleState.SCORING
+        context.to(sample, SampleState.SCORING, "returned")
         if context.settings.has_reward:
             self._failures.ask_reward(sample)
         else:
@@ -92,13 +91,13 @@ class Scoring:
                 self._failures.ask_reward(what)
         elif what is not None:
             group, judgement = what
-            if group.judged_since == judgement and group.id in context.buffer.groups:
+            if self._is_awaited(context.buffer.groups.get(group.id), judgement):
                 context.out.append(do.JudgeGroup(group, judgement))
         return what is not None
 
     def _finish(self, sample: Sample) -> None:
         context = self._context
-        sample.retry = 0
+        sample.retry = None
         context.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
         if context.monitor.sample_finished(sample.group):
             self.complete(sample.group)
@@ -111,29 +110,33 @@ class Scoring:
             self._accept(group)
 
     def _ask_filter(self, group: Group) -> None:
-        group.judged_since = self._context.event_number
-        self._context.out.append(do.JudgeGroup(group, group.judged_since))
+        self._context.to_group(group, GroupState.JUDGED, "the filter is asked")
+        self._context.out.append(do.JudgeGroup(group, group.since))
+
+    def _is_awaited(self, group: Group | None, judgement: int) -> bool:
+        """Whether this verdict is; not if the group was dropped, or a sample of it began again, after it was asked."""
+        return group is not None and group.state is GroupState.JUDGED and group.since == judgement
 
     def _accept(self, group: Group) -> None:
-        self._context.monitor.accept(group, self._context.event_number)
+        self._context.to_group(group, GroupState.READY, "complete")
+        self._context.monitor.accept(group)
         self._failures.group_completed()
 
     def group_judged(self, event: ev.GroupJudged) -> None:
         """The filter has spoken, or failed to."""
         context = self._context
         group = context.buffer.groups.get(event.group)
-        if group is None or group.judged_since != event.judgement:
-            context.counters["late_events"] += 1  # dropped meanwhile, or a sample began again after it was asked
+        if group is None or not self._is_awaited(group, event.judgement):
+            context.counters["late_events"] += 1
             return
-        group.judged_since = -1
         if event.error is not None:
             group.filter_failures += 1
             context.note(group.samples[0], f"filter failed: {event.error}")
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._failures.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif pause_s := self._failures.pause_s(group.filter_failures):
-                group.judged_since = context.event_number
-                context.retries[context.start_timer(pause_s)] = group, group.judged_since
+                context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
+                context.retries[context.start_timer(pause_s)] = group, group.since
             else:
                 self._ask_filter(group)
         elif event.keep:

@@ -17,7 +17,7 @@ from april.core.ledger import Ledger
 from april.core.restoring import require_fresh, restore, settings_out
 from april.core.sealed import State, data_out
 from april.core.tape import TokenTape
-from april.core.types import Attempt, DropReason, FinishReason, Group, RecordedCall, Sample, SampleState
+from april.core.types import Attempt, DropReason, FinishReason, Group, GroupState, RecordedCall, Sample, SampleState
 from april.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     # what the weight updates that follow from these batches would have announced
     current = current._replace(n=current.n + len(core.leased) - len(untrained))
     ready = [*again, *core.monitor]
-    waiting = [group for group in core.buffer if group.ready_at < 0]
+    waiting = [group for group in core.buffer if group.state is not GroupState.READY]
     return {
         "settings": settings_out(core),
         "version": list(current),
@@ -79,8 +79,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         "tokens": _ledger_out(tokens),
         "prompts": _ledger_out(prompts),
         "counters": dict(core.counters),
-        "ready": [_group_out(core, group) for group in ready],
-        "waiting": [_group_out(core, group) for group in waiting],
+        "ready": [_group_out(group) for group in ready],
+        "waiting": [_group_out(group) for group in waiting],
     }
 
 
@@ -89,7 +89,7 @@ def _newest_committed(core: RolloutCore) -> int:
     return next((b for b in range(core.context.batches - 1, -1, -1) if b not in core.leased), -1)
 
 
-def _group_out(core: RolloutCore, group: Group) -> State:
+def _group_out(group: Group) -> State:
     prompt = group.prompt
     data, unchecked = data_out(prompt.data)
     return {
@@ -100,16 +100,16 @@ def _group_out(core: RolloutCore, group: Group) -> State:
         "data": data,
         "unchecked": unchecked,
         "drawn_under": list(group.drawn_under),
-        "samples": [_sample_out(core, sample) for sample in group.samples],
+        "samples": [_sample_out(sample) for sample in group.samples],
     }
 
 
-def _sample_out(core: RolloutCore, sample: Sample) -> State:
-    tape, replay = sample.tape, sample.replay
-    calls = [*sample.calls, *(replay.calls if replay is not None else ())]
-    open_start = sample.call.start if sample.call is not None else replay.open_start if replay is not None else None
-    if sample.state is SampleState.IN_FLIGHT and not core.attempts[sample.attempt_id].doubtful:
-        attempt = core.attempts[sample.attempt_id]
+def _sample_out(sample: Sample) -> State:
+    tape, replay, call = sample.tape, sample.replay, sample.open_call
+    calls = [c.result for c in sample.calls if c.result is not None] + list(replay.calls if replay is not None else ())
+    open_start = call.start if call is not None else replay.open_start if replay is not None else None
+    attempt = call.attempt if call is not None else None
+    if attempt is not None and attempt.lost_for is None:
         tape = _with_attempt(tape, attempt)
         if attempt.tape.stopped and open_start is not None:
             # complete, and only the engine does not know yet

@@ -20,18 +20,19 @@ from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.ledger import Ledger
-from april.core.over_sampler import WAITING
 from april.core.scoring import Scoring
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
 from april.core.types import (
     AttemptFailure,
+    AttemptState,
     DropReason,
     Group,
     OnDataEnd,
     OnLongPrompt,
     OnStale,
     Refill,
+    Sample,
     SampleId,
     SampleState,
 )
@@ -276,7 +277,7 @@ class RolloutCore:
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
             open_groups=len(self.buffer) - self.monitor.ready,
-            free_places=self._free_places() - self.over_sampler.waiting,
+            free_places=self.context.places.free - self.over_sampler.waiting,
             step_start=not step.filled,
             room=self.buffer.room(self.tokens.held),
         )
@@ -286,27 +287,24 @@ class RolloutCore:
         elif not self.over_sampler.asked:
             step.filled = True
 
-    def _free_places(self) -> int:
-        return self.settings.max_in_flight - len(self.attempts) - self.context.starting
-
     def _start_waiting(self) -> None:
         context = self.context
-        while self.over_sampler.waiting and self._free_places() > 0:
+        while self.over_sampler.waiting and context.places.free > 0:
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage()
                 return
-            sample = self.over_sampler.pop()
-            assert sample is not None
-            if sample.state is SampleState.NEW:
-                context.starting += 1
-                context.to(sample, SampleState.STARTED, "rollout function started")
-                context.out.append(do.StartSample(sample))
+            work = self.over_sampler.pop()
+            assert work is not None
+            if isinstance(work, Sample):
+                context.places.reserve(work)
+                context.to(work, SampleState.RUNNING, "rollout function started")
+                context.out.append(do.StartSample(work))
             else:
-                cached = self.engines.cached_on(sample.cached_on, sample.cached_under)
-                if sample.avoid or cached:
-                    engine = self.engines.pick(self.clock.current, sample.avoid, cached) or engine
-                self._generation.submit(sample, engine.limits.name)
+                cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
+                if work.avoid or cached:
+                    engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
+                self._generation.submit(work, engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
@@ -392,9 +390,9 @@ class RolloutCore:
         """See to it that nothing gets too old or circles for ever: what the step owes goes first."""
         for group in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
             for sample in group.samples:
-                if sample.state in WAITING:
-                    self.over_sampler.forget(sample)
-                    self.over_sampler.push(sample)
+                for work in (sample, sample.open_call):
+                    if work is not None and work.ticket:
+                        self.over_sampler.again(work)
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         if self._scoring.ask_again(event.timer):
@@ -431,7 +429,9 @@ class RolloutCore:
         state.version, state.losses = None, state.losses + 1
         doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
         for attempt in doubtful:
-            attempt.doubtful = True
+            if attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
+                attempt.lost_for = DropReason.UNKNOWN_WEIGHTS
+                self.context.to(attempt, AttemptState.DOUBTFUL, f"engine {event.engine} has other weights")
         self.context.stop(doubtful)
 
     def _engine_failed(self, event: ev.EngineFailed) -> None:

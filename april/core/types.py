@@ -14,6 +14,8 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
 """Slack of a group that was drawn after the latest plan."""
+WHOLE_GROUP = -1
+"""In place of a sample's index: all of the group."""
 
 
 class SampleId(NamedTuple):
@@ -31,14 +33,8 @@ class SampleState(StrEnum):
 
     NEW = "new"
     """Its rollout function waits to be started, for the first time or anew."""
-    STARTED = "started"
-    """Its rollout function runs and has not asked for tokens yet; holds a place in flight."""
-    QUEUED = "queued"
-    """Its rollout function is parked in a generate call that waits for a place; a partial if it has tokens."""
-    IN_FLIGHT = "in_flight"
-    """An engine generates for it."""
-    OUTSIDE = "outside"
-    """Its rollout function runs between two generate calls (a tool, an environment)."""
+    RUNNING = "running"
+    """Its rollout function runs, or is parked in one of its calls."""
     SCORING = "scoring"
     """Its rollout function has returned; the reward is awaited."""
     FINISHED = "finished"
@@ -47,6 +43,41 @@ class SampleState(StrEnum):
     """In a batch that was handed to the trainer."""
     DROPPED = "dropped"
     """Given up for a named reason."""
+
+
+class CallState(StrEnum):
+    """Where a call of ``llm.generate`` is."""
+
+    QUEUED = "queued"
+    """It waits for a place; its sample is a partial if it has tokens."""
+    IN_FLIGHT = "in_flight"
+    """An attempt of it is at an engine."""
+    DONE = "done"
+    """It has its response."""
+
+
+class AttemptState(StrEnum):
+    """What is to become of an attempt when it ends."""
+
+    WANTED = "wanted"
+    """Its tokens are its sample's."""
+    SILENT = "silent"
+    """The same; it was asked to end because its engine sent nothing, and another one goes on."""
+    DOUBTFUL = "doubtful"
+    """Nobody knows which weights wrote its tokens: they are dropped, and its call goes on from what it had."""
+    ABANDONED = "abandoned"
+    """Its sample went on without it: its tokens are dropped for the reason of that."""
+
+
+class GroupState(StrEnum):
+    """How complete a group is."""
+
+    OPEN = "open"
+    """Some of its samples are not finished."""
+    JUDGED = "judged"
+    """All are; the filter's verdict is awaited."""
+    READY = "ready"
+    """It counts towards a batch."""
 
 
 class FinishReason(StrEnum):
@@ -168,15 +199,6 @@ class Prompt:
         return Prompt(self.token_ids.copy(), self.data, self.epoch, self.position)
 
 
-@dataclass(slots=True)
-class GenerateCall:
-    """One ``llm.generate`` of a rollout function; it may take several attempts."""
-
-    sampling: SamplingParams
-    start: int
-    """Response tokens that were there before the call."""
-
-
 class RecordedCall(NamedTuple):
     """A complete ``llm.generate``: it added tokens [start, end) of the tape."""
 
@@ -194,12 +216,38 @@ class Replay:
     """Start of the call after those, which has no complete answer yet; None: there was none."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class GenerateCall:
+    """One ``llm.generate`` of a rollout function; it may take several attempts."""
+
+    sample: Sample
+    sampling: SamplingParams
+    start: int
+    """Response tokens that were there before the call."""
+    state: CallState = CallState.QUEUED
+    ticket: int = 0
+    """Its latest place in the queue; 0: none."""
+    attempt: Attempt | None = None
+    """The one in flight."""
+    avoid: str = ""
+    """Engine on which the latest attempt broke off: another one goes first."""
+    failures: int = 0
+    """Attempts in a row that broke off at the same token."""
+    result: RecordedCall | None = None
+    """Once it is done."""
+
+    @property
+    def owner(self) -> SampleId:
+        """Whose story tells of it."""
+        return self.sample.id
+
+
+@dataclass(slots=True, eq=False)
 class Attempt:
-    """One engine request for a sample. The layer above appends chunks to ``tape`` while it runs."""
+    """One engine request for a call. The layer above appends chunks to ``tape`` while it runs."""
 
     id: str
-    sample: Sample
+    call: GenerateCall
     engine: str
     token_ids: Int32
     """Prompt plus the response so far."""
@@ -208,12 +256,9 @@ class Attempt:
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the response: EOS, and stop tokens of the request."""
     urgent: bool = False
-    stalled: bool = False
-    """It was asked to end because its engine was silent."""
-    dropped_for: DropReason | None = None
-    """Its sample went on without it: its tokens are dropped for this reason."""
-    doubtful: bool = False
-    """Nobody knows which weights wrote its tokens: they are dropped, and its sample goes on from what it had."""
+    state: AttemptState = AttemptState.WANTED
+    lost_for: DropReason | None = None
+    """Why its tokens do not become the sample's; None: they do."""
 
     def counts(self) -> AttemptCounts:
         """What it has brought so far, for the event that ends it."""
@@ -224,71 +269,80 @@ class Attempt:
         return AttemptCounts(tuple(tape.spans), ends, tape.after_stop)
 
     @property
-    def lost_for(self) -> DropReason | None:
-        """Why its tokens do not become the sample's; None: they do."""
-        return self.dropped_for or (DropReason.UNKNOWN_WEIGHTS if self.doubtful else None)
+    def sample(self) -> Sample:
+        """Whose response it continues."""
+        return self.call.sample
+
+    @property
+    def owner(self) -> SampleId:
+        """Whose story tells of it."""
+        return self.call.sample.id
 
 
 class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempt_failures", "attempt_id", "attempts", "avoid", "cached_on", "cached_under", "call", "calls", "failures",
-        "finish", "group", "id", "outlived", "replay", "restarts", "resumes", "retry", "reward", "state", "tape",
-        "ticket",
+        "attempts", "cached_on", "cached_under", "calls", "failures", "finish", "group", "id", "replay", "restarts",
+        "resumes", "retry", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
-    def __init__(self, sample_id: SampleId, group: Group) -> None:
+    def __init__(self, sample_id: SampleId, group: Group, state: SampleState = SampleState.NEW) -> None:
         self.id = sample_id
         self.group = group
-        self.state = SampleState.NEW
+        self.state = state
         self.tape = TokenTape()
-        self.call: GenerateCall | None = None
-        """The generate call that is not complete yet."""
-        self.calls: list[RecordedCall] = []
+        self.calls: list[GenerateCall] = []
+        """Of the present run of its function, in the order in which they were made; the last one may be open."""
         self.replay: Replay | None = None
+        """What an older process answered. A finished sample that has one finished there, so that nobody has what its
+        function returned."""
         self.attempts = 0
-        self.attempt_id = ""
-        """Its latest attempt."""
         self.resumes = 0
         """Attempts that continued a call in the middle."""
-        self.attempt_failures = 0
-        """Attempts in a row that broke off at the same token."""
-        self.avoid = ""
-        """Engine on which the latest attempt broke off: another one goes first."""
         self.cached_on = ""
         """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
         self.cached_under: tuple[PolicyVersion | None, int] | None = None
         self.failures = 0
         """Failures of its rollout and reward functions."""
-        self.retry = 0
-        """Timer after which its reward is asked for again; 0: none."""
+        self.retry: int | None = None
+        """Timer after which its reward is asked for again."""
         self.restarts = 0
         """How often it began again from nothing."""
         self.finish: FinishReason | None = None
         self.reward = 0.0
-        self.outlived = False
-        """It finished before a restart of the process, so nobody has what its rollout function returned."""
         self.ticket = 0
-        """Its latest place in the queue; older queue entries are void."""
+        """Its latest place in the queue, to be started; 0: none."""
 
     @property
-    def told(self) -> int:
-        """Tokens of the tape that its rollout function knows of (all of them, except in a replay)."""
+    def owner(self) -> SampleId:
+        """Whose story tells of it."""
+        return self.id
+
+    @property
+    def open_call(self) -> GenerateCall | None:
+        """The generate call that is not complete yet."""
+        calls = self.calls
+        return calls[-1] if calls and calls[-1].state is not CallState.DONE else None
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the tape that its rollout function has seen (all of them, except in a replay)."""
         if self.replay is None:
             return len(self.tape)
-        return self.calls[-1].end if self.calls else 0
+        return self.calls[-1].result.end if self.calls and self.calls[-1].result is not None else 0
 
     def __repr__(self) -> str:
-        return f"<Sample {self.id} {self.state} tokens={len(self.tape)} attempts={self.attempts}>"
+        call = self.open_call
+        state = self.state if call is None else f"{self.state} ({call.state})"
+        return f"<Sample {self.id} {state} tokens={len(self.tape)} attempts={self.attempts}>"
 
 
 class Group:
     """A prompt with its samples."""
 
     __slots__ = (
-        "drawn_under", "filter_failures", "id", "judged_since", "prompt", "ready_at", "samples", "slack", "unfinished",
-        "urgent",
+        "drawn_under", "filter_failures", "id", "prompt", "samples", "since", "slack", "state", "unfinished", "urgent",
     )  # fmt: skip
 
     def __init__(
@@ -298,16 +352,20 @@ class Group:
         self.prompt = prompt
         self.drawn_under = drawn_under
         self.samples = [Sample(SampleId(group_id, i), self) for i in range(n_samples)]
+        self.state = GroupState.OPEN
+        self.since = 0
+        """Number of the event that made its state what it is."""
         self.unfinished = n_samples
-        self.judged_since = -1
-        """Number of the event since which the filter's verdict is awaited; -1: it is not."""
         self.filter_failures = 0
         self.slack = NO_DEADLINE
         """Weight updates after which it is too old, as of the latest plan."""
         self.urgent = False
         """Goes before all others, because the step owes it."""
-        self.ready_at = -1
-        """Number of the event that completed it and had it accepted; -1 while open."""
+
+    @property
+    def owner(self) -> SampleId:
+        """All its samples' stories tell of it."""
+        return SampleId(self.id, WHOLE_GROUP)
 
     def __repr__(self) -> str:
-        return f"<Group {self.id} unfinished={self.unfinished}/{len(self.samples)} urgent={self.urgent}>"
+        return f"<Group {self.id} {self.state} unfinished={self.unfinished}/{len(self.samples)} urgent={self.urgent}>"

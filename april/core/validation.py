@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from april.core.types import Sample, SampleState
+from april.core.types import AttemptState, CallState, GroupState, Sample, SampleId, SampleState
 from april.errors import InvariantError
 
 if TYPE_CHECKING:
     from april.core.state import RolloutCore
 
 
-REPLAYING = (SampleState.NEW, SampleState.STARTED, SampleState.OUTSIDE)
-
-
 def check_calls(sample: Sample) -> str | None:
-    """What is wrong with the sample's record of generate calls, or None."""
-    calls = [*sample.calls, *(sample.replay.calls if sample.replay is not None else ())]
+    """What is wrong with the sample's calls, or None."""
+    done, call, replay = [c.result for c in sample.calls if c.result is not None], sample.open_call, sample.replay
+    if len(done) + (call is not None) != len(sample.calls):
+        return "an open call before the last one, or a complete one without its result"
+    if (call and sample.state is not SampleState.RUNNING) or (sample.calls and sample.state is SampleState.NEW):
+        return "it has calls and does not run"
+    calls = [*done, *(replay.calls if replay is not None else ())]
     position = 0
-    for call in calls:
-        if not position <= call.start <= call.end <= len(sample.tape):
-            return f"call [{call.start}, {call.end}) after token {position} of {len(sample.tape)}"
-        position = call.end
-    opened = sample.call.start if sample.call is not None else sample.replay.open_start if sample.replay else None
+    for start, end, _ in calls:
+        if not position <= start <= end <= len(sample.tape):
+            return f"call [{start}, {end}) after token {position} of {len(sample.tape)}"
+        position = end
+    opened = call.start if call is not None else replay.open_start if replay is not None else None
     if opened is not None and not position <= opened <= len(sample.tape):
         return f"call [{opened}, ...) after token {position} of {len(sample.tape)}"
     if sample.state is SampleState.FINISHED and (not calls or position != len(sample.tape)):
         return f"finished, but its calls end at {position} of {len(sample.tape)} tokens"
+    if replay is not None and (call is not None or sample.state is SampleState.SCORING):
+        return "it is replayed and is beyond that"
     return None
 
 
@@ -38,9 +42,10 @@ def validate(core: RolloutCore) -> None:
         story = f"\n{core.story(sample.id)}" if sample is not None else ""
         raise InvariantError(f"after event {core.context.event_number}: {message}{story}\n{core!r}")
 
-    states: Counter[SampleState] = Counter()
-    held = 0
-    current = [a for a in core.attempts.values() if a.dropped_for is None]
+    held = queued = 0
+    reserved = core.context.places.reserved
+    started: set[SampleId] = set()
+    current = [a for a in core.attempts.values() if a.state is not AttemptState.ABANDONED]
     by_sample = {a.sample.id: a for a in current}
     if len(by_sample) != len(current):
         fail("a sample has more than one attempt in flight")
@@ -48,47 +53,51 @@ def validate(core: RolloutCore) -> None:
         unfinished = sum(s.state is not SampleState.FINISHED for s in group.samples)
         if unfinished != group.unfinished:
             fail(f"{group} has {unfinished} unfinished samples", group.samples[0])
-        if (group.ready_at >= 0) + (group.judged_since >= 0) != (unfinished == 0):
-            fail(f"{group} is complete and neither ready nor judged, or it is both, or too early", group.samples[0])
-        if group.judged_since >= 0 and not core.settings.has_filter:
+        if (group.state is GroupState.OPEN) != (unfinished > 0):
+            fail(f"{group} is complete and neither ready nor judged, or it is too early", group.samples[0])
+        if group.state is GroupState.JUDGED and not core.settings.has_filter:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
         for sample in group.samples:
-            states[sample.state] += 1
             held += sample.tape.generated
             wrong = sample.tape.check()
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
             if sample.state in (SampleState.LEASED, SampleState.DROPPED):
                 fail(f"{sample} is settled and still held", sample)
-            if (sample.state is SampleState.IN_FLIGHT) != (sample.id in by_sample):
+            call = sample.open_call
+            if sample.state is SampleState.RUNNING and not sample.calls:
+                started.add(sample.id)
+            if (call is not None and call.state is CallState.IN_FLIGHT) != (sample.id in by_sample):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
-            if (sample.ticket > 0) != (sample.state in (SampleState.NEW, SampleState.QUEUED)):
+            waiting = [(sample.ticket, sample.state is SampleState.NEW)]
+            waiting += [(c.ticket, c.state is CallState.QUEUED) for c in sample.calls]
+            if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
-            if (sample.call is not None) != (sample.state in (SampleState.QUEUED, SampleState.IN_FLIGHT)):
-                fail(f"{sample} has a call and does not wait for tokens, or the other way round", sample)
+            queued += sum(waits for _, waits in waiting)
             if len(sample.tape) > core.settings.max_response_len:
                 fail(f"{sample} is longer than max_response_len={core.settings.max_response_len}", sample)
-            if sample.replay is not None and sample.state not in REPLAYING:
-                fail(f"{sample} is replayed and is beyond that", sample)
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
 
-    for attempt in current:
-        if attempt.sample.state is not SampleState.IN_FLIGHT:
+    for attempt in core.attempts.values():
+        if attempt.state is not AttemptState.ABANDONED and (
+            attempt.call.attempt is not attempt or attempt.sample.open_call is not attempt.call
+        ):
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
+        if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
+            fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.lost_for}", attempt.sample)
     per_engine = Counter(a.engine for a in core.attempts.values())
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
-    starting = core.context.starting
-    if starting != states[SampleState.STARTED]:
-        fail(f"{starting} places held by starting samples, {states[SampleState.STARTED]} samples are starting")
-    if len(core.attempts) + starting > core.settings.max_in_flight:
+    if reserved != started:
+        fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
+    if len(core.attempts) + len(reserved) > core.settings.max_in_flight:
         fail(f"more than max_in_flight={core.settings.max_in_flight} in flight")
-    if core.over_sampler.waiting != states[SampleState.NEW] + states[SampleState.QUEUED]:
-        fail(f"{core.over_sampler.waiting} in the queue, {states} held")
-    ready = [g for g in core.buffer if g.ready_at >= 0]
+    if core.over_sampler.waiting != queued:
+        fail(f"{core.over_sampler.waiting} in the queue, {queued} wait")
+    ready = [g for g in core.buffer if g.state is GroupState.READY]
     if sorted(g.id for g in ready) != sorted(g.id for g in core.monitor):
         fail("the ready list is not the list of complete groups")
     if core.aborts.pending > len(core.attempts):

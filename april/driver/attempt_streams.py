@@ -105,9 +105,8 @@ class AttemptStreams:
 
     def submit(self, command: do.Submit) -> None:
         """Send one attempt to its engine; its end is an event."""
-        sample = command.attempt.sample
-        assert sample.call is not None
-        stream = _Stream(command.attempt, self, len(sample.tape) - sample.call.start)
+        call = command.attempt.call
+        stream = _Stream(command.attempt, self, len(call.sample.tape) - call.start)
         self._open[command.attempt.id] = stream
         self._busy.change(+1, asyncio.get_running_loop().time())
         stream.task = self._spawn(self._run_attempt(stream))

@@ -173,8 +173,7 @@ class Evaluator:
 
 def _complete(sample: Sample, start: int, finish: FinishReason) -> Completion:
     sample.finish = finish
-    sample.calls.append(RecordedCall(start, len(sample.tape), finish))
-    return completion_of(sample)
+    return completion_of(sample, RecordedCall(start, len(sample.tape), finish))
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

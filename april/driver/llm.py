@@ -17,7 +17,7 @@ import numpy as np
 from april.config.unsupported_options import REFUSED
 from april.core.sampling import SamplingParams, wrong_stop_strings
 from april.core.tape import Float32, Int32
-from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
 from april.errors import RolloutError, UsageError
 
 
@@ -186,7 +186,7 @@ def checked_call(
         raise UsageError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
     if token_ids is None:
         return None
-    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.told]))
+    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.seen]))
     if not np.array_equal(token_ids[: len(have)], have):
         raise RolloutError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
@@ -218,9 +218,9 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
             )
 
 
-def completion_of(sample: Sample) -> Completion:
-    """What the sample's latest complete generate call added to it."""
-    start, end, finish = sample.calls[-1]
+def completion_of(sample: Sample, call: RecordedCall) -> Completion:
+    """What a complete generate call added to its sample."""
+    start, end, finish = call
     tape = sample.tape
     return Completion(
         tape.tokens[start:end].copy(),

@@ -155,14 +155,16 @@ class SampleFunctions:
 
     def call_completed(self, command: do.CallCompleted) -> None:
         """Wake the rollout function."""
-        runner = self._runners.get(command.sample.id)
+        sample, result = command.call.sample, command.call.result
+        runner = self._runners.get(sample.id)
         if runner is None:
-            self._post(ev.SampleReturned(command.sample.id))  # the default function returns now
+            self._post(ev.SampleReturned(sample.id))  # the default function returns now
             return
         call, runner.call = runner.call, None
         assert call is not None
+        assert result is not None
         if not call.done():
-            call.set_result(completion_of(command.sample))
+            call.set_result(completion_of(sample, result))
 
     def cancel(self, command: do.CancelSample) -> None:
         """End whatever runs for a sample that was given up."""

@@ -198,8 +198,8 @@ class Simulation:
                 self._submit(attempt)
             case do.StartSample(sample):
                 self._events.append(ev.CallMade(sample.id, self._sampling))
-            case do.CallCompleted(sample):
-                self._events.append(ev.SampleReturned(sample.id))
+            case do.CallCompleted(call):
+                self._events.append(ev.SampleReturned(call.sample.id))
             case do.DrawPrompts(count):
                 self._events.append(ev.PromptsDrawn([self._prompt] * count, exhausted=False))
             case do.Abort(engine, attempt_ids, _):
