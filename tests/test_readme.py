@@ -217,6 +217,21 @@ def test_links_in_the_documents_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def anchors(page: str) -> set[str]:
+    """Of the headings of a page, as forges make them."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in re.findall(r"^#+ (.*)$", text, re.M))
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_anchors_in_the_documents_are_headings() -> None:
+    """Links into a page, or within it, name a heading that is there."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8")):
+            there = anchors((page.parent / target if target else page).read_text("utf-8"))
+            assert anchor in there, f"{page.name}: {target}#{anchor}"
+
+
 def test_the_servers_on_the_page_are_started_as_the_suite_starts_them() -> None:
     """docs/servers.md has, for a CPU, the flags with which the real servers are run, and names those that are more."""
     page = (ROOT / "docs" / "servers.md").read_text("utf-8")
