@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,18 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
+from april.core.timers import Timer, TimerKind
 from april.core.types import Attempt, EngineFinish, Prompt
 from april.core.versions import PolicyVersion
 
 EOS = 1
+OLD_TIMER = ev.TimerFired(Timer(TimerKind.ABORTS, 99))
+"""One that nobody waits for any more: the core does what is due, and no more."""
+
+
+def timers(commands: Sequence[do.Command], *kinds: TimerKind) -> list[do.StartTimer]:
+    """The timers of these kinds that were started."""
+    return [c for c in commands if isinstance(c, do.StartTimer) and c.timer.kind in kinds]
 
 
 def settings(n: int = 2, samples: int = 2, over: int | None = None, **changes: Any) -> CoreSettings:

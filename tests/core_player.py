@@ -19,6 +19,7 @@ from april.core.engine_table import RESTS_BEFORE_QUARANTINE
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
+from april.core.timers import Timer, TimerKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish, OnDataEnd, OnLongPrompt, OnStale, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
@@ -70,19 +71,18 @@ class CorePlayer:
         self.stepping = self.paused = False
         self.aborting: dict[str, int] = {}
         """Requests that were asked to end, and how often the timer may fire until they are fenced."""
-        self.abort_timer = 0
-        """The one that runs; 0: none."""
+        self.abort_timer: Timer | None = None  # the one that runs
         self.fenced: list[str] = []
         """Those that a timer has fenced just now, and whose end the core has not heard of."""
         self.untold: list[str] = []
         """Requests whose stop string the core has not heard of."""
         self.functions: set[Key] = set()
-        self.timers: list[int] = [0]
-        self.outage, self.old_version = 0, self.world.version
+        self.timers = [Timer(TimerKind.ABORTS, 0)]
+        self.outage, self.old_version = Timer(TimerKind.OUTAGE, 0), self.world.version
         self.quarantined: set[str] = set()
         self.confirmed = {e.name for e in self.engines}
         self.caps = {e.name: AdmissionCap(e.max_in_flight) for e in self.engines}
-        self.rests: dict[int, str] = {}
+        self.rests: dict[Timer, str] = {}
         self.in_a_row = dict.fromkeys(self.caps, 0)  # refusals of an engine, of which each is a rest
         self.busy = ""  # the engine that says so at this moment, soon to be among those that rest
         self.to_score: list[tuple[int, list[tuple[int, int]]]] = []
@@ -133,7 +133,7 @@ class CorePlayer:
                 assert set(ids) == theirs if everything else set(ids) <= theirs
                 rounds = round(self.settings.abort_deadline_s / self.settings.abort_resend_s)
                 for attempt_id in ids:
-                    self.aborting.setdefault(attempt_id, rounds + (self.abort_timer > 0))
+                    self.aborting.setdefault(attempt_id, rounds + (self.abort_timer is not None))
             case do.Fence(engine, ids):
                 assert {self.world.running[attempt_id].engine for attempt_id in ids} == {engine}
                 self.fenced += ids
@@ -152,19 +152,19 @@ class CorePlayer:
                 self.to_judge.append((group.id, judgement))
             case do.StartTimer(timer, seconds):
                 self.timers.append(timer)
-                if timer < 0 and self.busy and seconds <= 60:
+                if timer.kind is TimerKind.REST and seconds <= 60:
                     assert self.busy not in {*self.rests.values(), *self.quarantined}
                     self.rests[timer], self.busy = self.busy, ""
-                elif timer < 0:
+                elif timer.kind is TimerKind.OUTAGE:
                     assert seconds == self.settings.outage_deadline_s
                     self.outage = timer
+                elif timer.kind is TimerKind.PROBE:
+                    assert timer.engine not in self.quarantined
+                    self.quarantined.add(timer.engine)
                 else:
                     assert seconds == self.settings.abort_resend_s
                     assert not self.abort_timer, "two timers for the aborts"
                     self.abort_timer = timer
-            case do.ProbeEngine(engine):
-                assert engine not in self.quarantined
-                self.quarantined.add(engine)
             case do.Paused():
                 assert self.paused > bool(self.world.running)
             case do.Deliver(batch):
@@ -422,13 +422,13 @@ class CorePlayer:
     def is_outage_over(self) -> None:
         """The timer of the outage is void once an engine is well, has the weights and is not busy for ever."""
         if any(self.in_a_row[name] <= RESTS_BEFORE_QUARANTINE for name in self.confirmed - self.quarantined):
-            self.outage = 0
+            self.outage = Timer(TimerKind.OUTAGE, 0)
 
-    def fire(self, timer: int) -> list[do.Command]:
+    def fire(self, timer: Timer) -> list[do.Command]:
         """A timer runs out: exactly those requests are fenced that had their time, and their engines are suspect."""
         fencing: set[str] = set()
         if timer == self.abort_timer:
-            self.abort_timer = 0
+            self.abort_timer = None
             self.aborting = {attempt_id: left - 1 for attempt_id, left in self.aborting.items()}
             fencing = {attempt_id for attempt_id, left in self.aborting.items() if left == 0}
         self.rests.pop(timer, None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, OLD_TIMER, CoreMachine, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptCounts
+from april.core.timers import Timer, TimerKind
 from april.core.types import AttemptFailure, CallState, DropReason, EngineFinish, OnLongPrompt, SampleId
 from april.core.versions import FIRST_VERSION
 from april.errors import InvariantError
@@ -142,7 +143,7 @@ def test_reward_that_is_no_finite_number_is_retried_then_given_up(reward: float)
     assert "the reward is" in m.core.story(SampleId(0, 0))
     m.end(min(m.in_flight))
     m.score((1, 0))
-    m.post(ev.TimerFired(0))
+    m.post(OLD_TIMER)
     assert m.batches[0].samples[0].id == (1, 0)
 
 
@@ -217,13 +218,14 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     m.end(ids[0].id)
     seen = []
     while not m.batches:
-        timer = [c for c in m.commands if isinstance(c, do.StartTimer)][-1]
+        timer = timers(m.commands, TimerKind.ABORTS)[-1]
         assert timer.seconds == 1.0
         seen.append([type(c) for c in m.post(ev.TimerFired(timer.timer))])
 
     assert seen == [
-        [do.Abort, do.StartTimer], [do.Abort, do.StartTimer], [do.Fence, do.ProbeEngine, do.Deliver],
+        [do.Abort, do.StartTimer], [do.Abort, do.StartTimer], [do.Fence, do.StartTimer, do.Deliver],
     ]  # fmt: skip
+    assert [t.timer.engine for t in timers(m.commands, TimerKind.PROBE)] == [ids[1].engine]
     assert m.core.engines.states[ids[1].engine].quarantined
     assert len(m.core.buffer.groups[1].samples[0].tape) == 40
     assert m.post(ev.AttemptEnded(ids[1].id, EngineFinish.STOP)) == []
@@ -244,8 +246,8 @@ def silent_siblings(**changes: object) -> tuple[CoreMachine, list[str]]:
 
 
 def last_timer(m: CoreMachine) -> ev.TimerFired:
-    """The timer that was started last runs out."""
-    return ev.TimerFired([c.timer for c in m.commands if isinstance(c, do.StartTimer)][-1])
+    """The timer of the aborts that was started last runs out."""
+    return ev.TimerFired(timers(m.commands, TimerKind.ABORTS)[-1].timer)
 
 
 def test_function_that_returns_when_its_group_was_just_given_up_is_late() -> None:
@@ -257,7 +259,7 @@ def test_function_that_returns_when_its_group_was_just_given_up_is_late() -> Non
     m.post(ev.AttemptStalled(second))
     commands = m.post(last_timer(m))
 
-    assert [type(c) for c in commands][:4] == [do.Fence, do.ProbeEngine, do.CallCompleted, do.ReportDrop]
+    assert [type(c) for c in commands][:4] == [do.Fence, do.StartTimer, do.CallCompleted, do.ReportDrop]
     assert m.core.counters["late_events"] == 1
     assert m.core.tokens.as_dict()["dropped"] == {"failed": 5}
     assert m.post(ev.CallMade(SampleId(0, 0), m.sampling)) == []
@@ -300,14 +302,15 @@ def test_abort_that_joins_a_running_timer_has_its_whole_deadline() -> None:
 
     assert [type(c) for c in commands] == [do.Abort, do.StartTimer]
     assert not m.core.engines.states["e0"].quarantined
-    assert [type(c) for c in m.post(last_timer(m))][:2] == [do.Fence, do.ProbeEngine]
+    assert [type(c) for c in m.post(last_timer(m))][:2] == [do.Fence, do.StartTimer]
+    assert len(timers(m.commands, TimerKind.PROBE)) == 1
 
 
 def test_timers_of_an_earlier_abort_do_nothing() -> None:
     """A timer that outlives its abort is ignored."""
     m = CoreMachine(settings(n=1, samples=1, over=2), lambda g, i: 3 + g * 40)
     m.step(random.Random(0))
-    timer = next(c for c in m.commands if isinstance(c, do.StartTimer))
+    timer = timers(m.commands, TimerKind.ABORTS)[0]
     assert m.post(ev.TimerFired(timer.timer)) == []
 
 
@@ -318,9 +321,9 @@ def test_engine_that_breaks_again_and_again_is_quarantined() -> None:
     bad = [a.id for a in m.in_flight.values() if a.engine == "a"]
     probes = []
     for attempt_id in bad[:FAILURES_BEFORE_QUARANTINE]:
-        probes += [c for c in fail(m, attempt_id) if isinstance(c, do.ProbeEngine)]
+        probes += timers(fail(m, attempt_id), TimerKind.PROBE)
 
-    assert [p.engine for p in probes] == ["a"]
+    assert [p.timer.engine for p in probes] == ["a"]
     assert m.core.engines.states["a"].quarantined
 
 
@@ -379,8 +382,8 @@ def test_lost_tokens_are_found_by_validate() -> None:
 # ---------------------------------------------------------------- pauses between tries
 
 
-def retry_timers(commands: list[do.Command]) -> list[tuple[int, float]]:
-    return [(c.timer, c.seconds) for c in commands if isinstance(c, do.StartTimer) and c.timer < 0]
+def retry_timers(commands: list[do.Command]) -> list[tuple[Timer, float]]:
+    return [(t.timer, t.seconds) for t in timers(commands, TimerKind.RETRY)]
 
 
 def test_a_reward_is_asked_again_after_a_pause() -> None:

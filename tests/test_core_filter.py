@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import OLD_TIMER, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
@@ -120,7 +120,7 @@ def test_verdict_on_a_group_with_a_sample_that_began_again_is_void(keep: bool) -
     m.post(ev.StepRequested())
     question = m.finish(0)
     m.core._failures.begin_again(m.core.buffer.groups[0].samples[1], DropReason.STALE)
-    m.post(ev.TimerFired(99))
+    m.post(OLD_TIMER)
     assert m.verdict(question, keep=keep) == []
     assert 0 in m.core.buffer.groups
 

@@ -6,12 +6,13 @@ import random
 
 import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, OLD_TIMER, CoreMachine, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
+from april.core.timers import TimerKind
 from april.core.types import AttemptFailure, CallState, EngineFinish, Group, OnStale, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
@@ -180,10 +181,9 @@ def outage(m: CoreMachine) -> do.StartTimer:
         attempt_id = min(m.in_flight)
         del m.in_flight[attempt_id]
         m.post(ev.AttemptFailed(attempt_id, "reset"))
-    m.post(ev.TimerFired(99))
-    timers = [c for c in m.commands if isinstance(c, do.StartTimer) and c.timer < 0]
-    assert len(timers) == 1
-    return timers[0]
+    m.post(OLD_TIMER)
+    (timer,) = timers(m.commands, TimerKind.OUTAGE)
+    return timer
 
 
 def broken(engines: int = 1) -> CoreMachine:
@@ -214,7 +214,7 @@ def test_engines_with_old_weights_are_an_outage_too() -> None:
     m = broken(2)
     m.post(ev.WeightsUpdated(PolicyVersion(0, 1), ["e0"]))
     m.post(ev.WeightsUpdated(PolicyVersion(0, 2), []))
-    (timer,) = [c for c in m.post(ev.StepRequested()) + m.commands if isinstance(c, do.StartTimer)][:1]
+    timer = timers(m.post(ev.StepRequested()) + m.commands, TimerKind.OUTAGE)[0]
     m.post(ev.WeightsUpdated(PolicyVersion(0, 2), ["e1"]))
     assert m.post(ev.TimerFired(timer.timer)) == []
     assert m.in_flight
@@ -230,7 +230,7 @@ def test_outage_that_ends_in_time_is_none() -> None:
         attempt_id = min(m.in_flight)
         del m.in_flight[attempt_id]
         m.post(ev.AttemptFailed(attempt_id, "reset"))
-    second = [c for c in m.commands if isinstance(c, do.StartTimer) and c.timer < 0][-1]
+    second = timers(m.commands, TimerKind.OUTAGE)[-1]
     assert second.timer != timer.timer
     assert m.post(ev.TimerFired(timer.timer)) == []
     assert not m.errors
@@ -243,7 +243,7 @@ def test_outage_is_nobodys_business_when_the_step_has_enough() -> None:
     done, broken_off, silent = sorted(m.in_flight)
     m.end(done)
     del m.in_flight[broken_off]
-    (timer,) = (c for c in m.post(ev.AttemptFailed(broken_off, "reset")) if isinstance(c, do.StartTimer))
+    (timer,) = timers(m.post(ev.AttemptFailed(broken_off, "reset")), TimerKind.OUTAGE)
     m.score(m.to_score.pop())
     m.post(ev.TimerFired(timer.timer))
 
@@ -260,7 +260,7 @@ def test_outage_is_nobodys_business_during_a_pause() -> None:
     m.post(ev.PauseRequested())
     m.post(ev.TimerFired(timer.timer))
     assert not m.errors
-    (again,) = [c for c in m.post(ev.Resumed()) if isinstance(c, do.StartTimer)]
+    (again,) = timers(m.post(ev.Resumed()), TimerKind.OUTAGE)
     m.post(ev.TimerFired(again.timer))
     assert len(m.errors) == 1
 
@@ -270,13 +270,13 @@ def test_outage_is_nobodys_business_between_steps() -> None:
     m = broken()
     timer = outage(m)
     m.core.context.failure = "something else"
-    m.post(ev.TimerFired(99))
+    m.post(OLD_TIMER)
     assert m.errors == ["something else"]
     m.post(ev.TimerFired(timer.timer))
     m.post(ev.StepRequested())
     assert m.errors == ["something else"]
     assert m.core.step is not None
-    assert [c for c in m.commands if isinstance(c, do.StartTimer) and c.timer < 0][-1].timer != timer.timer
+    assert timers(m.commands, TimerKind.OUTAGE)[-1].timer != timer.timer
 
 
 def test_failure_between_steps_is_told_in_the_next_one() -> None:
@@ -288,7 +288,7 @@ def test_failure_between_steps_is_told_in_the_next_one() -> None:
     for attempt_id in list(m.in_flight):
         m.end(attempt_id)
     m.score((0, 0))
-    m.post(ev.TimerFired(99))
+    m.post(OLD_TIMER)
     assert len(m.batches) == 1
     m.post(ev.SampleFailed(SampleId(1, 0), "reward raised"))
     assert not m.errors

@@ -6,12 +6,19 @@ import math
 from typing import Any
 
 import pytest
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, CoreMachine, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.engine_table import AFFINITY_SLACK, FIRST_REST_S, LONGEST_REST_S, RESTS_BEFORE_QUARANTINE
+from april.core.engine_table import (
+    AFFINITY_SLACK,
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    RESTS_BEFORE_QUARANTINE,
+    EngineHealth,
+)
 from april.core.settings import EngineLimits
+from april.core.timers import Timer, TimerKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish
 from april.core.versions import PolicyVersion
 
@@ -38,8 +45,13 @@ def fail(m: CoreMachine, attempt: Attempt, **how: Any) -> list[do.Command]:
 
 
 def rests(commands: list[do.Command]) -> list[do.StartTimer]:
-    """Timers that were started."""
-    return [c for c in commands if isinstance(c, do.StartTimer)]
+    """Timers of rests that were started."""
+    return timers(commands, TimerKind.REST)
+
+
+def probed(commands: list[do.Command]) -> list[str]:
+    """Engines that are to be probed."""
+    return [t.timer.engine for t in timers(commands, TimerKind.PROBE)]
 
 
 # ---------------------------------------------------------------- busy and refusing engines
@@ -84,7 +96,7 @@ def test_an_engine_that_is_busy_for_ever_is_probed() -> None:
         (timer,) = rests(fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0))
         m.post(ev.TimerFired(timer.timer))
     commands = fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0)
-    assert do.ProbeEngine("a") in commands
+    assert probed(commands) == ["a"]
     assert m.core.engines.states["a"].quarantined
     m.post(ev.EngineReady("a"))
     m.end(only(m).id)
@@ -94,11 +106,11 @@ def test_an_engine_that_is_busy_for_ever_is_probed() -> None:
 def test_an_engine_that_is_busy_for_ever_is_an_outage() -> None:
     """Probes find it well, and it takes nothing: the step ends with a reason, as without any engine."""
     m = machine(engines=TWO[:1], outage_deadline_s=50.0)
-    outages: list[int] = []
+    outages: list[Timer] = []
     for _ in range(3 * RESTS_BEFORE_QUARANTINE):
         commands = fail(m, only(m), kind=AttemptFailure.BUSY, busy_s=0.0)
-        outages += [t.timer for t in rests(commands) if t.seconds == 50.0]
-        if do.ProbeEngine("a") in commands:
+        outages += [t.timer for t in timers(commands, TimerKind.OUTAGE) if t.seconds == 50.0]
+        if probed(commands):
             m.post(ev.EngineReady("a"))
         else:
             m.post(ev.TimerFired(rests(commands)[0].timer))
@@ -125,7 +137,7 @@ def test_a_request_that_ends_ends_the_outage_of_a_busy_engine() -> None:
     state = m.core.engines.states["a"]
     state.rests = RESTS_BEFORE_QUARANTINE + 1
     commands = [c for x in list(m.in_flight.values()) for c in fail(m, x, kind=AttemptFailure.BUSY, busy_s=0.0)]
-    outage, rest = sorted(rests(commands), key=lambda t: t.seconds)
+    (outage,), (rest,) = timers(commands, TimerKind.OUTAGE), rests(commands)
     assert (outage.seconds, rest.seconds) == (50.0, LONGEST_REST_S)
     m.post(ev.TimerFired(rest.timer))
     assert len(m.in_flight) == 1  # the cap is what it took, and not less than one
@@ -156,9 +168,10 @@ def test_requests_that_are_no_attempts_count_as_well() -> None:
     m.post(ev.EngineServed("b", 1))
     m.post(ev.EngineServed("b", 1))
     assert (state.rests, state.cap.value) == (0, 3)
-    m.post(ev.EngineLoad("b", 8, 4, 0.99, 0, beside=8))
+    m.post(ev.EngineUsed("b", 8))
+    m.post(ev.EngineLoad("b", 8, 4, 0.99, 0))
     assert state.cap.value == 3
-    m.post(ev.EngineLoad("b", 2, 4, 0.99, 0, beside=8))
+    m.post(ev.EngineLoad("b", 2, 4, 0.99, 0))
     assert state.cap.value == 1
 
 
@@ -243,7 +256,8 @@ def test_an_attempt_without_a_token_leaves_nothing_in_a_cache() -> None:
     sample = only(m).sample
     m.post(ev.PauseRequested())
     m.finish_aborts()
-    m.core.engines.states["a"].resting = True
+    m.core.engines.states["a"].health = EngineHealth.RESTING
+    m.core.engines.states["a"].rest = 99
     m.post(ev.Resumed())
     assert only(m).engine == "b"
     m.post(ev.PauseRequested())
@@ -331,7 +345,9 @@ def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnd
 def test_an_engine_that_failed_outside_of_any_attempt_is_probed_once() -> None:
     """A pause that failed is a failure of the engine; asking again while it is quarantined starts no second probe."""
     m = machine()
-    assert m.post(ev.EngineFailed("b")) == [do.ProbeEngine("b")]
+    commands = m.post(ev.EngineFailed("b"))
+    assert probed(commands) == ["b"]
+    assert len(commands) == 1
     assert m.post(ev.EngineFailed("b")) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, OLD_TIMER, CoreMachine, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
+from april.core.timers import Timer, TimerKind
 from april.core.types import AttemptFailure, EngineFinish, FinishReason, OnStale, Refill, SampleId, SampleState
 
 ENGINES = (EngineLimits("a", 400, 5, (EOS,)), EngineLimits("b", 500, None, (EOS,)), EngineLimits("c", 450, 3, (EOS,)))
@@ -43,12 +44,12 @@ class Life(CoreMachine):
         self.stopped: set[SampleId] = set()
         """Samples that completed a stop string (and may have begun again since)."""
 
-        self.pauses: list[int] = []
+        self.pauses: list[Timer] = []
         """Timers after which a reward is asked for again."""
 
     def _execute(self, command: do.Command) -> None:
         super()._execute(command)
-        if isinstance(command, do.StartTimer) and command.timer in self.core.context.retries:
+        if isinstance(command, do.StartTimer) and command.timer.kind is TimerKind.RETRY:
             self.pauses.append(command.timer)
 
     def one_event(self) -> None:
@@ -120,7 +121,7 @@ class Life(CoreMachine):
         if waiting:
             sample = waiting.pop(self.rng.randrange(len(waiting)))
             self.score(sample)
-            self.post(ev.TimerFired(-1))
+            self.post(OLD_TIMER)
 
     def _reward_fails(self) -> None:
         waiting = [s for s in self.core.buffer.samples() if s.state is SampleState.SCORING]
@@ -128,7 +129,7 @@ class Life(CoreMachine):
             self.post(ev.SampleFailed(SampleId(*self.rng.choice(waiting).id), "reward raised"))
 
     def _timer(self) -> None:
-        self.post(ev.TimerFired(self.rng.randint(0, 40)))
+        self.post(ev.TimerFired(Timer(TimerKind.ABORTS, self.rng.randint(0, 40))))
 
     def _update(self) -> None:
         if not self.in_flight:

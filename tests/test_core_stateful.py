@@ -24,6 +24,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.state import RolloutCore
+from april.core.timers import Timer, TimerKind
 from april.core.types import EngineFinish, GroupState, OnDataEnd, OnStale, Refill, Sample, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
@@ -420,14 +421,16 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
 
     def _timer(self, pick: int = 0, pick_too: int = 0) -> None:
         """A timer runs out: the latest abort's, the outage's, or an old one."""
-        timer = one_of([max(self.timers), max(self.timers), min(self.timers), *self.timers], pick)
+        aborts = [t for t in self.timers if t.kind is TimerKind.ABORTS]
+        others = [t for t in self.timers if t.kind is not TimerKind.ABORTS]
+        timer = one_of([aborts[-1], aborts[-1], (others or aborts)[-1], *self.timers], pick)
         needed = self.core.step is not None and not self.core.step.stopping and not self.paused
         needed &= not any(r.engine not in self.quarantined for r in self.world.running.values())
-        over = timer < 0 and timer == self.outage and needed
+        over = timer == self.outage and needed
         commands = self.fire(timer)
         assert any(isinstance(c, do.Fail) for c in commands) == over
         if timer == self.outage:
-            self.outage = 0
+            self.outage = Timer(TimerKind.OUTAGE, 0)
         self.eager()
 
     @rule(pick=ANY)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import OLD_TIMER, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
@@ -182,7 +182,7 @@ def test_slow_rewards_do_not_hold_up_the_abort_and_count_when_they_arrive() -> N
     assert not m.batches
     m.end(ids[1])
     m.score((1, 0))
-    m.post(ev.TimerFired(99))
+    m.post(OLD_TIMER)
     assert [s.id.group for s in m.batches[0].samples] == [1]
 
     m.post(ev.Scored(0, [(0, 0.5)]))

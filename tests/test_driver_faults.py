@@ -13,6 +13,7 @@ import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, table, virtual
 
 from april.core import events as ev
+from april.core.engine_table import EngineHealth
 from april.core.sampling import SamplingParams
 from april.core.types import CallState, DropReason, Prompt
 from april.core.versions import PolicyVersion
@@ -335,7 +336,7 @@ def test_evaluations_stay_away_from_quarantined_engines() -> None:
         sent = len(bad.requests)
         await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
         assert len(bad.requests) == sent
-        rollouts.core.engines.states["good"].quarantined = True
+        rollouts.core.engines.states["good"].health = EngineHealth.QUARANTINED
         with pytest.raises(EngineError, match="all engines are quarantined: good, bad"):
             await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
         await rollouts.close()

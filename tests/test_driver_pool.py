@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import april
+from april.core.engine_recovery import LOOK_INTERVAL_S
 from april.core.versions import PolicyVersion
-from april.driver.engine_watch import LOOK_INTERVAL_S
-from april.driver.weight_updates import QUARANTINED_PATIENCE_S
+from april.core.weight_updates import QUARANTINED_PATIENCE_S
 from april.engines.protocol import Capabilities, Health
 from april.testing import FakeEngine, rollouts, run_virtual
 

@@ -9,8 +9,8 @@ import pytest
 from sglang_fixtures import ServerThread
 
 import april
+from april.core import engine_table
 from april.core.batch import Batch
-from april.driver import engine_watch
 from april.driver.rewards import Response
 from april.testing.servers.sglang.faults import KEEPS_ALIVE, PlannedFault, SglangFault
 from april.testing.servers.sglang.router import FakeSglangRouter
@@ -106,7 +106,7 @@ def test_steps_through_a_router() -> None:
 )])  # fmt: skip
 def test_faults_lose_nothing_that_came(fault: SglangFault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     server = FakeSglangServer(max_running=6, turns=20)
     with ServerThread(server), april.RolloutScheduler(
         config([server]), prompts=prompts(), reward=reward, check=True
@@ -120,7 +120,7 @@ def test_faults_lose_nothing_that_came(fault: SglangFault, monkeypatch: pytest.M
 
 def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is delivered at the deadline; what the request had handed over is kept."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     server = FakeSglangServer(max_running=12, turns=20, mean_length=40)
     with ServerThread(server):
         settings = config([server], max_token_loss=1).model_copy(update={"abort_deadline_s": 0.3})
@@ -140,7 +140,7 @@ def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_killed_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     servers = [FakeSglangServer(max_running=6, turns=20, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), april.RolloutScheduler(
         config(servers), prompts=prompts(), reward=reward, check=True

@@ -15,9 +15,9 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
 from vllm_fixtures import KNOWN
 
 import april
+from april.core import engine_table
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.driver import engine_watch
 from april.driver.evaluation import Evaluator
 from april.driver.time_limits import TimeLimits
 from april.engines.protocol import Chunk, EngineFinish, Piling, Request
@@ -209,7 +209,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("fault", [*KEEPS_ALIVE, *SGLANG_KEEPS_ALIVE], ids=lambda f: f"{type(f).__name__[:4]}-{f}")
 def test_servers_that_are_alive_and_say_nothing(fault: Any, loss: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments, pings, empty events and usage, spaces before a plain answer: the request is ended and continued."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     vllm = fault in KEEPS_ALIVE
     server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, turns=20, mean_length=10**6)
     with ServerThread(server):

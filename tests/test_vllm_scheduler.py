@@ -12,8 +12,8 @@ from sglang_fixtures import ServerThread
 from vllm_fixtures import KNOWN
 
 import april
+from april.core import engine_table
 from april.core.batch import Batch
-from april.driver import engine_watch
 from april.driver.rewards import Response
 from april.engines.http import server_process
 from april.testing.servers.control_faults import ControlFault, PlannedControlFault
@@ -107,7 +107,7 @@ def test_faults_lose_nothing_that_came(
     fault: VllmFault, loss: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     server = FakeVllmServer(max_running=6, turns=20)
     with ServerThread(server), april.RolloutScheduler(
         config([server], max_token_loss=loss), prompts=prompts(), reward=reward, check=True
@@ -121,7 +121,7 @@ def test_faults_lose_nothing_that_came(
 
 def test_a_killed_server_is_lived_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     servers = [FakeVllmServer(max_running=6, turns=20, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), april.RolloutScheduler(
         config(servers, max_token_loss=0), prompts=prompts(), reward=reward, check=True
@@ -144,7 +144,7 @@ def test_a_killed_server_is_lived_without(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("well_again", [True, False], ids=["well again", "failing"])
 def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch with tokens of the start's weights: the step fails by name, and goes on after the next update."""
-    monkeypatch.setattr(engine_watch, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
     monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)

@@ -20,9 +20,6 @@ from april.driver.busy_time import BusyTime
 from april.driver.user_code import describe
 from april.errors import RolloutError
 
-PROBE_S = 1.0
-"""The trainer brings its servers back itself, or ends: after this time they count as well again."""
-
 
 class Execution:
     """See :class:`april.coordinator.coordinator.Coordinator` for the arguments."""
@@ -149,8 +146,8 @@ class Execution:
                 self._events += [ev.AttemptEnded(i, EngineFinish.ABORT, fenced=True) for i in attempt_ids]
             case do.StartTimer(timer, seconds, _):
                 self._later(seconds, ev.TimerFired(timer))
-            case do.ProbeEngine(engine):
-                self._later(PROBE_S, ev.EngineReady(engine))
+            case do.ProbeEngine(engine, _):
+                self._events.append(ev.EngineReady(engine))  # the trainer brings its servers back, or ends
             case do.ReportDrop(group, reason, why):
                 self.dropped.add(str(group.prompt.data["uid"]))
                 self._order("dropped", str(reason), why)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from april.core.commands import Abort, Command, Fence, StartTimer
+from april.core.timers import Timer, TimerKind
 from april.core.types import Attempt
 
 
@@ -53,9 +54,9 @@ class AbortController:
         if self._pending.pop(attempt_id, None) is not None:
             del self._rounds_left[attempt_id]
 
-    def timer_fired(self, timer: int, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
+    def timer_fired(self, timer: Timer, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
         """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them, once)."""
-        if timer != self._timer or not self._timer_running:
+        if timer.number != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False
         late: list[Attempt] = []
@@ -82,4 +83,4 @@ class AbortController:
     def _start_timer(self) -> StartTimer:
         self._timer += 1
         self._timer_running = True
-        return StartTimer(self._timer, self._resend_s)
+        return StartTimer(Timer(TimerKind.ABORTS, self._timer), self._resend_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from april.core.batch import Batch
+from april.core.timers import Timer
 from april.core.types import Attempt, DropReason, GenerateCall, Group, Sample
+from april.core.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ReportDrop:
 class StartTimer:
     """Answer with TimerFired(timer) after ``seconds``; ``why`` is for whoever watches, if it is not empty."""
 
-    timer: int
+    timer: Timer
     seconds: float
     why: str = ""
 
@@ -102,9 +104,78 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class ProbeEngine:
-    """The engine is quarantined: probe it until it is well, then report EngineReady."""
+    """Ask an engine for its health once; answer with EngineProbed and the same ``probe``.
+
+    A host that looks after its engines itself answers with EngineReady, EngineStale or EngineFailed.
+    """
 
     engine: str
+    probe: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseEngine:
+    """Close the engine's admission; answer with EngineCallEnded, as UNREACHABLE after ``within_s``.
+
+    A call of an engine that still runs when another one is asked for is cancelled before that one begins.
+    """
+
+    engine: str
+    call: int
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEngine:
+    """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine."""
+
+    engine: str
+    call: int
+    within_s: float
+    version: PolicyVersion
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeEngine:
+    """Open the engine's admission; as in PauseEngine."""
+
+    engine: str
+    call: int
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The engines are paused: the trainer hands its weights over now; answer with HandedOver."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The engines have the weights of a saved state: put it into this core; answer with Restored."""
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateEnded:
+    """A weight update is over, and the policy is ``version``.
+
+    ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none.
+    """
+
+    update: int
+    version: PolicyVersion
+    failed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that people should know."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +218,13 @@ Command = (
     | StartTimer
     | Fence
     | ProbeEngine
+    | PauseEngine
+    | LoadEngine
+    | ResumeEngine
+    | HandOver
+    | Restore
+    | UpdateEnded
+    | Warn
     | Deliver
     | EndOfData
     | Paused

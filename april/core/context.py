@@ -17,6 +17,7 @@ from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import PartialBuffer
 from april.core.places import Places
 from april.core.settings import CoreSettings, EngineLimits
+from april.core.timers import Timer, TimerKind
 from april.core.transitions import LEGAL, State, Stateful
 from april.core.types import Attempt, Group, GroupState, Sample, SampleId, SampleState
 from april.core.versions import VersionClock
@@ -48,7 +49,6 @@ class CoreContext:
         self.event_number = 0
         self.out: list[Command] = []
         self.last_timer = 0
-        """Timers of the core count downwards, the abort controller's upwards."""
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
         """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
         self.failure: str | None = None
@@ -99,11 +99,20 @@ class CoreContext:
         """The error for what cannot happen to this sample."""
         return InvariantError(f"{sample} {what}; {self.history.story(sample)}")
 
-    def start_timer(self, seconds: float, why: str = "") -> int:
-        """A new timer of the core's own; returns its number."""
-        self.last_timer -= 1
-        self.out.append(StartTimer(self.last_timer, seconds, why))
+    def start_timer(self, kind: TimerKind, seconds: float, engine: str = "", why: str = "") -> int:
+        """A new timer; returns its number."""
+        self.last_timer += 1
+        self.out.append(StartTimer(Timer(kind, self.last_timer, engine), seconds, why))
         return self.last_timer
+
+    def engine_failed(self, name: str, *, at_once: bool = True) -> None:
+        """An engine failed; quarantined, it is probed until it is well."""
+        seconds = self.engines.failed(name, at_once=at_once)
+        if seconds is not None:
+            state = self.engines.states[name]
+            state.probe = 0  # what it was asked before says nothing now
+            why = f"engine {name} is quarantined until a probe finds it well"
+            state.look = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
         """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""

@@ -1,9 +1,14 @@
-"""What the core knows of each engine: load, version, health; and where the next attempt goes."""
+"""What is known of each engine: health, gate, weights, load; and where the next attempt goes.
+
+This is the one place that says which weights an engine has. Whoever changes them is in ``engine_calls``,
+``weight_updates`` and ``engine_recovery``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from april.core.admission_cap import AdmissionCap
 from april.core.settings import EngineLimits
@@ -18,7 +23,41 @@ FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
 """Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well, and it
-is no longer counted among the engines that can be used, until it takes a request."""
+it is no longer counted among the engines that can be used, until it takes a request."""
+PROBE_INTERVAL_S = 1.0
+"""Between two health probes of a quarantined engine."""
+
+
+class EngineHealth(StrEnum):
+    """Whether an engine takes requests."""
+
+    WELL = "well"
+    RESTING = "resting"
+    """It asked to be left alone for a while."""
+    QUARANTINED = "quarantined"
+    """It failed; a probe shall find it well first."""
+
+
+class EngineGate(StrEnum):
+    """Whether an engine lets requests in."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    """It was asked to pause, and has not said that it did: it may be paused or not."""
+    CLOSED = "closed"
+    OPENING = "opening"
+
+
+class EngineWeights(StrEnum):
+    """What is known of an engine's weights."""
+
+    CONFIRMED = "confirmed"
+    """Those of the loaded versions."""
+    LOADING = "loading"
+    HALF = "half"
+    """It was asked to load, and has not said that it did: they may be torn."""
+    UNKNOWN = "unknown"
+    """Its server was started anew, or somebody else has changed them."""
 
 
 @dataclass(slots=True)
@@ -26,14 +65,28 @@ class EngineState:
     """One engine as the core sees it."""
 
     limits: EngineLimits
-    version: PolicyVersion | None
-    """Weights that it confirmed; None: they are not known, since its server was started anew."""
     cap: AdmissionCap
+    loaded: frozenset[PolicyVersion]
+    """Versions that it has confirmed to have; empty where its weights are not known."""
+    loaded_before: frozenset[PolicyVersion] = frozenset()
+    """Those before a load that is running or was refused: it may have them still, if it says so."""
+    weights: EngineWeights = EngineWeights.CONFIRMED
+    gate: EngineGate = EngineGate.OPEN
+    health: EngineHealth = EngineHealth.WELL
+    call: int = 0
+    """Number of the call (pause, load, resume) that runs; 0: none."""
+    probe: int = 0
+    """Number of the probe whose answer counts; 0: none."""
+    rest: int = 0
+    """Timer of its rest; 0: none."""
+    look: int = 0
+    """Timer of the next look at it while it works; 0: none."""
+    taken_back: bool = False
+    """It gets the present weights on its own, because it came back with others."""
     in_flight: int = 0
+    beside: int = 0
+    """Requests of april's that are no attempts (of an evaluation)."""
     failures: int = 0
-    quarantined: bool = False
-    resting: bool = False
-    """It asked to be left alone for a while."""
     rests: int = 0
     """In a row, without a request that ended in order between them."""
     losses: int = 0
@@ -44,6 +97,21 @@ class EngineState:
     """Share of its key-value memory in use, as it said last; None: it has said nothing."""
 
     @property
+    def version(self) -> PolicyVersion | None:
+        """The newest version that it has confirmed; None: its weights are not known."""
+        return max(self.loaded, default=None)
+
+    @property
+    def quarantined(self) -> bool:
+        """It is not used before a probe has found it well."""
+        return self.health is EngineHealth.QUARANTINED
+
+    @property
+    def resting(self) -> bool:
+        """It is left alone for a while."""
+        return self.health is EngineHealth.RESTING
+
+    @property
     def life(self) -> tuple[PolicyVersion | None, int]:
         """Changes when what it has cached is worth nothing any more."""
         return self.version, self.losses
@@ -51,14 +119,38 @@ class EngineState:
     @property
     def has_room(self) -> bool:
         """Whether it takes one more request."""
-        return not self.quarantined and not self.resting and self.cap.admits(self.in_flight)
+        return self.health is EngineHealth.WELL and self.gate is EngineGate.OPEN and self.cap.admits(self.in_flight)
+
+    def confirm(self, version: PolicyVersion) -> None:
+        """It has said that it has these weights, whole."""
+        self.loaded, self.loaded_before, self.weights = frozenset((version,)), frozenset(), EngineWeights.CONFIRMED
+
+    def still_has_them(self) -> None:
+        """A load was refused, or never began: it says that it has what it had."""
+        if self.loaded_before:
+            self.loaded, self.loaded_before, self.weights = self.loaded_before, frozenset(), EngineWeights.CONFIRMED
+
+    def lose(self, weights: EngineWeights = EngineWeights.UNKNOWN) -> None:
+        """It does not have the weights that it was given, nor what was cached under them."""
+        self.loaded, self.loaded_before, self.weights = frozenset(), frozenset(), weights
+        self.losses += 1
+
+    def check(self) -> str | None:
+        """What contradicts itself, or None."""
+        if bool(self.loaded) != (self.weights is EngineWeights.CONFIRMED):
+            return f"its weights are {self.weights}, and of versions {set(self.loaded)}"
+        if self.resting and not self.rest:
+            return "it rests without an end"
+        if self.taken_back and not self.quarantined:
+            return "it is given the present weights, and is not quarantined"
+        return None
 
 
 class EngineTable:
     """All engines, in the order of the configuration."""
 
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
-        self.states = {e.name: EngineState(e, version, AdmissionCap(e.max_in_flight)) for e in engines}
+        self.states = {e.name: EngineState(e, AdmissionCap(e.max_in_flight), frozenset((version,))) for e in engines}
         self.max_context = min(e.max_context for e in engines)
         self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
@@ -78,7 +170,7 @@ class EngineTable:
         """
         best: EngineState | None = None
         for name, state in self.states.items():
-            if state.version != version or not state.has_room or (name == avoid and best is not None):
+            if version not in state.loaded or not state.has_room or (name == avoid and best is not None):
                 continue
             if best is None or best.limits.name == avoid or state.in_flight < best.in_flight:
                 best = state
@@ -86,7 +178,7 @@ class EngineTable:
             return best
         liked = self.states[prefer]
         near = liked.in_flight <= best.in_flight + AFFINITY_SLACK
-        return liked if near and liked.version == version and liked.has_room else best
+        return liked if near and version in liked.loaded and liked.has_room else best
 
     def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
         """The engine that has a prefix cached since ``life``; empty if it no longer has it."""
@@ -95,7 +187,7 @@ class EngineTable:
     def usable(self, version: PolicyVersion) -> bool:
         """Whether some engine is well, has confirmed ``version`` and is not busy for ever."""
         return any(
-            s.version == version and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
+            version in s.loaded and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
             for s in self.states.values()
         )
 
@@ -116,19 +208,22 @@ class EngineTable:
                 out[f"engine/{name}/kv_usage"] = state.kv_usage
         return out
 
-    def failed(self, name: str, *, at_once: bool) -> bool:
-        """Count a failure; True when the engine is now quarantined (``at_once``, or after several in a row)."""
+    def failed(self, name: str, *, at_once: bool) -> float | None:
+        """Count a failure; quarantines it ``at_once``, or after several in a row. Seconds until it is to be probed.
+
+        None: it is not quarantined, or was already.
+        """
         state = self.states[name]
         state.failures += 1
         if state.quarantined or not (at_once or state.failures >= FAILURES_BEFORE_QUARANTINE):
-            return False
-        state.quarantined = True
-        return True
+            return None
+        state.health = EngineHealth.QUARANTINED
+        return PROBE_INTERVAL_S
 
     def well(self, name: str) -> None:
         """A probe, or a new load of weights, found it well; whether it takes requests, only a request can tell."""
         state = self.states[name]
-        state.quarantined, state.failures = False, 0
+        state.health, state.failures = EngineHealth.RESTING if state.rest else EngineHealth.WELL, 0
 
     def ended(self, name: str, in_flight: int) -> None:
         """It ended a request in order, and has ``in_flight`` more of april's."""
@@ -137,18 +232,17 @@ class EngineTable:
         state.cap.request_ended(in_flight)
 
     def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
-        """It refused a request for now, with ``in_flight`` others of april's there. Seconds to leave it alone.
+        """It refused a request for now, with ``in_flight`` others of april's there. Seconds for which it is to rest.
 
         None: it is at rest already, or was busy so often that a probe shall say whether it is well.
         """
         state = self.states[name]
-        alone = state.resting or state.quarantined
+        alone = state.health is not EngineHealth.WELL
         state.cap.refused(in_flight, again=alone)
         if alone:
             return None
         state.rests += 1
         if state.rests % (RESTS_BEFORE_QUARANTINE + 1) == 0:
             return None
-        state.resting = True
         grown = FIRST_REST_S * 2.0 ** min(state.rests - 1, RESTS_BEFORE_QUARANTINE)
         return min(max(asked_s, grown), LONGEST_REST_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
 from april.core.sampling import SamplingParams
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
+from april.core.timers import Timer
 from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
 from april.core.versions import PolicyVersion
 
@@ -140,7 +142,7 @@ class GroupJudged:
 class TimerFired:
     """A StartTimer has run out."""
 
-    timer: int
+    timer: Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,109 @@ class Resumed:
     """Generation may go on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequested:
+    """The trainer has new weights for the engines; UpdateEnded says what came of it."""
+
+    update: int
+    """Unique, from 1."""
+    version: PolicyVersion | None = None
+    """None: the next one."""
+    path: str | None = None
+    """Where the engines load them from; None: the trainer hands them over, or they are in place."""
+    transfers: bool = False
+    """The trainer hands them over when HandOver says that the engines are paused."""
+    restores: bool = False
+    """They are those of a saved state; whoever asks holds a pause (PauseRequested)."""
+    trained: int | None = None
+    """As in WeightsUpdated."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCancelled:
+    """Nobody waits for an update any more: it does not happen, unless engines are loading already.
+
+    Of a transfer that has begun HandedOver tells the end.
+    """
+
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The trainer has handed its weights over, or (``error``) has broken off in the middle."""
+
+    update: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A saved state is in the core."""
+
+    update: int
+
+
+class CallResult(StrEnum):
+    """How a call of an engine ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """It says what is wrong."""
+    BUSY = "busy"
+    """It takes no calls for now; nothing has changed."""
+    UNREACHABLE = "unreachable"
+    """There was no answer, or none in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCallEnded:
+    """Answer to PauseEngine, LoadEngine and ResumeEngine, with their ``call``."""
+
+    engine: str
+    call: int
+    result: CallResult
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProbed:
+    """Answer to ProbeEngine, with its ``probe``."""
+
+    engine: str
+    probe: int
+    answered: bool
+    ok: bool = False
+    """It is well."""
+    current: bool = False
+    """It has the weights that it was given last."""
+    detail: str = ""
+    load: EngineLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWritten:
+    """Weights were written while an engine generated from them, outside of any update."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesAsked:
+    """Somebody wants to know now whether the engines have their weights (an evaluation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsed:
+    """An engine has ``beside`` requests of april's that are no attempts (of an evaluation)."""
+
+    engine: str
+    beside: int
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """The policy is now ``version``, and the named engines (None: all) confirmed it.
+    """The policy is now ``version``, and the named engines (None: all) confirmed it; they update themselves.
 
     ``trained``: the last batch that these weights were trained on; it and those before it are committed. None: no batch
     that is out.
@@ -197,8 +299,6 @@ class EngineLoad:
     waiting: int
     kv_usage: float
     preemptions: int
-    beside: int = 0
-    """Requests of april's among them that are no attempts (of an evaluation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +350,15 @@ Event = (
     | TimerFired
     | PauseRequested
     | Resumed
+    | UpdateRequested
+    | UpdateCancelled
+    | HandedOver
+    | Restored
+    | EngineCallEnded
+    | EngineProbed
+    | WeightsWritten
+    | EnginesAsked
+    | EngineUsed
     | WeightsUpdated
     | EngineReady
     | EngineStale

@@ -9,6 +9,7 @@ from __future__ import annotations
 from april.core import commands as do
 from april.core.context import CoreContext
 from april.core.tape import TokenTape
+from april.core.timers import TimerKind
 from april.core.types import AttemptState, DropReason, Group, GroupState, OnStale, Sample, SampleState
 
 PAUSE_GROWTH = 8.0
@@ -40,7 +41,7 @@ class Failures:
         elif sample.state is not SampleState.SCORING:
             self.begin_again(sample, DropReason.FAILED)
         elif pause_s := self.pause_s(sample.failures):
-            sample.retry = context.start_timer(pause_s)
+            sample.retry = context.start_timer(TimerKind.RETRY, pause_s)
             context.retries[sample.retry] = sample
         else:
             self.ask_reward(sample)

@@ -26,6 +26,7 @@ from april.core.types import (
     RecordedCall,
     Sample,
 )
+from april.errors import InvariantError
 
 
 class Generation:
@@ -130,6 +131,10 @@ class Generation:
     def submit(self, call: GenerateCall, engine: str) -> None:
         """Send what is missing of a call to an engine."""
         context, sample, held = self._context, call.sample, len(call.sample.tape)
+        state = context.engines.states[engine]
+        if context.clock.current not in state.loaded or not state.has_room:
+            has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"
+            raise InvariantError(f"{sample.id} is sent to engine {engine}, which {has}")
         attempt = context.attempts.open(call, engine, context.clock.current.incarnation)
         context.counters["attempts"] += 1
         if held > call.start:
@@ -224,8 +229,8 @@ class Generation:
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
-        if suspect and context.engines.failed(attempt.engine, at_once=not corrupt):
-            context.out.append(do.ProbeEngine(attempt.engine))
+        if suspect:
+            context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
         if attempt.state is AttemptState.ABANDONED:
             return

@@ -8,6 +8,7 @@ from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.numbers import wrong_reward
+from april.core.timers import TimerKind
 from april.core.types import DropReason, Group, GroupState, Sample, SampleState
 
 
@@ -82,8 +83,8 @@ class Scoring:
             return None
         return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
 
-    def ask_again(self, timer: int) -> bool:
-        """A pause after a failure is over, if the timer is one of those: ask once more what is still wanted."""
+    def ask_again(self, timer: int) -> None:
+        """A pause after a failure is over: ask once more what is still wanted."""
         context = self._context
         what = context.retries.pop(timer, None)
         if isinstance(what, Sample):
@@ -93,7 +94,6 @@ class Scoring:
             group, judgement = what
             if self._is_awaited(context.buffer.groups.get(group.id), judgement):
                 context.out.append(do.JudgeGroup(group, judgement))
-        return what is not None
 
     def _finish(self, sample: Sample) -> None:
         context = self._context
@@ -136,7 +136,7 @@ class Scoring:
                 self._failures.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif pause_s := self._failures.pause_s(group.filter_failures):
                 context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
-                context.retries[context.start_timer(pause_s)] = group, group.since
+                context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._ask_filter(group)
         elif event.keep:

@@ -76,3 +76,5 @@ class EngineLimits:
     """Token ids are below."""
     unverified: bool = False
     """It does not show which weights it has."""
+    remote: bool = False
+    """A server: it may be started anew, and is asked for its weights and its load while it works."""

@@ -8,7 +8,6 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +16,17 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch, batch_metrics, deliver_sample
 from april.core.context import CoreContext
+from april.core.engine_calls import EngineCalls
+from april.core.engine_recovery import EngineRecovery
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.ledger import Ledger
 from april.core.scoring import Scoring
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
+from april.core.timers import Timer, TimerKind
 from april.core.types import (
     AttemptFailure,
-    AttemptState,
     DropReason,
     Group,
     OnDataEnd,
@@ -37,7 +38,8 @@ from april.core.types import (
     SampleState,
 )
 from april.core.validation import validate
-from april.core.versions import VersionClock
+from april.core.versions import PolicyVersion, VersionClock
+from april.core.weight_updates import WeightUpdates
 from april.errors import InvariantError
 
 TOO_LONG_IN_A_ROW = 1000
@@ -70,7 +72,8 @@ class RolloutCore:
         self.attempts = context.attempts.in_flight
         self.counters, self.leases, self.leased = context.counters, context.leases, context.leases.batches
         self.step: Step | None = None
-        self.paused = False
+        self.held = False
+        """Somebody has asked for a pause."""
         # nothing is drawn after the beginning of a step, except for groups that were given up
         self._draws_once = settings.refill is Refill.NONE
         self._check = check
@@ -78,7 +81,9 @@ class RolloutCore:
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
-        self._rests: dict[int, str] = {}
+        self._calls = calls = EngineCalls(context)
+        self.updates = updates = WeightUpdates(context, calls, self._new_weights)
+        self._recovery = recovery = EngineRecovery(context, calls, updates)
         failures = Failures(context)
         generation = Generation(context, failures)
         scoring = Scoring(context, failures, generation)
@@ -100,12 +105,21 @@ class RolloutCore:
             ev.PauseRequested: self._pause_requested,
             ev.Resumed: self._resumed,
             ev.WeightsUpdated: self._weights_updated,
-            ev.EngineReady: self._engine_ready,
-            ev.EngineStale: self._engine_stale,
-            ev.EngineFailed: self._engine_failed,
-            ev.EngineBusy: self._engine_busy,
-            ev.EngineServed: self._engine_served,
-            ev.EngineLoad: self._engine_load,
+            ev.UpdateRequested: updates.requested,
+            ev.UpdateCancelled: updates.cancelled,
+            ev.HandedOver: updates.handed_over,
+            ev.Restored: updates.restored,
+            ev.WeightsWritten: updates.weights_written,
+            ev.EngineCallEnded: self._engine_call_ended,
+            ev.EngineProbed: recovery.probed,
+            ev.EnginesAsked: self._engines_asked,
+            ev.EngineUsed: self._engine_used,
+            ev.EngineReady: recovery.ready,
+            ev.EngineStale: recovery.stale,
+            ev.EngineFailed: recovery.failed,
+            ev.EngineBusy: recovery.busy,
+            ev.EngineServed: recovery.served,
+            ev.EngineLoad: recovery.load,
             ev.BatchCommitted: self._batch_committed,
             ev.SourceExtended: self._source_extended,
         }
@@ -166,6 +180,8 @@ class RolloutCore:
         if self.step is not None:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
         self.step = Step(self.counters.copy())
+        self._calls.turns += 1
+        self._recovery.ask_all()
         self._failures.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
@@ -174,7 +190,8 @@ class RolloutCore:
         step, out = self.step, self.context.out
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
-        if self._pause_asked and not self.attempts:
+        self.updates.go_on(held=self.held)
+        if self._pause_asked and not self.attempts and not self.updates.running:
             self._pause_asked = False
             out.append(do.Paused())
         if step is None:
@@ -183,6 +200,7 @@ class RolloutCore:
         if failure is not None:
             # everything is kept, and a new step may be asked for
             self.step = None
+            self._calls.turns += 1
             self._stop_everything()
             out.append(do.Fail(failure))
             return
@@ -198,6 +216,11 @@ class RolloutCore:
                 self._end_step()
         elif not self.paused:
             self._fill()
+
+    @property
+    def paused(self) -> bool:
+        """Nothing starts: somebody has asked for a pause, an update runs, or the engines' weights are not one."""
+        return self.held or self.updates.running or self.updates.half_updated is not None
 
     @property
     def train_first(self) -> bool:
@@ -216,6 +239,7 @@ class RolloutCore:
         waits = self.settings.on_data_end is OnDataEnd.WAIT and self.monitor.ready < self.settings.rollout_batch_size
         groups = [] if waits else self.monitor.take(self.buffer.goes_first)
         step, self.step = self.step, None
+        self._calls.turns += 1
         assert step is not None
         if groups:
             self._deliver(groups, step)
@@ -305,6 +329,7 @@ class RolloutCore:
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
                 self._generation.submit(work, engine.limits.name)
+                self._recovery.used(engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
@@ -368,20 +393,23 @@ class RolloutCore:
     # ---------------------------------------------------------------- pauses, versions, engines
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
-        self.paused = self._pause_asked = True
+        self.held = self._pause_asked = True
         self._stop_everything()
 
     def _resumed(self, event: ev.Resumed) -> None:
-        self.paused = self._pause_asked = False
+        self.held = self._pause_asked = False
 
     def _weights_updated(self, event: ev.WeightsUpdated) -> None:
-        if event.version < self.clock.current:
-            raise InvariantError(f"weights went back from version {self.clock.current} to {event.version}")
-        if event.trained is not None:
-            self._commit(self.leases.through(event.trained))
-        self.clock.current = event.version
         for name in self.engines.states if event.engines is None else event.engines:
-            self.engines.states[name].version = event.version
+            self.engines.states[name].confirm(event.version)
+        self._new_weights(event.version, event.trained)
+
+    def _new_weights(self, version: PolicyVersion, trained: int | None) -> None:
+        if version < self.clock.current:
+            raise InvariantError(f"weights went back from version {self.clock.current} to {version}")
+        if trained is not None:
+            self._commit(self.leases.through(trained))
+        self.clock.current = version
         self._drop_without_room()
         self._failures.replace_too_old()
         self._plan_anew()
@@ -395,90 +423,62 @@ class RolloutCore:
                         self.over_sampler.again(work)
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
-        if self._scoring.ask_again(event.timer):
-            return
-        if event.timer < 0:
-            resting = self._rests.pop(event.timer, None)
-            if resting is None:
-                self._outage_over(event.timer)
-            else:
-                self.engines.states[resting].resting = False
-            return
+        timer = event.timer
+        if timer.kind is TimerKind.RETRY:
+            self._scoring.ask_again(timer.number)
+        elif timer.kind is TimerKind.OUTAGE:
+            self._outage_over(timer.number)
+        elif timer.kind is TimerKind.ABORTS:
+            self._ask_again_for_ends(timer)
+        else:
+            self._recovery.timer_fired(timer)
+
+    def _ask_again_for_ends(self, timer: Timer) -> None:
         # while nothing new starts, engines may end all they have
         quiet = self.paused or self.step is None or self.step.stopping
-        commands, late = self.aborts.timer_fired(event.timer, self.engines.in_flight() if quiet else {})
+        commands, late = self.aborts.timer_fired(timer, self.engines.in_flight() if quiet else {})
         self.context.out += commands
         for attempt in late:
             self.counters["fenced_attempts"] += 1
-            if self.engines.failed(attempt.engine, at_once=True):
-                self.context.out.append(do.ProbeEngine(attempt.engine))
+            self.context.engine_failed(attempt.engine)
 
     def _tokens_unused(self, event: ev.TokensUnused) -> None:
         self.tokens.observe(event.count)
         self.tokens.drop(event.count, event.reason)
 
-    def _engine_ready(self, event: ev.EngineReady) -> None:
-        self.engines.well(event.engine)
-        if event.version is not None:
-            self.engines.states[event.engine].version = event.version
-
-    def _engine_stale(self, event: ev.EngineStale) -> None:
-        """It gets nothing before it has confirmed weights; what it generates at this moment, nobody knows by which."""
-        self.counters["stale_engines"] += 1
+    def _engine_call_ended(self, event: ev.EngineCallEnded) -> None:
         state = self.engines.states[event.engine]
-        state.version, state.losses = None, state.losses + 1
-        doubtful = [a for a in self.attempts.values() if a.engine == event.engine]
-        for attempt in doubtful:
-            if attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
-                attempt.lost_for = DropReason.UNKNOWN_WEIGHTS
-                self.context.to(attempt, AttemptState.DOUBTFUL, f"engine {event.engine} has other weights")
-        self.context.stop(doubtful)
+        was = state.gate, state.weights
+        if not self._calls.ended(event):
+            self.counters["late_events"] += 1
+        elif state.taken_back:
+            self._recovery.call_ended(event, was)
+        else:
+            self.updates.call_ended(event)
 
-    def _engine_failed(self, event: ev.EngineFailed) -> None:
-        if self.engines.failed(event.engine, at_once=True):
-            self.context.out.append(do.ProbeEngine(event.engine))
+    def _engines_asked(self, event: ev.EnginesAsked) -> None:
+        self._recovery.ask_all()
 
-    def _engine_load(self, event: ev.EngineLoad) -> None:
-        state = self.engines.states[event.engine]
-        state.kv_usage = event.kv_usage
-        in_flight = state.in_flight + event.beside
-        if state.cap.report(in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
-            self.counters["lowered_caps"] += 1
+    def _engine_used(self, event: ev.EngineUsed) -> None:
+        self._recovery.used(event.engine, event.beside)
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """As in generation; an engine that is busy is left alone for a while, one with torn weights fails the step."""
         attempt = self.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
-            state = self.engines.states[attempt.engine]
-            state.version, state.losses = None, state.losses + 1
+            self.engines.states[attempt.engine].lose()
             if self.step is not None:  # which ends by it; its other attempts say the same
                 self.context.failure = event.error
         if attempt is not None and event.kind is AttemptFailure.BUSY:
             in_flight = self.engines.states[attempt.engine].in_flight
-            self._engine_busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
-
-    def _engine_busy(self, event: ev.EngineBusy) -> None:
-        """It rests; one that is busy again and again is probed as well."""
-        name, state = event.engine, self.engines.states[event.engine]
-        # nobody waits for an engine longer than the deadline, whatever it asks for
-        asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, self.settings.outage_deadline_s)
-        seconds = self.engines.busy(name, asked_s, event.in_flight)
-        if seconds is not None:
-            why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
-            self._rests[self.context.start_timer(seconds, "" if state.has_rested else why)] = name
-            state.has_rested = True
-        elif not state.resting:
-            self._engine_failed(ev.EngineFailed(name))
-
-    def _engine_served(self, event: ev.EngineServed) -> None:
-        self.engines.ended(event.engine, event.in_flight)
+            self._recovery.busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
 
     def _watch_outage(self) -> None:
         """No engine is well and has the current weights: wait for one, but not for ever."""
         if not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
-            self._outage_timer = self.context.start_timer(self.settings.outage_deadline_s)
+            self._outage_timer = self.context.start_timer(TimerKind.OUTAGE, self.settings.outage_deadline_s)
 
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:

@@ -91,6 +91,10 @@ def validate(core: RolloutCore) -> None:
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
+        if wrong := state.check():
+            fail(f"engine {name}: {wrong}")
+    if wrong := core.updates.check():
+        fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
     if len(core.attempts) + len(reserved) > core.settings.max_in_flight:

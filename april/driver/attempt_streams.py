@@ -23,7 +23,6 @@ from april.driver.failure_log import FailureLog
 from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
-from april.driver.weight_updates import WeightUpdates
 from april.driver.wire_checks import check_chunk, check_end
 from april.engines.protocol import Chunk, Engine, EngineFinish, Piling, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
@@ -74,7 +73,6 @@ class AttemptStreams:
         busy: BusyTime,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        weights: WeightUpdates,
         detokenizer: Detokenizer | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
@@ -83,7 +81,6 @@ class AttemptStreams:
         self._busy = busy
         self._post = post
         self._spawn = spawn
-        self._weights = weights
         self._detokenizer = detokenizer
         self._silence = TimeLimits(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
@@ -135,7 +132,7 @@ class AttemptStreams:
             log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
             event = ev.AttemptFailed.of(attempt, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
-            self._weights.refuse(str(error))
+            self._post(ev.WeightsWritten(str(error)))
             event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)

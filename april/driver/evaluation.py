@@ -129,8 +129,8 @@ class Evaluator:
                 raise RolloutError(f"evaluation prompt {number}: {what} raised {describe(error)}") from error
 
         async with self._driver.paused():
-            self._driver.weights.raise_if_half_updated()
-            await self._driver.watch.look_at_all()
+            self._driver.raise_if_half_updated()
+            await self._driver.engine_calls.ask_all()
             results = await _all(group(i, p) for i, p in enumerate(prompts))
         return EvaluationResult(
             tuple(responses for responses, _ in results), np.array([rewards for _, rewards in results], np.float64)

@@ -11,8 +11,8 @@ from contextlib import aclosing, suppress
 from typing import cast
 
 from april.core import events as ev
+from april.core.engine_table import PROBE_INTERVAL_S
 from april.core.tape import AttemptTape
-from april.driver.engine_watch import PROBE_INTERVAL_S
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.stop_strings import StopMatcher
 from april.driver.wire_checks import check_chunk, check_end
@@ -28,7 +28,6 @@ class EvaluationPool:
 
     def __init__(self, driver: RolloutDriver) -> None:
         self._driver = driver
-        self._load = driver.watch.beside
         self._unusable_since: float | None = None
         """Loop time since when no engine can be used."""
         self.vocab_size = min(e.capabilities.vocab_size for e in driver.engines.values())
@@ -50,14 +49,13 @@ class EvaluationPool:
             request = begin()
             state = driver.core.engines.states[name]
             before, busy = state.life, None
-            self._load[name] += 1
-            driver.watch.wake()
+            driver.post(ev.EngineUsed(name, state.beside + 1))
             try:
                 finish = await request.run(driver.engines[name])
             except EngineBusy as error:
                 failure = busy = error
             except WeightsInUse as error:
-                driver.weights.refuse(str(error))
+                driver.post(ev.WeightsWritten(str(error)))
                 raise
             except RequestRefused:
                 if state.life == before:
@@ -70,14 +68,14 @@ class EvaluationPool:
                 if failures >= driver.core.settings.max_attempt_failures:
                     raise failure from error
             else:
-                driver.post(ev.EngineServed(name, self._load[name] - 1))
+                driver.post(ev.EngineServed(name, state.beside - 1))
                 if state.life == before:
                     return request, name, finish
             finally:
-                self._load[name] -= 1
+                driver.post(ev.EngineUsed(name, state.beside - 1))
                 driver.engines_changed.set()
             if busy is not None:
-                driver.post(ev.EngineBusy(name, str(busy), busy.retry_after_s or 0.0, self._load[name]))
+                driver.post(ev.EngineBusy(name, str(busy), busy.retry_after_s or 0.0, state.beside))
 
     async def _pick(self, failure: EngineError | None) -> str:
         """The engine for the next request; waits while all that are well are at rest or full.
@@ -89,7 +87,7 @@ class EvaluationPool:
         while True:
             version = core.clock.current
             well = [n for n, s in states.items() if not s.quarantined and s.version == version]
-            free = [n for n in well if not states[n].resting and states[n].cap.admits(self._load[n])]
+            free = [n for n in well if not states[n].resting and states[n].cap.admits(states[n].beside)]
             if core.engines.usable(version):
                 self._unusable_since = None
             elif self._unusable_since is None:
@@ -103,7 +101,7 @@ class EvaluationPool:
                 what = "quarantined" if all_ill else "quarantined or have other weights"
                 raise EngineError(f"all engines are {what}: {', '.join(states)}")
             if free:
-                return min(free, key=lambda n: self._load[n])
+                return min(free, key=lambda n: states[n].beside)
             changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_INTERVAL_S):

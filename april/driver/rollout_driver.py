@@ -29,17 +29,24 @@ from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
 from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
-from april.driver.engine_watch import EngineWatch
+from april.driver.engine_calls import EngineCalls, directory_for
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.sample_functions import SampleFunctions, UserFunctions
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
 from april.driver.user_code import Outcome, describe, inside_user_code
-from april.driver.weight_updates import WeightUpdates, directory_for
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine, SharesModel
-from april.errors import AprilError, CheckpointError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
+from april.errors import (
+    AprilError,
+    CheckpointError,
+    ConfigError,
+    DataExhausted,
+    EngineError,
+    RolloutError,
+    SchedulerClosed,
+)
 from april.ranks import warn_of_equal_rollouts
 
 log = logging.getLogger("april")
@@ -117,15 +124,14 @@ class RolloutDriver:
         )  # fmt: skip
         slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
         self._busy = BusyTime(min(settings.max_in_flight, slots))
-        self.weights = WeightUpdates(self.engines, self.core, self.post, lambda: self._broken is not None)
+        self.engine_calls = calls = EngineCalls(self.engines, self.post, self.spawn)
         self.streams = AttemptStreams(
-            self.engines, self.core, self._busy, self.post, self.spawn, self.weights, detokenizer, stall_timeout_s
+            self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
         )
-        self.watch = EngineWatch(self.engines, self.core, self.post, self.spawn, self.weights)
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.StartSample: self._samples.start,
-            do.Submit: self._submit,
+            do.Submit: self.streams.submit,
             do.Abort: self.streams.abort,
             do.CallCompleted: self._samples.call_completed,
             do.ScoreSample: self._samples.score_sample,
@@ -135,7 +141,14 @@ class RolloutDriver:
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
-            do.ProbeEngine: self.watch.probe,
+            do.ProbeEngine: calls.probe,
+            do.PauseEngine: calls.pause,
+            do.LoadEngine: calls.load,
+            do.ResumeEngine: calls.resume,
+            do.HandOver: calls.hand_over,
+            do.Restore: calls.restore,
+            do.UpdateEnded: calls.update_ended,
+            do.Warn: self._warn,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
             do.Paused: self._paused,
@@ -162,13 +175,12 @@ class RolloutDriver:
                 raise RolloutError(self.core.leases.why_full())
             self._warn_while_full()
         if self._waiting.batch is None:
-            self.weights.raise_if_half_updated()
+            self.raise_if_half_updated()
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
             self._waiting.batch = loop.create_future()
             self._busy.step_started(loop.time())
-            self.watch.step_begins()
             self.post(ev.StepRequested())
         future = self._waiting.batch
         try:
@@ -215,27 +227,30 @@ class RolloutDriver:
                 await future
                 yield
             finally:
-                if self.weights.half_updated is None:
-                    self.post(ev.Resumed())
+                self.post(ev.Resumed())
+
+    def raise_if_half_updated(self) -> None:
+        """EngineError while the engines hold different weights, or such as nobody has told of."""
+        if (why := self.core.updates.half_updated) is not None:
+            raise EngineError(why)
 
     async def update_weights(
         self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None, trained: int | None = None
     ) -> PolicyVersion:
         """Pause the engines, await ``transfer``, give them the next version, commit what was trained, go on.
 
+        An update that is asked for while another one runs comes after it.
+
         ``trained``: the last batch that these weights were trained on; None: the oldest one that is out, if any.
 
         Raises ConfigError, before anything happens, if servers would get nothing or there is no such batch; and
-        whatever ``transfer`` or an engine raises: the version stays then. See :class:`WeightUpdates`.
+        whatever ``transfer`` or an engine raises: the version stays then. See ``april.core.weight_updates``.
         """
+        self._raise_if_broken()
         path = directory_for(self.engines, path, written=transfer is not None)
         out = self._out("weight_update", trained)
         trained = min(out, default=None) if trained is None else trained
-        async with self.paused():
-            current = self.core.clock.current
-            version = PolicyVersion(current.incarnation, current.n + 1)
-            await self.weights.change(version, path, transfer, trained=trained)
-        return version
+        return await self.engine_calls.update(transfer, path=path, trained=trained)
 
     def commit(self, batch_id: int) -> None:
         """The trainer is done with this batch and those before it, and no weight update follows from them."""
@@ -297,7 +312,8 @@ class RolloutDriver:
                     self._source.take(way)
                     snapshot.restore(self.core, core)
 
-                await self.weights.change(trial.clock.current, path, transfer, then=loaded)
+                version = trial.clock.current
+                await self.engine_calls.update(transfer, loaded, path=path, version=version, restores=True)
             finally:
                 self._loading = False
         return self.core.clock.current
@@ -345,9 +361,7 @@ class RolloutDriver:
         self.worker_threads.close()
         self._samples.clear()
         self.streams.clear()
-        for name, error in (await self.weights.on_all_engines("close", lambda engine: engine.close())).items():
-            if error is not None:
-                log.error("engine %s could not be closed", name, exc_info=error)
+        await self.engine_calls.close(self.core.settings.abort_deadline_s)
 
     def post(self, event: ev.Event) -> None:
         """Give one event to the core and do what it says."""
@@ -433,9 +447,8 @@ class RolloutDriver:
         else:
             self._drawing = True
 
-    def _submit(self, command: do.Submit) -> None:
-        self.watch.wake()
-        self.streams.submit(command)
+    def _warn(self, command: do.Warn) -> None:
+        log.warning("%s", command.message)
 
     def _report_drop(self, command: do.ReportDrop) -> None:
         # rejections and staleness are policies at work, failures are for people to see
@@ -496,6 +509,7 @@ class RolloutDriver:
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
+        self.engine_calls.fail(error)
         for future in self._waiting.paused:
             if not future.done():
                 future.set_exception(error)
@@ -511,5 +525,5 @@ def limits_of(engine: Engine) -> EngineLimits:
     c = engine.capabilities
     return EngineLimits(
         engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
-        unverified=not c.verifies_weights,
+        unverified=not c.verifies_weights, remote=c.remote,
     )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Engines that fail, rest, or come back: when they are asked how they are, and who gets the present weights.
+
+Invariant: a quarantined engine is used again only when a probe, answered while no weights moved, has found it well,
+open, and with the weights that it is used under.
+"""
+
+from __future__ import annotations
+
+import math
+
+from april.core import commands as do
+from april.core import engine_table
+from april.core import events as ev
+from april.core.context import CoreContext
+from april.core.engine_calls import EngineCalls
+from april.core.engine_table import EngineGate, EngineHealth, EngineState, EngineWeights
+from april.core.timers import Timer, TimerKind
+from april.core.weight_updates import WeightUpdates
+
+LOOK_INTERVAL_S = 2.0
+"""Between two questions for the load and the weights of a server that works."""
+
+
+class EngineRecovery:
+    """Probes, rests, looks, and the way back."""
+
+    def __init__(self, context: CoreContext, calls: EngineCalls, updates: WeightUpdates) -> None:
+        self._context = context
+        self._calls = calls
+        self._updates = updates
+        self._troubles: dict[str, str] = {}
+        """Why an engine that is taken back does not take the present weights."""
+
+    # ---------------------------------------------------------------- what a host reports of engines that it mends
+
+    def ready(self, event: ev.EngineReady) -> None:
+        """It is well, and may have been given weights."""
+        self._context.engines.well(event.engine)
+        if event.version is not None:
+            self._context.engines.states[event.engine].confirm(event.version)
+
+    def stale(self, event: ev.EngineStale) -> None:
+        """It gets nothing before it has confirmed weights."""
+        self._calls.lost(event.engine)
+
+    def failed(self, event: ev.EngineFailed) -> None:
+        """It failed outside of any attempt."""
+        if not self._updates.checks(event.engine):  # which finds out by itself
+            self._context.engine_failed(event.engine)
+
+    # ---------------------------------------------------------------- load and rests
+
+    def load(self, event: ev.EngineLoad) -> None:
+        """What it says of its load moves its cap."""
+        state = self._context.engines.states[event.engine]
+        state.kv_usage = event.kv_usage
+        in_flight = state.in_flight + state.beside
+        if state.cap.report(in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
+            self._context.counters["lowered_caps"] += 1
+
+    def busy(self, event: ev.EngineBusy) -> None:
+        """It rests; one that is busy again and again is probed as well."""
+        context = self._context
+        name, state = event.engine, context.engines.states[event.engine]
+        # nobody waits for an engine longer than the deadline, whatever it asks for
+        asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, context.settings.outage_deadline_s)
+        seconds = context.engines.busy(name, asked_s, event.in_flight)
+        if seconds is not None:
+            why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
+            state.rest = context.start_timer(TimerKind.REST, seconds, name, "" if state.has_rested else why)
+            state.health, state.has_rested = EngineHealth.RESTING, True
+        elif not state.rest:
+            context.engine_failed(name)
+
+    def served(self, event: ev.EngineServed) -> None:
+        """It ended a request in order."""
+        self._context.engines.ended(event.engine, event.in_flight)
+
+    # ---------------------------------------------------------------- when to ask
+
+    def used(self, name: str, beside: int | None = None) -> None:
+        """A request goes there: a server is looked at from time to time, as long as it has any."""
+        state = self._context.engines.states[name]
+        if beside is not None:
+            state.beside = beside
+        if state.limits.remote and not state.look and (state.in_flight or state.beside):
+            state.look = self._context.start_timer(TimerKind.LOOK, LOOK_INTERVAL_S, name)
+
+    def ask_all(self) -> None:
+        """Ask all servers at once: one that was started anew while nobody used it has broken nothing."""
+        for name, state in self._context.engines.states.items():
+            if state.limits.remote and not state.quarantined and not self._updates.checks(name):
+                self._calls.probe(name)
+
+    def timer_fired(self, timer: Timer) -> None:
+        """A rest is over, or it is time to ask an engine."""
+        state = self._context.engines.states[timer.engine]
+        if timer.kind is TimerKind.REST:
+            if timer.number == state.rest:
+                state.rest = 0
+                state.health = EngineHealth.WELL if state.resting else state.health
+            return
+        if timer.number != state.look:
+            return
+        state.look = 0
+        if state.quarantined or (state.limits.remote and (state.in_flight or state.beside)):
+            self._calls.probe(timer.engine)
+
+    # ---------------------------------------------------------------- what they answer
+
+    def probed(self, event: ev.EngineProbed) -> None:
+        """An engine says how it is; of a time at which weights moved, nothing can be said."""
+        name, state = event.engine, self._context.engines.states[event.engine]
+        if event.probe != state.probe:
+            self._context.counters["late_events"] += 1
+            return
+        same_weights, same_step = self._calls.answered(event)
+        if self._updates.checks(name):
+            self._updates.checked(event)
+        elif state.quarantined:
+            if not event.answered:
+                self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))
+            # one that is between two versions says so, and is not well before it has whole ones
+            found = event.answered and (event.ok or not event.current)
+            if found and same_weights and not self._updates.running:
+                self._found(name, state, current=event.current)
+            else:
+                self._ask_again(name)
+        else:
+            # what does not answer here fails by its requests
+            if event.answered and event.ok and same_step and not self._updates.running:
+                self._looked_at(event, state)
+            self.used(name)
+
+    def _looked_at(self, event: ev.EngineProbed, state: EngineState) -> None:
+        if event.current:
+            if event.load is not None:
+                self.load(event.load)
+        elif state.loaded:
+            name = event.engine
+            self._context.out.append(do.Warn(f"engine {name} has not the weights that it was given: {event.detail}"))
+            self._calls.lost(name)
+            self._context.engine_failed(name)
+
+    def _ask_again(self, name: str) -> None:
+        state = self._context.engines.states[name]
+        state.look = self._context.start_timer(TimerKind.PROBE, engine_table.PROBE_INTERVAL_S, name)
+
+    # ---------------------------------------------------------------- the way back
+
+    def _found(self, name: str, state: EngineState, *, current: bool) -> None:
+        """It answers: with the present weights it is well; otherwise it gets them, or waits for the next update."""
+        if current:
+            state.still_has_them()
+        elif state.loaded or state.loaded_before:
+            self._calls.lost(name)
+        if self._context.clock.current in state.loaded and state.gate is EngineGate.OPEN:
+            self._context.engines.well(name)
+        elif state.in_flight or state.beside:
+            self._ask_again(name)  # first its requests end: they would go on under other weights
+        else:
+            self._take_back(name, state)
+
+    def _take_back(self, name: str, state: EngineState) -> None:
+        """The next thing that it lacks: the present weights, an open gate, or nothing."""
+        context, version = self._context, self._context.clock.current
+        state.taken_back = True
+        if version in state.loaded and state.gate is not EngineGate.OPEN:
+            self._calls.resume(name)
+        elif version not in state.loaded and self._updates.can_give(state):
+            self._calls.pause(name, context.settings.abort_deadline_s)
+        else:
+            state.taken_back = False
+            has = version in state.loaded
+            waits = "has not the present weights and waits for the next weight update"
+            context.out.append(do.Warn(f"engine {name} {f'has the weights of version {version}' if has else waits}"))
+            context.engines.well(name)
+
+    def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
+        """An engine that is taken back has answered; ``was``: its gate and weights while the call ran."""
+        name, state = event.engine, self._context.engines.states[event.engine]
+        gate, weights = was
+        if event.result is not ev.CallResult.DONE:
+            self._troubles.setdefault(name, event.error)
+        if gate is EngineGate.OPENING:
+            trouble = self._troubles.pop(name, None)
+            state.taken_back = False
+            if trouble is not None:
+                self._context.out.append(do.Warn(f"engine {name} did not take the present weights: {trouble}"))
+            if trouble is not None or self._updates.running:
+                self._ask_again(name)
+            else:
+                self._take_back(name, state)
+        elif weights is EngineWeights.LOADING or name in self._troubles:
+            self._calls.resume(name)
+        else:
+            self._calls.load(name, self._context.clock.current, self._updates.path)
