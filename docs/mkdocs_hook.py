@@ -101,3 +101,12 @@ def indented(markdown: str) -> str:
         if found := re.match(r"^ *(`{3,})", line):
             fence = "" if fence and found[1].startswith(fence) else fence or found[1]
     return "\n".join(lines) + "\n"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Roles of docstrings (a word in colons before a name) are for editors; ``~`` stands for the last part of a name."""
+    def plain(match: re.Match[str]) -> str:
+        name = match[1].rpartition(".")[2] if match[1].startswith("~") else match[1]
+        return f"<code>{name}</code>"
+
+    return re.sub(r":(?:class|meth|func|data|attr|mod):<code>([^<]*)</code>", plain, html)
