@@ -104,7 +104,8 @@ def indented(markdown: str) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Roles of docstrings (a word in colons before a name) are for editors; ``~`` stands for the last part of a name."""
+    """Roles of docstrings (a word in colons before a name) are for editors; ``~``: only the last part of a name."""
+
     def plain(match: re.Match[str]) -> str:
         name = match[1].rpartition(".")[2] if match[1].startswith("~") else match[1]
         return f"<code>{name}</code>"

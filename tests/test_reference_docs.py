@@ -189,6 +189,15 @@ def test_the_metrics_of_openrlhf_are_those_that_it_gets() -> None:
     assert re.findall(r"`april/(\w+)`", row) == list(OF_BATCH)
 
 
+def test_the_metrics_that_adapters_add_are_on_the_page() -> None:
+    """Names that an adapter writes itself; REASON stands for what it fills in, and a bare prefix for all the others."""
+    page = (DOCS / "metrics.md").read_text("utf-8").partition("## In trainers")[2]
+    for path in (ROOT / "april" / "adapters").rglob("*.py"):
+        for name in re.findall(r"\"((?:rollout|april)/[\w/{}.]+)\"", path.read_text("utf-8")):
+            shown = re.sub(r"\{reason\}", "REASON", name)
+            assert f"`{shown.replace('{name}', '')}" in page, f"{path.name}: {name}"
+
+
 # ---------------------------------------------------------------- settings.md, versions.md
 
 

@@ -1,0 +1,83 @@
+"""Examples on the pages for a loop of one's own are true: each Python block of docs/ is Python, and chats run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, tiny_model
+
+import april
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path) -> list[str]:
+    """Python blocks, indentation of list items taken off."""
+    found = re.findall(r"^( *)```python\n(.*?)^ *```$", page.read_text("utf-8"), re.S | re.M)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+
+
+class Tokenizer:
+    """A character is a token; one with a chat template, as those of transformers."""
+
+    pad_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids in the vocabulary of the tiny model."""
+        return [3 + ord(c) % (VOCAB_SIZE - 3) for c in text]
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Some text."""
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+    def apply_chat_template(self, chat: Any, add_generation_prompt: bool, return_dict: bool) -> dict[str, list[int]]:
+        """As since transformers 5."""
+        assert add_generation_prompt
+        assert return_dict
+        return {"input_ids": self.encode(chat[0]["content"]), "attention_mask": [1] * len(chat[0]["content"])}
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """The end of a turn."""
+        assert token == "<|im_end|>"  # noqa: S105 - no secret
+        return 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_the_pages_is_python(page: Path) -> None:
+    """Also where a block is a sketch and does not run as it stands."""
+    for block in blocks(page):
+        ast.parse(re.sub(r"\.\.\., (?=\w+=)|, \.\.\.(?=\))|(?<=\()\.\.\.(?=\))", "", block).replace("(, ", "("))
+
+
+def test_chat_templates_as_on_the_page() -> None:
+    """Prompts with data, a reward on text, another end of a turn, and a second turn: the blocks as they stand."""
+    first, reward, end, turns = blocks(DOCS / "chat-templates.md")
+    space: dict[str, Any] = {"april": april, "tokenizer": Tokenizer(), "torch": torch}
+    exec(compile(first[first.index("def prompts") :], "chat-templates.md", "exec"), space)  # noqa: S102 - of the page
+    exec(compile(end + turns, "chat-templates.md", "exec"), space)  # noqa: S102 - as above
+    assert space["config"].sampling.stop_token_ids == (5,)
+    space["dataset"] = [{"question": f"What is {i}?", "answer": "a"} for i in range(9)]
+    space["config"] = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=300)
+    space["model"] = tiny_model()
+    exec(compile(reward, "chat-templates.md", "exec"), space)  # noqa: S102 - as above
+    with space["rollouts"] as rollouts:
+        batch = rollouts.next_batch()
+    assert {s.reward for s in batch.samples} <= {0.0, 1.0}
+    assert batch.samples[0].prompt.data == {"answer": "a"}
+
+    async def run_tool(text: str) -> str:
+        return str(len(text))
+
+    space["run_tool"] = run_tool
+    with april.RolloutScheduler(
+        space["config"], prompts=space["prompts"](space["dataset"]), reward=None, model=space["model"], check=True,
+        rollout=space["rollout"],
+    ) as rollouts:  # fmt: skip
+        batch = rollouts.next_batch()
+    assert all(april.SegmentKind.ENVIRONMENT in {s.kind for s in sample.segments} for sample in batch.samples)
