@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 from april.core.types import Group, GroupState
 
@@ -25,6 +26,8 @@ class CompletionMonitor:
         self._ready: deque[Group] = deque()
         self._held_by_slack: list[int] = []
         self._ready_by_slack: list[int] = []
+        self._owed: list[int] = []
+        """For every k: how many groups with slack <= k this step has to deliver."""
 
     @property
     def ready(self) -> int:
@@ -48,19 +51,16 @@ class CompletionMonitor:
                 groups.append(group)
                 self._held_by_slack[group.slack] += 1
                 self._ready_by_slack[group.slack] += group.state is GroupState.READY
-        last = max((k for k, owed in enumerate(self._owed()) if owed > 0), default=-1)
+        self._count_owed()
+        last = max((k for k, owed in enumerate(self._owed) if owed > 0), default=-1)
         urgent = [g for g in groups if g.slack <= last]
         for group in urgent:
             group.urgent = True
         return urgent
 
-    def _owed(self) -> list[int]:
-        """For every k: how many groups with slack <= k this step has to deliver."""
-        owed, held = [], 0
-        for k, count in enumerate(self._held_by_slack):
-            held += count
-            owed.append(min(held - k * self._target, self._target))
-        return owed
+    def _count_owed(self) -> None:
+        held = accumulate(self._held_by_slack)
+        self._owed = [min(count - k * self._target, self._target) for k, count in enumerate(held)]
 
     @property
     def target_reached(self) -> bool:
@@ -68,7 +68,7 @@ class CompletionMonitor:
         if len(self._ready) < self._target:
             return False
         ready = 0
-        for owed, count in zip(self._owed(), self._ready_by_slack, strict=True):
+        for owed, count in zip(self._owed, self._ready_by_slack, strict=True):
             ready += count
             if ready < owed:
                 return False
@@ -92,6 +92,7 @@ class CompletionMonitor:
         self.not_ready(group)
         if group.slack < len(self._held_by_slack):
             self._held_by_slack[group.slack] -= 1
+            self._count_owed()
 
     def not_ready(self, group: Group) -> None:
         """If it counts, it is to count no more."""
@@ -104,7 +105,7 @@ class CompletionMonitor:
         """Up to N complete groups: what the step owes, then the least by ``goes_first``, then by completion."""
         chosen: dict[int, Group] = {}
         ready = sorted(self._ready, key=lambda g: (goes_first(g), g.since))
-        for k, owed in enumerate(self._owed()):
+        for k, owed in enumerate(self._owed):
             missing = owed - sum(1 for g in chosen.values() if g.slack <= k)
             for group in ready:
                 if missing <= 0:
@@ -117,5 +118,5 @@ class CompletionMonitor:
                 break
             chosen[group.id] = group
         self._ready = deque(g for g in self._ready if g.id not in chosen)
-        self._held_by_slack, self._ready_by_slack = [], []
+        self._held_by_slack, self._ready_by_slack, self._owed = [], [], []
         return sorted(chosen.values(), key=lambda g: g.since)

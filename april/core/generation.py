@@ -23,7 +23,6 @@ from april.core.types import (
     EngineFinish,
     FinishReason,
     GenerateCall,
-    RecordedCall,
     Sample,
 )
 from april.errors import InvariantError
@@ -104,7 +103,8 @@ class Generation:
         elif replay.calls:
             call = GenerateCall(sample, event.sampling, start)
             sample.calls.append(call)
-            self._answer(call, replay.calls.popleft())
+            _, end, finish = replay.calls.popleft()
+            self._answer(call, end, finish)
         else:
             sample.replay = None
             self._open(sample, event.sampling, start)
@@ -115,11 +115,11 @@ class Generation:
         self._failures.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
     def _complete(self, call: GenerateCall, finish: FinishReason) -> None:
-        self._answer(call, RecordedCall(call.start, len(call.sample.tape), finish))
+        self._answer(call, len(call.sample.tape), finish)
 
-    def _answer(self, call: GenerateCall, result: RecordedCall) -> None:
-        call.result, call.sample.finish = result, result.finish
-        self._context.to(call, CallState.DONE, f"call complete ({result.finish}) at {result.end} tokens")
+    def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
+        call.end, call.finish, call.sample.finish = end, finish, finish
+        self._context.to(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
         self._context.out.append(do.CallCompleted(call))
 
     def _queue(self, call: GenerateCall, why: str) -> None:

@@ -7,6 +7,7 @@ number, sample index), and groups are numbered as drawn.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from april.core.settings import CoreSettings
 from april.core.types import GenerateCall, Refill, Sample
@@ -53,11 +54,13 @@ class OverSampler:
                 return work
         return None
 
-    def prompts_to_draw(self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: int) -> int:
+    def prompts_to_draw(
+        self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: Callable[[], int]
+    ) -> int:
         """How many prompts to take from the source now.
 
         ``ready``: complete groups that wait for delivery; ``open_groups``: groups in work; ``free_places``:
-        samples that could start in addition to those in flight and in the queue; ``room``: prompts that the
+        samples that could start in addition to those in flight and in the queue; ``room``: how many prompts the
         buffer takes beyond what the step cannot do without.
         """
         if self.exhausted or self.asked:
@@ -78,4 +81,4 @@ class OverSampler:
         else:
             # groups were given up and N cannot be reached any more: one at a time would cost a response's time each
             wanted = s.groups_wanted - ready - open_groups if missing else 0
-        return max(missing, min(wanted, room))
+        return missing if wanted <= missing else max(missing, min(wanted, room()))

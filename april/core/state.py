@@ -303,7 +303,7 @@ class RolloutCore:
             open_groups=len(self.buffer) - self.monitor.ready,
             free_places=self.context.places.free - self.over_sampler.waiting,
             step_start=not step.filled,
-            room=self.buffer.room(self.tokens.held),
+            room=lambda: self.buffer.room(self.tokens.held),
         )
         if count:
             self.over_sampler.asked = count

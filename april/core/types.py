@@ -233,8 +233,15 @@ class GenerateCall:
     """Engine on which the latest attempt broke off: another one goes first."""
     failures: int = 0
     """Attempts in a row that broke off at the same token."""
-    result: RecordedCall | None = None
-    """Once it is done."""
+    end: int = 0
+    """Response tokens that there are with its own, once it is done."""
+    finish: FinishReason | None = None
+    """Why it is done."""
+
+    @property
+    def result(self) -> RecordedCall | None:
+        """What it added; None: it is not done."""
+        return None if self.finish is None else RecordedCall(self.start, self.end, self.finish)
 
     @property
     def owner(self) -> SampleId:
@@ -330,7 +337,7 @@ class Sample:
         """Tokens of the tape that its rollout function has seen (all of them, except in a replay)."""
         if self.replay is None:
             return len(self.tape)
-        return self.calls[-1].result.end if self.calls and self.calls[-1].result is not None else 0
+        return self.calls[-1].end if self.calls else 0
 
     def __repr__(self) -> str:
         call = self.open_call
