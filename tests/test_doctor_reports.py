@@ -23,16 +23,25 @@ from april.doctor import examine
 from april.doctor.abilities import abilities
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, verdict_of
-from april.engines.kinds.identify import ServerKind
-from april.engines.kinds.offers import Offer
+from april.engine_limits import Limit, LimitCode, unknown_eos
+from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities
 
 GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
-WELL = Offer(GOOD, "tiny", "0.32.0", "0.0")
+WELL = ServerFacts(url="", model="tiny", software="0.32.0", label="0.0", capabilities=GOOD)
 """Of a server from which nothing is missing."""
+RAW = Limit(
+    LimitCode.RAW_LOGPROBS, "right at temperature 1 only", "start the server with --logprobs-mode processed_logprobs",
+    ("--logprobs-mode processed_logprobs",),
+)  # fmt: skip
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
+
+
+def limit(code: LimitCode) -> Limit:
+    """Of a server that can be mended."""
+    return Limit(code, "It does not", "mend it")
 
 
 def vllm_like(path: str) -> bytes:
@@ -54,11 +63,11 @@ def servers() -> Iterator[Callable[[Answer], str]]:
 
 
 @pytest.fixture
-def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Offer]:
+def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ServerFacts]:
     """What the probe of each address says; the default is a good vLLM server."""
-    said: dict[str, Offer] = {}
+    said: dict[str, ServerFacts] = {}
 
-    async def probe(client: Any, config: Any) -> Offer:
+    async def probe(client: Any, config: Any) -> ServerFacts:
         return said.get(client.url, WELL)
 
     monkeypatch.setattr(examine, "probe", probe)
@@ -92,16 +101,16 @@ def sentences(report: Report) -> list[str]:
         ({"honours_seeds": False}, "seeds", Level.REMARK),
         ({"max_in_flight": None}, "size", Level.OK),
         ({"eos_token_ids": ()}, "ends", Level.LIMITED),
-        ({"notes": ("At an abort up to 49 tokens are lost.",)}, "abort", Level.LIMITED),
-        ({"notes": ("A request that is put back loses up to 49 tokens.",)}, "abort", Level.LIMITED),
-        ({"notes": ("Seeds do nothing.",)}, "seeds", Level.OK),
+        ({"limits": (limit(LimitCode.CUMULATIVE_STREAMS),)}, "abort", Level.LIMITED),
+        ({"limits": (limit(LimitCode.OTHER),)}, "seeds", Level.OK),
+        ({"verifies_weights": False}, "versions", Level.LIMITED),
     ],
 )
 def test_each_capability_has_its_line(change: dict[str, Any], subject: str, level: Level) -> None:
     """One finding per subject, never less and never twice; seeds and streams do not touch exactness."""
-    found = abilities(replace(WELL, capabilities=replace(GOOD, **change)), ServerKind.VLLM)
+    found = abilities(replace(GOOD, **change))
 
-    assert [f.subject for f in found] == [f.subject for f in abilities(WELL, ServerKind.VLLM)]
+    assert [f.subject for f in found] == [f.subject for f in abilities(GOOD)]
     assert next(f for f in found if f.subject == subject).level is level
     assert {f.level for f in found if f.subject != subject} == {Level.OK}
     assert verdict_of(found) is (Verdict.LIMITED if level is Level.LIMITED else Verdict.EXACT)
@@ -110,28 +119,35 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
 
 def test_weights_without_a_label_are_a_promise_less() -> None:
     """A server that was started anew is not found by the label then; the flag that gives labels is named."""
-    found = abilities(replace(WELL, weight_version=None), ServerKind.VLLM)
+    why = Limit(LimitCode.NO_LABELS, "It has no labels", "add --labels", ("--labels",))
+    found = abilities(replace(GOOD, verifies_weights=False, limits=(limit(LimitCode.OTHER), why)))
 
     (limited,) = [f for f in found if f.level is not Level.OK]
     assert (limited.subject, limited.promise) == ("versions", "every restart of the server is noticed")
-    assert limited.advice == "start the server with VLLM_SERVER_DEV_MODE=1"
+    assert (limited.advice, limited.flags) == ("add --labels", ("--labels",))
 
 
-@pytest.mark.parametrize("kind", [ServerKind.VLLM, ServerKind.SGLANG])
-def test_copies_behind_one_address_are_not_exact(kind: ServerKind) -> None:
-    """A data-parallel server hides its copies: one more finding, and what to start in its place."""
-    notes = ("The server runs 2 data-parallel copies, with which april was not tried.",)
-    found = abilities(replace(WELL, capabilities=replace(GOOD, notes=notes)), kind)
+@pytest.mark.parametrize(
+    ("code", "subject"),
+    [
+        (LimitCode.SEVERAL_COPIES, "copies"),
+        (LimitCode.SPECULATION, "speculation"),
+        (LimitCode.CHUNKED_PREFILL, "chunks"),
+        (LimitCode.TIED_EMBEDDINGS, "reload"),
+    ],
+)
+def test_what_no_capability_shows_is_not_exact(code: LimitCode, subject: str) -> None:
+    """Such as copies behind one address: one more finding, by the code alone, and what to start in its place."""
+    found = abilities(replace(GOOD, limits=(limit(code),)))
 
     (limited,) = [f for f in found if f.level is not Level.OK]
-    assert (limited.subject, limited.level) == ("copies", Level.LIMITED)
-    assert limited.advice.startswith("start one server per copy")
+    assert (limited.subject, limited.level, limited.advice) == (subject, Level.LIMITED, "mend it")
 
 
-def test_ends_that_the_configuration_gives(servers: Any, offers: dict[str, Offer]) -> None:
+def test_ends_that_the_configuration_gives(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """An empty list says that no id ends a response, which is something else than not to know it."""
     url = servers(vllm_like)
-    offers[url] = replace(WELL, capabilities=replace(GOOD, eos_token_ids=()))
+    offers[url] = replace(WELL, capabilities=replace(GOOD, eos_token_ids=(), limits=(unknown_eos(),)))
 
     assert of_config({"kind": "vllm", "urls": url, "eos_token_ids": []}).verdict is Verdict.EXACT
     report = of_config({"kind": "vllm", "urls": url})
@@ -140,27 +156,38 @@ def test_ends_that_the_configuration_gives(servers: Any, offers: dict[str, Offer
     assert "engine.eos_token_ids" in next(f.advice for f in report.servers[0].findings if f.subject == "ends")
 
 
-def test_every_promise_that_is_not_kept_has_a_remedy_or_none() -> None:
-    """For each kind of server, what april's probes can find amiss leads to words that fit that kind."""
+CODES = {
+    "abort": LimitCode.NO_ABORT_BY_ID,
+    "versions": LimitCode.NO_LABELS,
+    "log-probabilities": LimitCode.RAW_LOGPROBS,
+    "new weights": LimitCode.NO_DISK_UPDATES,
+    "ends": LimitCode.UNKNOWN_EOS,
+    "copies": LimitCode.SEVERAL_COPIES,
+}
+
+
+@pytest.mark.parametrize("curable", [True, False])
+def test_every_promise_that_is_not_kept_has_its_own_remedy_or_none(curable: bool) -> None:
+    """Each finding advises what the limit of its own code says; where that is nothing, it says so."""
     amiss = replace(
         GOOD, logprob_kind=LogprobKind.RAW, eos_token_ids=(), updates_from_disk=False, abort_means=AbortMeans.CLOSE,
-        notes=("2 data-parallel copies",),
+        verifies_weights=False,
+        limits=tuple(Limit(code, "It cannot", f"mend {code}" if curable else "", (f"--{code}",)) for code in LimitCode
+                     if code in CODES.values()),
     )  # fmt: skip
-    for kind in (ServerKind.VLLM, ServerKind.SGLANG, ServerKind.OPENAI):
-        found = [f for f in abilities(Offer(amiss, "tiny"), kind) if f.level is Level.LIMITED]
-        assert [f.subject for f in found] == [
-            "abort", "versions", "log-probabilities", "new weights", "ends", "copies"
-        ]  # fmt: skip
-        nothing = [f.subject for f in found if f.advice.startswith("nothing gives it on a server of this kind")]
-        assert nothing == (["abort", "versions", "new weights", "copies"] if kind is ServerKind.OPENAI else [])
+    found = [f for f in abilities(amiss) if f.level is Level.LIMITED]
+    assert [f.subject for f in found] == list(CODES)
+    for finding in found:
+        code = CODES[finding.subject]
+        assert finding.flags == (f"--{code}",)
+        assert finding.advice.startswith(f"mend {code}" if curable else "nothing gives it on a server of this kind")
 
 
-def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, Offer]) -> None:
+def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """Which is what most configurations say: then the verdict is exact."""
     url = servers(vllm_like)
     for kind in LogprobKind:
-        note = "right at temperature 1 only; start the server with --logprobs-mode processed_logprobs."
-        offers[url] = replace(WELL, capabilities=replace(GOOD, logprob_kind=kind, notes=(note,)))
+        offers[url] = replace(WELL, capabilities=replace(GOOD, logprob_kind=kind, limits=(RAW,)))
         report = of_config({"kind": "vllm", "urls": url})
         assert report.verdict is Verdict.EXACT
         # the flag would do no harm, and nothing here needs it
@@ -181,40 +208,38 @@ def test_the_worst_server_decides() -> None:
 
 
 def test_flags_that_exactness_needs_stand_apart_from_the_others() -> None:
-    """Of any sentence, each once, in order, with their values; words around them are none."""
+    """Each once, in order, with their values; those of limits that cost no exactness are optional."""
     server = Examined(
         "u",
         findings=[
-            Finding("x", Level.LIMITED, "x", "start the server with --logprobs-mode processed_logprobs, or at 1."),
-            Finding("y", Level.LIMITED, "y", "set VLLM_SERVER_DEV_MODE=1, and bind it"),
-            Finding("z", Level.LIMITED, "z", "one server per copy, each with --dp-size 1, or VLLM_SERVER_DEV_MODE=1"),
+            Finding("x", Level.LIMITED, "x", "x", "x", ("--logprobs-mode processed_logprobs",)),
+            Finding("y", Level.LIMITED, "y", "y", "y", ("VLLM_SERVER_DEV_MODE=1",)),
+            Finding("z", Level.LIMITED, "z", "z", "z", ("--dp-size 1", "VLLM_SERVER_DEV_MODE=1")),
             Finding("r", Level.REMARK, "r", "start it with --stream-interval"),
         ],
-        changes=[
-            "start the server with --logprobs-mode processed_logprobs, or train at temperature 1.",
-            "set VLLM_SERVER_DEV_MODE=1 and --enable-scale-out; or --enable-scale-out alone",
-            "start it with --enable-deterministic-inference if runs must repeat",
-            "priorities do nothing: start it with --scheduling-policy priority.",
+        limits=[
+            RAW,
+            Limit(LimitCode.OTHER, "x", "y", ("VLLM_SERVER_DEV_MODE=1", "--enable-scale-out")),
+            Limit(LimitCode.NO_SEEDS, "x", "y", ("--enable-scale-out", "--enable-deterministic-inference")),
+            Limit(LimitCode.OTHER, "x", "start it with --no-such-flag"),
         ],
     )
     assert server.flags == ["--logprobs-mode processed_logprobs", "VLLM_SERVER_DEV_MODE=1", "--dp-size 1"]
-    assert server.optional_flags == [
-        "--enable-scale-out", "--enable-deterministic-inference", "--scheduling-policy priority"
-    ]  # fmt: skip
+    assert server.optional_flags == ["--enable-scale-out", "--enable-deterministic-inference"]
 
 
 # ---------------------------------------------------------------- several servers, and the configuration
 
 
-def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
+def test_servers_that_differ(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """What must be equal is refused, what had better be is a limit, what will be is a remark."""
     one, two = servers(vllm_like), servers(vllm_like)
     cases = [
         (replace(WELL, capabilities=replace(GOOD, vocab_size=1024)), "vocabulary: 512", Verdict.UNUSABLE),
         (replace(WELL, model="other"), "model: tiny", Verdict.LIMITED),
-        (replace(WELL, version="0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
+        (replace(WELL, software="0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
         (replace(WELL, capabilities=replace(GOOD, max_context=9)), "context: 4096", Verdict.EXACT),
-        (replace(WELL, weight_version="7"), "weight version: 0.0", Verdict.EXACT),
+        (replace(WELL, label="7"), "weight version: 0.0", Verdict.EXACT),
     ]
     for offer, words, verdict in cases:
         offers[two] = offer
@@ -241,12 +266,12 @@ def test_servers_that_differ(servers: Any, offers: dict[str, Offer]) -> None:
     ],
 )
 def test_the_configuration_is_held_against_the_servers(
-    change: dict[str, Any], settings: dict[str, Any], servers: Any, offers: dict[str, Offer]
+    change: dict[str, Any], settings: dict[str, Any], servers: Any, offers: dict[str, ServerFacts]
 ) -> None:
     """The very sentence with which the scheduler would refuse; without the setting the server is usable."""
     url = servers(vllm_like)
     capabilities = replace(GOOD, **change)
-    offers[url] = Offer(capabilities, "tiny")
+    offers[url] = replace(WELL, capabilities=capabilities)
     config = april.Config(**SMALL, **settings)
 
     class Engine:
@@ -263,7 +288,7 @@ def test_the_configuration_is_held_against_the_servers(
     assert report.verdict is Verdict.UNUSABLE
 
 
-def test_a_configuration_of_another_kind(servers: Any, offers: dict[str, Offer]) -> None:
+def test_a_configuration_of_another_kind(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """engine.kind is corrected; openai is right for every server that speaks it."""
     url = servers(sglang_like)
     (finding,) = of_config({"kind": "vllm", "urls": url}).servers[0].findings
@@ -274,7 +299,7 @@ def test_a_configuration_of_another_kind(servers: Any, offers: dict[str, Offer])
     assert of_config({"kind": "sglang", "urls": url}).verdict is Verdict.EXACT
 
 
-def test_a_router_and_its_workers(servers: Any, offers: dict[str, Offer]) -> None:
+def test_a_router_and_its_workers(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """The router's list must be that of engine.urls: a worker more could not be aborted, one less gets no requests."""
     one, two = servers(sglang_like), servers(sglang_like)
     listed: list[str] = []
@@ -314,7 +339,7 @@ def test_a_server_that_the_probe_refuses(
 ) -> None:
     """The probe's sentence is the finding."""
 
-    async def refuses(client: Any, config: Any) -> Offer:
+    async def refuses(client: Any, config: Any) -> ServerFacts:
         raise april.ConfigError("it gives no token ids; use another")
 
     monkeypatch.setattr(examine, "probe", refuses)
@@ -336,10 +361,11 @@ def call(*arguments: str, **environment: str) -> tuple[int, str]:
     return result.exit_code, re.sub(r"[│\s]+", " ", result.output)
 
 
-def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, Offer]) -> None:
+def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """Then what it can, what to change, and the settings to copy; exit code 0."""
     url = servers(vllm_like)
-    raw = replace(GOOD, logprob_kind=LogprobKind.RAW, notes=(f"{url} is raw; add --flag.",))
+    why = replace(RAW, consequence="is raw", server=url)
+    raw = replace(GOOD, logprob_kind=LogprobKind.RAW, limits=(why,))
     offers[url] = replace(WELL, capabilities=raw)
 
     code, text = call(url)
@@ -352,15 +378,16 @@ def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, Offer]) -
     )
     assert "limit log-probabilities of temperature 1 (raw)" in text
     assert "-> start the server with --logprobs-mode processed_logprobs" in text
-    assert "In full: 1. It is raw; add --flag." in text
+    assert "In full: 1. It is raw; start the server with --logprobs-mode processed_logprobs." in text
     assert "Flags and variables that exactness needs: --logprobs-mode processed_logprobs" in text
     assert text.rstrip().endswith(f"In april's configuration: engine: {{kind: vllm, urls: [{url}]}}")
 
 
-def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
+def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """Machine-readable, nothing else on the output; usable and exit code agree."""
     good, other = servers(vllm_like), servers(lambda path: http(404))
-    offers[good] = replace(WELL, capabilities=replace(GOOD, notes=("add --enable-scale-out",)))
+    why = Limit(LimitCode.NO_VERSION_SPANS, "has no spans", "add it", ("--enable-scale-out",), server=good)
+    offers[good] = replace(WELL, capabilities=replace(GOOD, limits=(why,)))
 
     code, text = call(good, "--json")
     report = json.loads(text)
@@ -370,6 +397,13 @@ def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
     assert told.items() <= server.items()
     assert (server["flags"], server["optional_flags"]) == ([], ["--enable-scale-out"])
     assert report["not_promised"] == []
+    assert server["changes"] == [f"{good} has no spans; add it."]
+    assert server["limits"] == [
+        {
+            "code": "no version spans", "consequence": "has no spans", "remedy": "add it",
+            "flags": ["--enable-scale-out"], "server": good,
+        }
+    ]  # fmt: skip
     assert {"subject": "abort", "level": "ok"}.items() <= server["findings"][0].items()
     assert 0 <= report["seconds"] < 15
 
@@ -379,7 +413,7 @@ def test_json_says_the_same(servers: Any, offers: dict[str, Offer]) -> None:
     assert [s["verdict"] for s in report["servers"]] == ["exact", "not usable"]
 
 
-def test_a_configuration_file(servers: Any, offers: dict[str, Offer], tmp_path: Path) -> None:
+def test_a_configuration_file(servers: Any, offers: dict[str, ServerFacts], tmp_path: Path) -> None:
     """--config examines the servers that it names; keys come from the environment and are shown nowhere."""
     file = tmp_path / "april.yaml"
     url = servers(vllm_like)
@@ -416,7 +450,7 @@ def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     assert "sk-canary" not in text
 
 
-def test_a_key_of_a_server_named_by_its_address(servers: Any, offers: dict[str, Offer]) -> None:
+def test_a_key_of_a_server_named_by_its_address(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """Sent to that server, from the environment, and shown nowhere."""
     with raw_server(vllm_like) as server:
         code, text = call(server.url, "--api-key-env", "APRIL_TEST_KEY", APRIL_TEST_KEY="sk-canary")

@@ -12,14 +12,14 @@ from openai_servers import config_for
 
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient
-from april.engines.openai.probe import OpenAIOffer, probe_openai
+from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import TokenShape
 from april.errors import ConfigError
 from april.testing.servers.openai.server import MODEL, FakeOpenAIServer, serving_openai
 
 
-def probed(server: FakeOpenAIServer, **changes: Any) -> OpenAIOffer:
-    async def probe() -> OpenAIOffer:
+def probed(server: FakeOpenAIServer, **changes: Any) -> OpenAIFacts:
+    async def probe() -> OpenAIFacts:
         async with asyncio.timeout(20), serving_openai(server) as url:
             client = HttpClient(url, name="s0")
             try:
@@ -27,51 +27,52 @@ def probed(server: FakeOpenAIServer, **changes: Any) -> OpenAIOffer:
             finally:
                 await client.close()
 
-    coroutine: Coroutine[Any, Any, OpenAIOffer] = probe()
+    coroutine: Coroutine[Any, Any, OpenAIFacts] = probe()
     return asyncio.run(coroutine)
 
 
 @pytest.mark.parametrize("shape", list(TokenShape))
 def test_the_shape_is_found(shape: TokenShape) -> None:
     """Each server is asked in its own way from then on; one that refuses unknown keys included."""
-    offer = probed(FakeOpenAIServer(shape))
-    assert offer.token_shape is shape
-    assert offer.model == MODEL
-    assert offer.keeps_stop_ids
-    assert offer.keeps_eos
-    assert offer.honours_seeds
-    assert (offer.max_context, offer.vocab_size, offer.eos_token_ids) == (4096, 512, (2,))
+    facts = probed(FakeOpenAIServer(shape))
+    assert facts.token_shape is shape
+    assert facts.model == MODEL
+    assert facts.keeps_eos
+    can = facts.capabilities
+    assert can.honours_seeds
+    assert (can.max_context, can.vocab_size, can.eos_token_ids) == (4096, 512, (2,))
 
 
 @pytest.mark.parametrize("kind", [LogprobKind.RAW, LogprobKind.TEMPERATURE, LogprobKind.PROCESSED])
 def test_the_kind_of_log_probabilities_is_found(kind: LogprobKind) -> None:
     """By one-token requests; the user's word goes before."""
-    offer = probed(FakeOpenAIServer(kind=kind))
-    assert offer.logprob_kind is kind
-    assert any("raw logits" in note for note in offer.notes) == (kind is LogprobKind.RAW)
-    assert probed(FakeOpenAIServer(kind=kind), logprobs="temperature").logprob_kind is LogprobKind.TEMPERATURE
+    facts = probed(FakeOpenAIServer(kind=kind))
+    assert facts.capabilities.logprob_kind is kind
+    assert any("raw logits" in note for note in facts.capabilities.notes) == (kind is LogprobKind.RAW)
+    facts = probed(FakeOpenAIServer(kind=kind), logprobs="temperature")
+    assert facts.capabilities.logprob_kind is LogprobKind.TEMPERATURE
 
 
 def test_seeds_that_are_not_honoured_are_noted() -> None:
     """Not refused: only exact repetition is lost."""
-    offer = probed(FakeOpenAIServer(honours_seeds=False))
-    assert not offer.honours_seeds
-    assert any("does not repeat a response for the same seed" in note for note in offer.notes)
+    facts = probed(FakeOpenAIServer(honours_seeds=False))
+    assert not facts.capabilities.honours_seeds
+    assert any("does not repeat a response for the same seed" in note for note in facts.capabilities.notes)
 
 
 def test_without_known_eos_a_note_says_what_that_means() -> None:
     """The server cannot be asked for EOS if nobody knows it."""
-    offer = probed(FakeOpenAIServer(), eos_token_ids=None)
-    assert offer.keeps_eos is None
-    assert offer.eos_token_ids == ()
-    assert any("engine.eos_token_ids is not set" in note for note in offer.notes)
+    facts = probed(FakeOpenAIServer(), eos_token_ids=None)
+    assert facts.keeps_eos is None
+    assert facts.capabilities.eos_token_ids == ()
+    assert any("engine.eos_token_ids is not set" in note for note in facts.capabilities.notes)
 
 
 def test_an_id_that_ends_nothing_leaves_eos_open() -> None:
     """It is then checked with every response."""
-    offer = probed(FakeOpenAIServer(), eos_token_ids=(5,))
-    assert offer.keeps_eos is None
-    assert any("one without it fails" in note for note in offer.notes)
+    facts = probed(FakeOpenAIServer(), eos_token_ids=(5,))
+    assert facts.keeps_eos is None
+    assert any("one without it fails" in note for note in facts.capabilities.notes)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ def test_what_cannot_be_used_is_refused(server: FakeOpenAIServer, changes: dict[
 
 def test_the_context_is_asked_where_it_is_told() -> None:
     """Both ways, vLLM's list of models says it."""
-    assert probed(FakeOpenAIServer(max_context=2048), max_len=None).max_context == 2048
-    assert probed(FakeOpenAIServer(max_context=2048), max_len=1000).max_context == 1000
+    assert probed(FakeOpenAIServer(max_context=2048), max_len=None).capabilities.max_context == 2048
+    assert probed(FakeOpenAIServer(max_context=2048), max_len=1000).capabilities.max_context == 1000
 
 
 @pytest.mark.parametrize("counted", [True, False])

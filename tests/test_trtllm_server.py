@@ -65,8 +65,8 @@ def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
     async def test() -> None:
         server = FakeTrtllmServer()
         async with connected(server) as engine:
-            assert engine.offer.software == f"TensorRT-LLM {VERSION}"
-            assert engine.offer.token_shape is TokenShape.DETOKENIZE
+            assert engine.facts.software == f"TensorRT-LLM {VERSION}"
+            assert engine.facts.token_shape is TokenShape.DETOKENIZE
             assert engine.capabilities.logprob_kind is LogprobKind.RAW
             expected = greedy(server, PROMPT, 50)
             answer = await ask(engine)

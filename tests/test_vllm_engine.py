@@ -274,7 +274,7 @@ def test_what_a_request_says(scale_out: bool) -> None:
             await read(engine, asked)
             (seen,) = server.runs
             assert seen.token_route is scale_out
-            assert engine.offer.route == (TOKENS if scale_out else COMPLETIONS)
+            assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
             name = asked.attempt_id
             assert seen.engine_id == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
             wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,

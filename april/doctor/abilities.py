@@ -1,25 +1,20 @@
-"""What a server's offer means to its user: one finding for each thing that matters.
+"""What a server can do, and what it cannot, to its user: one finding for each thing that matters.
 
-Invariant: whatever the offer's notes say of lost tokens, unknown ends or copies behind one address is a finding that
-keeps the verdict from being exact.
+Invariant: a limit that costs exactness is a finding that keeps the verdict from being exact.
 """
 
 from __future__ import annotations
 
-import re
-
 from april.core.sampling import LogprobKind
-from april.doctor.advice import remedy
 from april.doctor.findings import Finding, Level
-from april.engines.kinds.identify import ServerKind
-from april.engines.kinds.offers import Offer
+from april.engine_limits import Limit, LimitCode
 from april.engines.protocol import AbortMeans, Capabilities
 
+_NO_REMEDY = "nothing gives it on a server of this kind; vLLM and SGLang servers under their own engine.kind have it"
 _BY_ID = "each request by its id; its tokens are handed over"
 _PAUSING = "all requests at once, by pausing the server: nobody else can use it meanwhile; tokens are handed over"
 _CLOSING = "by closing the stream: what was read is kept, what the server had not sent yet is generated again"
 _LOSING = "each request by its id; not all of its tokens are handed over in every case, as said below"
-_LOSES = re.compile(r"\b(?:lost|loses?)\b")
 _LOGPROBS = {
     LogprobKind.TEMPERATURE: (Level.OK, "of log_softmax(logits / T), what a trainer recomputes, at every temperature"),
     LogprobKind.PROCESSED: (Level.OK, "of the distribution sampled from: with top_p 1 what a trainer recomputes"),
@@ -27,124 +22,107 @@ _LOGPROBS = {
     LogprobKind.UNKNOWN: (Level.LIMITED, "of an unknown distribution: train with temperature 1 only"),
 }
 
-_TRAPS = (
-    (
-        "data-parallel", "copies",
+_TRAPS = {
+    LimitCode.SEVERAL_COPIES: (
+        "copies",
         "several data-parallel copies of the model behind this address: april sees one server, with one load and one "
         "label of weights, and was not tried with them",
         "what april sees of the server holds for each of its copies",
     ),
-    (
-        "speculates", "speculation",
+    LimitCode.SPECULATION: (
+        "speculation",
         "the server speculates: drafts were seen to become tokens that the model gives no chance",
         "tokens and log-probabilities are those of the model",
     ),
-    (
-        "chunked prefill", "chunks",
+    LimitCode.CHUNKED_PREFILL: (
+        "chunks",
         "a request with a seed whose prompt is read in chunks kills this server (a CPU): april sends it no seeds, "
         "others may",
         "the server lives through the requests of others, and runs repeat",
     ),
-    (
-        "tied embeddings", "reload",
+    LimitCode.TIED_EMBEDDINGS: (
+        "reload",
         "output layer and embeddings are tied: on a CPU such a model is not reloaded rightly",
         "log-probabilities are right after an update from a directory",
     ),
-)
-"""What words of a note mean: the finding's subject, its sentence, and what april does not promise then."""
+}
+"""Limits that no capability shows: the finding's subject, its sentence, and what april does not promise then."""
 
 
-def abilities(
-    offer: Offer, kind: ServerKind, temperature: float | None = None, *, ends_given: bool = False
-) -> list[Finding]:
+def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: bool = False) -> list[Finding]:
     """Findings in the order in which people ask.
 
     Args:
         temperature: of the training, if it is known.
         ends_given: the configuration says which ids end a response, were it none.
     """
-    c = offer.capabilities
-    found = [
-        _abort(c, kind),
-        _versions(offer, kind),
-        _logprobs(c, kind, temperature),
-        _weights(c, kind),
-        _ends(c, kind, ends_given),
-        _streaming(c),
-        _seeds(c),
-        _size(c),
-    ]
-    found += [
-        _limited(kind, subject, sentence, promise)
-        for word, subject, sentence, promise in _TRAPS
-        if any(word in note for note in c.notes)
-    ]
-    return found
+    traps = [_limited(*_TRAPS[limit.code], limit) for limit in c.limits if limit.code in _TRAPS]
+    return [
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), _ends(c, ends_given), _streaming(c),
+        _seeds(c), _size(c), *traps,
+    ]  # fmt: skip
 
 
-def _limited(kind: ServerKind, subject: str, sentence: str, promise: str, case: str = "") -> Finding:
-    return Finding(subject, Level.LIMITED, sentence, remedy(kind, case or subject), promise)
+def _limited(subject: str, sentence: str, promise: str, why: Limit | None) -> Finding:
+    advice, flags = (why.remedy, why.flags) if why is not None else ("", ())
+    return Finding(subject, Level.LIMITED, sentence, advice or _NO_REMEDY, promise, flags)
 
 
-def _abort(c: Capabilities, kind: ServerKind) -> Finding:
+def _abort(c: Capabilities) -> Finding:
     if not c.returns_partials:
         nothing = "an aborted request hands over nothing: no partial rollouts, N' = N"
-        return _limited(kind, "abort", nothing, "responses can be cut and continued")
-    case = "processes" if any("API processes" in note for note in c.notes) else "abort"
+        return _limited("abort", nothing, "responses can be cut and continued", None)
+    why = c.cause("abort_means")
     if c.abort_means is AbortMeans.PAUSE:
-        return _limited(kind, "abort", _PAUSING, "an abort leaves other users of the server alone", case)
-    closing = c.abort_means is AbortMeans.CLOSE
-    if closing or any(_LOSES.search(note) for note in c.notes):
-        return _limited(kind, "abort", _CLOSING if closing else _LOSING, "an abort loses no token", case)
+        return _limited("abort", _PAUSING, "an abort leaves other users of the server alone", why)
+    if c.abort_means is AbortMeans.CLOSE or why is not None:
+        sentence = _CLOSING if c.abort_means is AbortMeans.CLOSE else _LOSING
+        return _limited("abort", sentence, "an abort loses no token", why)
     return Finding("abort", Level.OK, _BY_ID)
 
 
-def _logprobs(c: Capabilities, kind: ServerKind, temperature: float | None) -> Finding:
+def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
     subject = "log-probabilities"
     if temperature == 1 and not c.logprob_kind.follows_temperature:
         return Finding(subject, Level.OK, "right at sampling.temperature 1, and at no other")
     level, sentence = _LOGPROBS[c.logprob_kind]
     if level is Level.OK:
         return Finding(subject, level, sentence)
-    return _limited(kind, subject, sentence, "log-probabilities are right at temperatures other than 1")
+    promise = "log-probabilities are right at temperatures other than 1"
+    return _limited(subject, sentence, promise, c.cause("logprob_kind"))
 
 
-def _versions(offer: Offer, kind: ServerKind) -> Finding:
-    if offer.weight_version is None:
-        return _limited(
-            kind, "versions",
+def _versions(c: Capabilities) -> Finding:
+    if not c.verifies_weights:
+        sentence = (
             "known from when a request was sent; the weights have no label, so new ones are unverified, and a server "
-            "that was started anew with other weights is found by the start of its process only, where it tells that",
-            "every restart of the server is noticed",
-        )  # fmt: skip
-    if offer.capabilities.version_spans:
+            "that was started anew with other weights is found by the start of its process only, where it tells that"
+        )
+        return _limited("versions", sentence, "every restart of the server is noticed", c.cause("verifies_weights"))
+    if c.version_spans:
         return Finding("versions", Level.OK, "replies say which weights made which token")
     return Finding(
         "versions", Level.OK, "known from when a request was sent: april ends all requests before weights change"
     )
 
 
-def _weights(c: Capabilities, kind: ServerKind) -> Finding:
+def _weights(c: Capabilities) -> Finding:
     if c.updates_from_disk:
         return Finding("new weights", Level.OK, "from a directory (weight_update(path)), or from the trainer itself")
-    return _limited(
-        kind, "new weights",
-        "april cannot load them here: the trainer has to hand them over, and to have the server's cache emptied",
-        "april gives the server its new weights",
-    )  # fmt: skip
+    sentence = "april cannot load them here: the trainer has to hand them over, and to have the server's cache emptied"
+    return _limited("new weights", sentence, "april gives the server its new weights", c.cause("updates_from_disk"))
 
 
-def _ends(c: Capabilities, kind: ServerKind, given: bool) -> Finding:
+def _ends(c: Capabilities, given: bool) -> Finding:
     if c.eos_token_ids:
         return Finding("ends", Level.OK, f"a response ends with {_ids(c.eos_token_ids)}, or with a stop id")
     if given:
         return Finding("ends", Level.OK, "no id but a stop id ends a response, as engine.eos_token_ids says")
-    return _limited(
-        kind, "ends",
+    sentence = (
         "not known which ids end a response, only that the server says so: one that is cut right behind its end, "
-        "before that is said, would be continued",
-        "no response is continued behind its end",
-    )  # fmt: skip
+        "before that is said, would be continued"
+    )
+    return _limited("ends", sentence, "no response is continued behind its end", c.cause("eos_token_ids"))
 
 
 def _streaming(c: Capabilities) -> Finding:

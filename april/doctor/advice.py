@@ -1,4 +1,4 @@
-"""What to do about a server: what would keep a promise, and findings for each kind that cannot be probed."""
+"""Findings about servers that cannot be probed, or are not what the configuration says, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
 from april.engines.kinds.identify import Identity, ServerKind
-from april.engines.kinds.offers import SETTINGS
+from april.engines.kinds.probe import SETTINGS
 
 _NO_ENGINE = {
     ServerKind.OTHER: (
@@ -26,45 +26,13 @@ _RESUME = {
 }
 
 
-_DEVELOPER = "start the server with VLLM_SERVER_DEV_MODE=1"
-_REMEDIES = {
-    (ServerKind.VLLM, "abort"): _DEVELOPER,
-    (ServerKind.VLLM, "processes"): "start the server with --api-server-count 1, or one server per engine",
-    (ServerKind.VLLM, "versions"): _DEVELOPER,
-    (ServerKind.VLLM, "log-probabilities"): "start the server with --logprobs-mode processed_logprobs",
-    (ServerKind.VLLM, "new weights"): f"{_DEVELOPER}, bound to a private address, as its key does not guard those "
-    "routes",
-    (ServerKind.SGLANG, "abort"): "start the server with --incremental-streaming-output",
-    (ServerKind.SGLANG, "versions"): "upgrade SGLang",
-    (ServerKind.SGLANG, "log-probabilities"): "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB, or, if that is "
-    "not set, set engine.logprobs: temperature",
-    (ServerKind.SGLANG, "new weights"): "upgrade SGLang",
-    (ServerKind.SGLANG, "copies"): "start one server per copy, each with --dp-size 1, and name all of them",
-    (ServerKind.VLLM, "speculation"): "start the server without --speculative-config",
-    (ServerKind.SGLANG, "speculation"): "start the server without --speculative-algorithm",
-    (ServerKind.VLLM, "chunks"): "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens "
-    "of at least its context",
-    (ServerKind.VLLM, "reload"): "save the model with tie_word_embeddings false, and start the server with that",
-    (ServerKind.VLLM, "copies"): "start one server per copy, and name all of them",
-    (ServerKind.OPENAI, "log-probabilities"): "set engine.logprobs in april's configuration, if you know them better",
-}
-_NO_REMEDY = "nothing gives it on a server of this kind; vLLM and SGLang servers under their own engine.kind have it"
-
-
-def remedy(kind: ServerKind, case: str) -> str:
-    """What to change at the server, or in april's configuration, so that the promise of this finding is kept."""
-    if case == "ends":
-        return "set engine.eos_token_ids in april's configuration (eos_token_id of the model's generation_config.json)"
-    return _REMEDIES.get((kind, case), _NO_REMEDY)
-
-
 def missing(subject: str, sentence: str, advice: str) -> Finding:
     """A finding with which april cannot work."""
     return Finding(subject, Level.MISSING, sentence, advice)
 
 
 def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) -> Finding | None:
-    """Why this server is not asked for its offer; None if it can be.
+    """Why this server is not asked what it can do; None if it can be.
 
     ``settings`` is the ``engine`` section that names it, None if it was named by its address.
     """

@@ -19,9 +19,11 @@ from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Repor
 from april.doctor.reach import why_no_talk, why_unreachable
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_pool import api_key
-from april.engines.kinds.identify import Identity, ServerKind, identify, why_silent
-from april.engines.kinds.offers import SETTINGS, Offer, probe
+from april.engines.http.server_probe import ServerFacts
+from april.engines.kinds.identify import VERSION_CHARS, Identity, ServerKind, identify, why_silent
+from april.engines.kinds.probe import SETTINGS, probe
 from april.errors import ConfigError, EngineBusy, EngineError
+from april.server_text import said
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience)
     examinations = [Examination(url, key, None, patience) for url in urls]
     await _run(examinations, patience)
     report = Report([e.found for e in examinations])
-    report.together = compared({e.found.url: e.offer for e in examinations if e.offer is not None})
+    report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
     report.engine_settings = _settings(examinations)
     report.seconds = time.monotonic() - began
     return report
@@ -66,8 +68,8 @@ async def examine_config(config: Config, patience: Patience) -> Report:
         routers.append(RouterExamination(engine.router, key, engine, patience))
     await _run([*examinations, *routers], patience)
     report = Report([e.found for e in [*examinations, *routers]])
-    report.together = compared({e.found.url: e.offer for e in examinations if e.offer is not None})
-    engines = {e.name: e.offer.capabilities for e in examinations if e.offer is not None}
+    report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
+    engines = {e.name: e.facts.capabilities for e in examinations if e.facts is not None}
     report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in misfits(config, engines)]
     report.seconds = time.monotonic() - began
     return report
@@ -82,7 +84,7 @@ class Examination:
         self.found = Examined(url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
-        self.offer: Offer | None = None
+        self.facts: ServerFacts | None = None
         self._key = key
         self._settings = settings
         self._patience = patience
@@ -140,20 +142,22 @@ class Examination:
         if stop is not None:
             found.findings.append(stop)
             return
-        said = await why_silent(client, identity.kind, self._patience.answer_s)
-        if said:
-            found.findings.append(paused(found.url, identity.kind, said))
+        why = await why_silent(client, identity.kind, self._patience.answer_s)
+        if why:
+            found.findings.append(paused(found.url, identity.kind, why))
             return
         settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
         try:
-            self.offer = await probe(client, settings)
+            self.facts = await probe(client, settings)
         except EngineBusy as error:
             found.findings.append(at_rest(found.url, str(error)))
             return
-        found.version, found.model = self.offer.version or found.version, self.offer.model
+        facts = self.facts
+        found.version = said(facts.software, VERSION_CHARS) or found.version
+        found.model = said(facts.model)
         given = getattr(self._settings, "eos_token_ids", None) is not None
-        found.findings += abilities(self.offer, identity.kind, self._temperature, ends_given=given)
-        found.changes += self.offer.capabilities.notes
+        found.findings += abilities(facts.capabilities, self._temperature, ends_given=given)
+        found.limits += facts.capabilities.limits
 
 
 class RouterExamination(Examination):
@@ -186,6 +190,6 @@ def _settings(examinations: Sequence[Examination]) -> str:
     if [identity.kind for _, identity in known] == [ServerKind.ROUTER]:
         return router_settings(*known[0])
     kinds = {identity.kind for _, identity in known}
-    if len(kinds) != 1 or any(e.offer is None for e in examinations):
+    if len(kinds) != 1 or any(e.facts is None for e in examinations):
         return ""
     return f"engine: {{kind: {kinds.pop().value}, urls: [{', '.join(url for url, _ in known)}]}}"

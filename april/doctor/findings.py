@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-_FLAG = re.compile(
-    r"--(?:no-)?enable-[a-z-]+|--incremental-streaming-output|--logprobs-mode [a-z_]+"
-    r"|--(?:api-server-count|dp-size) \d+"
-    r"|--stream-interval|--scheduling-policy [a-z]+|--return-tokens-as-token-ids|\b[A-Z]+(?:_[A-Z]+)+=\d+"
-)
-"""Flags and variables of servers, as sentences name them."""
-
+from april.engine_limits import Limit
 
 CONFIGURATION = "configuration"
 """Subject of what stands against the configuration."""
@@ -59,6 +52,8 @@ class Finding:
     """What to do about it; empty if nothing."""
     promise: str = ""
     """What april does not promise because of it, in words that end "april does not promise that"; for every limit."""
+    flags: tuple[str, ...] = ()
+    """Of the server's command line or environment (NAME=value), that change it."""
 
 
 @dataclass(slots=True)
@@ -71,8 +66,8 @@ class Examined:
     version: str | None = None
     model: str | None = None
     findings: list[Finding] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
-    """What its probe says is not as it should be, what that costs, and what to do; one sentence each."""
+    limits: list[Limit] = field(default_factory=list)
+    """What its probe says is not as it should be, what that costs, and what to do."""
 
     @property
     def verdict(self) -> Verdict:
@@ -80,14 +75,28 @@ class Examined:
         return verdict_of(self.findings)
 
     @property
+    def changes(self) -> list[str]:
+        """The limits, one sentence each."""
+        return [limit.sentence for limit in self.limits]
+
+    @property
     def flags(self) -> list[str]:
         """What exactness needs on the server's command line, or in its environment (NAME=value)."""
-        return _flags(finding.advice for finding in self.findings if finding.level is Level.LIMITED)
+        return _each_once(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
 
     @property
     def optional_flags(self) -> list[str]:
-        """What ``changes`` names beyond :attr:`flags`: for speed, or for runs that repeat."""
-        return [flag for flag in _flags(self.changes) if flag not in self.flags]
+        """Those of ``limits`` beyond :attr:`flags`: for speed, or for runs that repeat."""
+        return [flag for flag in _each_once(limit.flags for limit in self.limits) if flag not in self.flags]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {
+            "verdict": self.verdict.value,
+            "changes": self.changes,
+            "flags": self.flags,
+            "optional_flags": self.optional_flags,
+        }
 
 
 @dataclass(slots=True)
@@ -121,18 +130,15 @@ class Report:
             "verdict": self.verdict.value,
             "usable": self.verdict.usable,
             "not_promised": self.not_promised,
-            "servers": [
-                asdict(s) | {"verdict": s.verdict.value, "flags": s.flags, "optional_flags": s.optional_flags}
-                for s in self.servers
-            ],
+            "servers": [server.as_dict() for server in self.servers],
             "together": [asdict(f) for f in self.together],
             "engine_settings": self.engine_settings,
             "seconds": round(self.seconds, 2),
-        }  # fmt: skip
+        }
 
 
-def _flags(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(_FLAG.findall(" ".join(texts))))
+def _each_once(flags: Iterable[tuple[str, ...]]) -> list[str]:
+    return list(dict.fromkeys(flag for some in flags for flag in some))
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:

@@ -37,7 +37,7 @@ def parts(report: Report) -> Iterator[RenderableType]:
         yield ""
         yield _who(server, with_verdict=several)
         yield _table(server.findings)
-        if server.changes:
+        if server.limits:
             yield Padding(_changes(server), (0, 0, 0, 2))
         if server.flags:
             yield Text(f"  Flags and variables that exactness needs: {' '.join(server.flags)}")
@@ -95,8 +95,7 @@ def _table(findings: list[Finding]) -> RenderableType:
 
 def _changes(server: Examined) -> RenderableType:
     lines: list[RenderableType] = [Text("In full:")]
-    for i, sentence in enumerate(server.changes, 1):
+    for i, limit in enumerate(server.limits, 1):
         # the address stands above
-        words = sentence.removeprefix(f"{server.url} ")
-        lines.append(Padding(Text(f"{i}. {sentence if words == sentence else f'It {words}'}"), (0, 0, 0, 1)))
+        lines.append(Padding(Text(f"{i}. {limit.of('It').sentence}"), (0, 0, 0, 1)))
     return Group(*lines)

@@ -28,6 +28,7 @@ from april.core.sampling import LogprobKind as LogprobKind
 from april.core.sampling import SamplingParams
 from april.core.types import EngineFinish as EngineFinish
 from april.core.versions import PolicyVersion
+from april.engine_limits import CAUSES, Limit
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -77,8 +78,17 @@ class Capabilities:
     """It shows which weights it has; if not, new ones are unverified: taken on the word of whoever put them there."""
     honours_seeds: bool = True
     """The same request with the same seed gives the same tokens."""
-    notes: tuple[str, ...] = ()
-    """What a user should know of this engine: promises it does not offer and why, one sentence each."""
+    limits: tuple[Limit, ...] = ()
+    """What a user should know of this engine: promises that it does not offer and why."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The limits, one sentence each."""
+        return tuple(limit.sentence for limit in self.limits)
+
+    def cause(self, field: str) -> Limit | None:
+        """Why ``field``, one of :data:`~april.engine_limits.CAUSES`, is less than it could be; None: nothing says."""
+        return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
 
 
 @dataclass(frozen=True, slots=True)

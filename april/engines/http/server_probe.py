@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.wire_errors import error_text
+from april.engines.protocol import Capabilities
 from april.errors import ConfigError
 
 PROBE_S = 10.0
 """Longest wait for one answer while a server is probed."""
 NO_TOKEN = 2**31 - 2
 """An id that no vocabulary has; sent only where the server checks it before the model sees it."""
-NARROW = {"temperature": 0.5, "top_p": 1e-6}
+_NARROW = {"temperature": 0.5, "top_p": 1e-6}
 """Sampling of which only the greedy token is left, at another temperature than the greedy request's."""
 _SAME_LOGPROB = 0.02
 """Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
-UNKNOWN_KIND = (
-    "Of which distribution the log-probabilities are could not be seen; say so with engine.logprobs, or train with "
-    "temperature 1 and without top-p."
-)
-NO_EOS = (
-    "The ids that end a response are not known, as the model's files are not on this machine or name none: april takes "
-    "the server's word for it; set engine.eos_token_ids "
-)
-"""The server's offer says what for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What one server was found to be, as it says it; each kind of server has facts of its own besides."""
+
+    url: str
+    model: str
+    """As the server names it."""
+    software: str = ""
+    """Version of what it runs, with a name where the engine's kind is none."""
+    label: str | None = None
+    """Of its present weights; None: the server has no labels."""
+    paused: bool = False
+    started_s: float | None = None
+    """When its process began, seconds since 1970, if it says."""
+    capabilities: Capabilities
+    """Of an engine before it."""
 
 
 def least(*limits: int | None) -> int | None:
     """Of those that are known."""
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def longest_request(url: str, *limits: int | None) -> int:
+    """Most tokens of prompt plus response; raises ConfigError if none of the limits is known."""
+    longest = least(*limits)
+    if longest is None:
+        raise ConfigError(f"{url} does not say how long a request may be; set engine.max_len")
+    return longest
 
 
 async def get_json(client: HttpClient, *routes: str) -> Any:
@@ -114,8 +135,31 @@ def eos_of(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
     return tuple(sorted(ids)) or None
 
 
-def kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """Of which distribution log-probabilities are, from the same token (id, nats) greedily and as NARROW says.
+async def vocabulary_in_refusal(client: HttpClient, route: str, body: dict[str, Any], words: str) -> int | None:
+    """The number that ``words`` (a pattern) finds in the refusal of a request that can never run."""
+    reply = await client.call("POST", route, body, timeout_s=PROBE_S)
+    found = None if reply.ok else re.search(words, error_text(reply.body))
+    return None if found is None else int(found[1])
+
+
+async def kind_of_logprobs(
+    one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
+) -> LogprobKind:
+    """Of which distribution log-probabilities are, seen from requests of one token.
+
+    Args:
+        one_token: (prompt, sampling) -> the token and its log-probability.
+    """
+    for start in range(3):
+        prompt = [start * 7 + i for i in (3, 4, 5)]
+        kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
+        if kind is not LogprobKind.UNKNOWN:
+            return kind
+    return LogprobKind.UNKNOWN
+
+
+def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
+    """From the same token (id, nats) greedily and as _NARROW says.
 
     The second is that of the greedy request (raw), 0 (processed), or neither (temperature).
     """

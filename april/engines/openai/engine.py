@@ -14,15 +14,14 @@ from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.http.answer_size import answer_bytes
 from april.engines.http.http_client import HttpClient
-from april.engines.http.metrics_page import read_metrics
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import connect_all
 from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.http.server_words import is_page
 from april.engines.http.wire_arrays import empty_chunk
-from april.engines.openai.probe import OpenAIOffer, probe_openai
+from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import ROUTE, CompletionStream, completion_body
-from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.protocol import Chunk, EngineFinish, Health, Request
 from april.errors import EngineError
 
 
@@ -35,44 +34,20 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
     """
 
     async def connect(client: HttpClient) -> OpenAIEngine:
-        offer = await probe_openai(client, config)
-        metrics = await read_metrics(client, offer.load_route)
-        return OpenAIEngine(client, offer, max_in_flight=config.max_in_flight, started_s=metrics.started_s)
+        return OpenAIEngine(client, await probe_openai(client, config))
 
     return await connect_all(config, connect)
 
 
 class OpenAIEngine(ServerEngine):
-    """One server. Made by :func:`connect_openai`.
+    """One server, of which the probe has found ``facts``. Made by :func:`connect_openai`."""
 
-    Args:
-        offer: what the probe has found.
-        max_in_flight: most requests at the same time; None: unknown.
-        started_s: when the server's process began, as it says itself; None: it does not say.
-    """
-
-    def __init__(
-        self, client: HttpClient, offer: OpenAIOffer, *, max_in_flight: int | None = None,
-        started_s: float | None = None,
-    ) -> None:  # fmt: skip
-        capabilities = Capabilities(
-            offer.logprob_kind,
-            offer.vocab_size,
-            offer.max_context,
-            offer.eos_token_ids,
-            max_in_flight,
-            abort_means=AbortMeans.CLOSE,
-            version_spans=False,
-            remote=True,
-            verifies_weights=False,
-            honours_seeds=offer.honours_seeds,
-            notes=offer.notes,
-        )
-        super().__init__(client.name, capabilities)
+    def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
+        super().__init__(client.name, facts.capabilities)
         self._client = client
-        self.offer = offer
+        self.facts = facts
         self._open: dict[str, _Inbox] = {}
-        self._process = ServerProcess(client, offer.load_route, started_s)
+        self._process = ServerProcess(client, facts.load_route, facts.started_s)
         self._confirmation = Confirmation(self._has_weights, self.name)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -88,8 +63,8 @@ class OpenAIEngine(ServerEngine):
             if not admitted:
                 yield empty_chunk(version, EngineFinish.ABORT)
                 return
-            stream = CompletionStream(self.offer.token_shape, request.token_ids)
-            body = completion_body(self.offer.model, self.offer.token_shape, request)
+            stream = CompletionStream(self.facts.token_shape, request.token_ids)
+            body = completion_body(self.facts.model, self.facts.token_shape, request)
             inbox = self._open[request.attempt_id] = _Inbox(self._client, body, answer_bytes(request))
             try:
                 ended = sure = False

@@ -1,12 +1,13 @@
 """What is known of OpenAI-compatible servers by their name, because asking would not show it.
 
-A server says in its list of models who it is (``owned_by``). All else is asked; see ``openai_probe.py``.
+A server says in its list of models who it is (``owned_by``). All else is asked; see ``probe.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from april.engine_limits import IT, Limit, LimitCode
 from april.engines.openai.wire import TokenShape
 
 
@@ -24,8 +25,7 @@ class KnownServer:
     """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
     honours_seeds: bool = True
     """Of requests that run together; alone is asked."""
-    notes: tuple[str, ...] = ()
-    """What its user should know; {url} stands for its address."""
+    limits: tuple[Limit, ...] = ()
 
 
 ANY = KnownServer("")
@@ -36,15 +36,31 @@ TENSORRT_LLM = KnownServer(
     load_route="/prometheus/metrics",
     load_route_always=False,
     honours_seeds=False,
-    notes=(
-        "{url} runs TensorRT-LLM, which honours the seed of a request only while it runs alone: runs cannot be "
-        "repeated exactly. Start it without speculative decoding: there, samples of a group may come out equal.",
-        "{url} looks once a second whether a client is gone: a request goes on for up to 1 s after april has closed "
-        "its stream, also while the trainer begins to use a GPU that it shares with it.",
-        "{url} holds back only its tokenizer's EOS before min_tokens: a response that ends earlier by another id is "
-        "refused, and generated again.",
-        "{url} does not say when its process began: one that is started anew with other weights is noticed only if its "
-        "port was found closed meanwhile.",
+    limits=(
+        Limit(
+            LimitCode.NO_SEEDS,
+            "runs TensorRT-LLM, which honours the seed of a request only while it runs alone: runs cannot be repeated "
+            "exactly. Start it without speculative decoding: there, samples of a group may come out equal",
+            server=IT,
+        ),
+        Limit(
+            LimitCode.LATE_STREAM_END,
+            "looks once a second whether a client is gone: a request goes on for up to 1 s after april has closed its "
+            "stream, also while the trainer begins to use a GPU that it shares with it",
+            server=IT,
+        ),
+        Limit(
+            LimitCode.EARLY_STOP,
+            "holds back only its tokenizer's EOS before min_tokens: a response that ends earlier by another id is "
+            "refused, and generated again",
+            server=IT,
+        ),
+        Limit(
+            LimitCode.NO_START_TIME,
+            "does not say when its process began: one that is started anew with other weights is noticed only if its "
+            "port was found closed meanwhile",
+            server=IT,
+        ),
     ),
 )
 _BY_OWNER = {"tensorrt_llm": TENSORRT_LLM}

@@ -12,13 +12,14 @@ import numpy as np
 from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
+from april.engine_limits import IT, UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.engines.http.http_client import HttpClient
-from april.engines.http.metrics_page import has_metrics
+from april.engines.http.metrics_page import has_metrics, read_metrics
 from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_probe import get_json
+from april.engines.http.server_probe import ServerFacts, get_json
 from april.engines.openai.known_servers import KnownServer, known_server
 from april.engines.openai.wire import ROUTE, CompletionStream, TokenShape, completion_body
-from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.server_text import said
 
@@ -32,29 +33,18 @@ _SAME = 0.02
 _EOS_BIAS = 100.0
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIOffer:
-    """What one server offers; ``notes`` say in sentences what is missing, what that means, and what to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIFacts(ServerFacts):
+    """What an OpenAI-compatible server was found to be; one that keeps stop ids back is refused."""
 
-    model: str
     token_shape: TokenShape
-    logprob_kind: LogprobKind
-    honours_seeds: bool
-    keeps_stop_ids: bool
-    """A stop id of the request is in the ids of the answer; always true, for other servers are refused."""
     keeps_eos: bool | None
     """EOS is in the ids of the answer. None: it could not be asked, and each answer is checked when it comes."""
-    max_context: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    notes: tuple[str, ...] = ()
-    software: str = ""
-    """What it runs, with the version, where that is known."""
     load_route: str | None = "/metrics"
     """Its Prometheus page; None: it has none that may be asked."""
 
 
-async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIOffer:
+async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
     """Ask one server, by its list of models and up to 15 requests of 1 to 16 tokens.
 
     Raises:
@@ -83,19 +73,28 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
     kind = LogprobKind(config.logprobs) if config.logprobs is not None else await _logprob_kind(probe)
     seeds = server.honours_seeds and await _honours_seeds(probe)
-    return OpenAIOffer(
+    load_route = await _load_route(client, server)
+    return OpenAIFacts(
+        url=client.url,
         model=model,
-        token_shape=probe.shape,
-        logprob_kind=kind,
-        honours_seeds=seeds,
-        keeps_stop_ids=True,
-        keeps_eos=keeps_eos,
-        max_context=max_context,
-        vocab_size=config.vocab_size,
-        eos_token_ids=tuple(eos),
-        notes=_notes(client.url, config, kind, server, seeds, keeps_eos),
         software=await software_of(client, server),
-        load_route=await _load_route(client, server),
+        started_s=(await read_metrics(client, load_route)).started_s,
+        token_shape=probe.shape,
+        keeps_eos=keeps_eos,
+        load_route=load_route,
+        capabilities=Capabilities(
+            kind,
+            config.vocab_size,
+            max_context,
+            tuple(eos),
+            config.max_in_flight,
+            abort_means=AbortMeans.CLOSE,
+            version_spans=False,
+            remote=True,
+            verifies_weights=False,
+            honours_seeds=seeds,
+            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)),
+        ),
     )
 
 
@@ -270,39 +269,51 @@ async def _honours_seeds(probe: _Probe) -> bool:
     return first.tokens == again.tokens != other.tokens
 
 
-def _notes(
-    url: str, config: OpenAIEngineConfig, kind: LogprobKind, server: KnownServer, seeds: bool, keeps_eos: bool | None
-) -> tuple[str, ...]:
-    notes = [
-        f"{url} has no route for aborts: a request is ended by closing its stream, and tokens that the server had made "
-        "and not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none.",
-        f"{url} does not say which weights made which token: the version is that of the request's submission, and no "
-        "request lives through a weight update.",
-        f"{url} does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), "
-        "and have it forget the cached keys and values of the old weights there.",
-    ]
-    if kind is LogprobKind.RAW:
-        notes.append(
-            f"{url} gives log-probabilities of the raw logits: they are those that the tokens were sampled with only "
-            "at temperature 1, without top_p and the like."
-        )
-    if kind is LogprobKind.UNKNOWN:
-        notes.append(
-            f"{url} did not show of which distribution its log-probabilities are: they are right only at temperature "
-            "1, without top_p and the like; set engine.logprobs if you know."
-        )
-    notes += [note.format(url=url) for note in server.notes]
-    if not seeds and server.honours_seeds:
-        notes.append(f"{url} does not repeat a response for the same seed: runs cannot be repeated exactly.")
-    if not config.eos_token_ids:
-        notes.append(
-            f"engine.eos_token_ids is not set, and {url} does not tell: a response that is cut right behind its EOS, "
-            "before the server says that it ended, would be continued; set it to eos_token_id of the model's "
-            "generation_config.json."
-        )
-    elif keeps_eos is None:
-        notes.append(
-            f"{url} could not be made to end a response at the start: whether EOS is among its ids is checked with "
-            "every response, and one without it fails."
-        )
-    return tuple(notes)
+_NO_ABORT_BY_ID = Limit(
+    LimitCode.NO_ABORT_BY_ID,
+    "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and not "
+    "sent by then are lost; a vLLM or SGLang server under its own engine kind loses none",
+    server=IT,
+)
+_NO_LABELS = Limit(
+    LimitCode.NO_LABELS,
+    "does not say which weights made which token: the version is that of the request's submission, and no request "
+    "lives through a weight update",
+    server=IT,
+)
+_NO_DISK_UPDATES = Limit(
+    LimitCode.NO_DISK_UPDATES,
+    "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and have it "
+    "forget the cached keys and values of the old weights there",
+    server=IT,
+)
+_NO_SEEDS = Limit(
+    LimitCode.NO_SEEDS, "does not repeat a response for the same seed: runs cannot be repeated exactly", server=IT
+)
+_UNSEEN_EOS = Limit(
+    LimitCode.UNSEEN_EOS,
+    "could not be made to end a response at the start: whether EOS is among its ids is checked with every response, "
+    "and one without it fails",
+    server=IT,
+)
+_UNKNOWN_EOS = unknown_eos(
+    "engine.eos_token_ids is not set, and the server does not tell: a response that is cut right behind its EOS, "
+    "before the server says that it ended, would be continued"
+)
+
+
+def _limits(
+    url: str, kind: LogprobKind, server: KnownServer, seeds: bool, keeps_eos: bool | None, *, knows_eos: bool
+) -> tuple[Limit, ...]:
+    limits = (
+        (True, _NO_ABORT_BY_ID),
+        (True, _NO_LABELS),
+        (True, _NO_DISK_UPDATES),
+        (kind is LogprobKind.RAW, raw_logprobs("set engine.logprobs if you know them better")),
+        (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
+        *((True, limit) for limit in server.limits),
+        (not seeds and server.honours_seeds, _NO_SEEDS),
+        (not knows_eos, _UNKNOWN_EOS),
+        (knows_eos and keeps_eos is None, _UNSEEN_EOS),
+    )
+    return tuple(limit.of(url) for amiss, limit in limits if amiss)

@@ -17,9 +17,9 @@ from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import client_of, connect_all
 from april.engines.http.server_stream import ServerStream
 from april.engines.http.weight_directories import why_unloadable
-from april.engines.protocol import Capabilities, Engine, EngineLoad, Health, Request
-from april.engines.sglang.offer import SglangOffer, probe_sglang
-from april.engines.sglang.router import common_offer, require_same_workers
+from april.engines.protocol import Engine, EngineLoad, Health, Request
+from april.engines.sglang.probe import SglangFacts, probe_sglang
+from april.engines.sglang.router import common_facts, require_same_workers
 from april.engines.sglang.wire import ReplyReader, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker
 from april.errors import EngineError, EngineUnreachable
@@ -43,19 +43,18 @@ class SglangEngine(ServerEngine):
     Args:
         requests: where requests go: the server itself, or the router.
         workers: the servers; control calls go to each of them.
-        offer: what they all can do.
-        capabilities: the same in the words of the layers above.
+        facts: what the probe has found of all of them.
         max_token_loss: most tokens of a response that may be lost when a server dies.
     """
 
     def __init__(
-        self, requests: HttpClient, workers: Sequence[SglangWorker], offer: SglangOffer, capabilities: Capabilities,
+        self, requests: HttpClient, workers: Sequence[SglangWorker], facts: SglangFacts,
         max_token_loss: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(requests.name, capabilities)
+        super().__init__(requests.name, facts.capabilities)
         self._requests = requests
         self.workers = tuple(workers)
-        self.offer = offer
+        self.facts = facts
         self._max_token_loss = max_token_loss
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
         """Label of each worker's process that was paused for an update; None: it did not say."""
@@ -194,19 +193,19 @@ class _SglangStream(ServerStream):
         self._interval = interval
 
     def _prepare(self) -> tuple[ReplyReader, bytes]:
-        engine, request, offer, interval = self._engine, self._request, self._engine.offer, self._interval
+        engine, request, facts, interval = self._engine, self._request, self._engine.facts, self._interval
         engine._check(request)
         body = request_body(
             request,
             stream=self._stream,
-            stream_interval=interval if offer.stream_interval and interval else None,
+            stream_interval=interval if facts.stream_interval and interval else None,
             seed=engine._seed(request),
         )
         reader = ReplyReader(
             request.attempt_id,
             engine._version,
-            incremental=self._stream and offer.incremental,
-            labels=engine._labels if offer.weight_version is not None else None,
+            incremental=self._stream and facts.incremental,
+            labels=engine._labels if facts.label is not None else None,
             prompt_tokens=len(request.token_ids),
         )
         return reader, body
@@ -224,14 +223,12 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
     """
 
     async def connect(client: HttpClient) -> SglangEngine:
-        offer = await probe_sglang(client, config)
-        if offer.paused:
+        facts = await probe_sglang(client, config)
+        if facts.paused:
             raise EngineError(
                 f"{client.url} is paused; continue it (POST /continue_generation with the body {{}}) and start again"
             )
-        return SglangEngine(
-            client, [SglangWorker(client, offer)], offer, offer.capabilities(config), config.max_token_loss
-        )
+        return SglangEngine(client, [SglangWorker(client, facts)], facts, config.max_token_loss)
 
     engines = await connect_all(config, connect)
     try:
@@ -252,11 +249,11 @@ async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence
     try:
         await require_same_workers(router, config)
         workers = [worker for engine in engines for worker in engine.workers]
-        offer, capabilities = common_offer([worker.offer for worker in workers], config)
+        facts = common_facts([worker.facts for worker in workers])
     except BaseException:
         await router.close()
         raise
-    return SglangEngine(router, workers, offer, capabilities, config.max_token_loss)
+    return SglangEngine(router, workers, facts, config.max_token_loss)
 
 
 async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]:

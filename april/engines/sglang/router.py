@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from april.config.engines import SglangEngineConfig
 from april.engines.http.http_client import HttpClient
-from april.engines.protocol import Capabilities
-from april.engines.sglang.offer import SglangOffer
+from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
 from april.server_text import said
 
@@ -64,30 +63,44 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
         )
 
 
-def common_offer(offers: Sequence[SglangOffer], config: SglangEngineConfig) -> tuple[SglangOffer, Capabilities]:
-    """What all workers of one router offer: a request may come to any of them.
+def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
+    """What holds for all workers of one router: a request may come to any of them.
 
     Raises:
         ConfigError: they differ in what must be equal.
     """
-    first = offers[0]
-    for offer in offers[1:]:
-        for what in ("vocab_size", "eos_token_ids", "logprob_kind", "spans", "incremental", "version"):
-            ours, theirs = getattr(first, what), getattr(offer, what)
-            if ours != theirs:
+    first = workers[0]
+    ours = _equal(first)
+    for other in workers[1:]:
+        for what, theirs in _equal(other).items():
+            if ours[what] != theirs:
                 raise ConfigError(
-                    f"the workers {first.url} and {offer.url} of one router differ in {what} ({said(ours)} and "
+                    f"the workers {first.url} and {other.url} of one router differ in {what} ({said(ours[what])} and "
                     f"{said(theirs)}); start them alike"
                 )
-    together = replace(
+    each = [worker.capabilities for worker in workers]
+    places = [c.max_in_flight for c in each if c.max_in_flight is not None]
+    labelled = all(worker.label is not None for worker in workers)
+    return replace(
         first,
-        context_length=min(offer.context_length for offer in offers),
-        stream_interval=all(offer.stream_interval for offer in offers),
-        updates_from_disk=all(offer.updates_from_disk for offer in offers),
-        deterministic=all(offer.deterministic for offer in offers),
-        weight_version=first.weight_version if all(o.weight_version is not None for o in offers) else None,
-        missing=tuple(dict.fromkeys(sentence for offer in offers for sentence in offer.missing)),
+        stream_interval=all(worker.stream_interval for worker in workers),
+        label=first.label if labelled else None,
+        capabilities=replace(
+            first.capabilities,
+            max_context=min(c.max_context for c in each),
+            max_in_flight=sum(places) if len(places) == len(each) else None,
+            updates_from_disk=all(c.updates_from_disk for c in each),
+            honours_seeds=all(c.honours_seeds for c in each),
+            verifies_weights=labelled,
+            limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
+        ),
     )
-    places = [offer.capabilities(config).max_in_flight for offer in offers]
-    total = None if None in places else sum(n for n in places if n is not None)
-    return together, replace(together.capabilities(config), max_in_flight=total)
+
+
+def _equal(worker: SglangFacts) -> dict[str, object]:
+    """What the workers of a router must have in common."""
+    c = worker.capabilities
+    return {
+        "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,
+        "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
+    }  # fmt: skip

@@ -21,7 +21,7 @@ from april.engines.http.server_words import control, nothing, require_words, say
 from april.engines.http.weight_labels import WeightLabels, another_process, marked
 from april.engines.http.wire_errors import error_text
 from april.engines.protocol import EngineLoad
-from april.engines.sglang.offer import SglangOffer
+from april.engines.sglang.probe import SglangFacts
 from april.errors import EngineError, EngineUnreachable, WireError
 from april.server_text import said
 
@@ -59,10 +59,10 @@ class _Loads(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SglangWorker:
-    """One server; ``offer`` says what it can do."""
+    """One server; ``facts`` say what it can do."""
 
     client: HttpClient
-    offer: SglangOffer
+    facts: SglangFacts
 
     async def abort(self, rids: Sequence[str], at_once: int) -> None:
         """Ask for the end of these requests, ``at_once`` calls at a time; unknown ones are ignored by the server.
@@ -95,7 +95,7 @@ class SglangWorker:
 
     async def label(self) -> str | None:
         """Of the present weights; None: the server has no labels."""
-        if self.offer.weight_version is None:
+        if self.facts.label is None:
             return None
         info = await self.client.json("GET", "/model_info", retry=True)
         return text_under(self.client, info, "weight_version", "/model_info")
@@ -106,7 +106,7 @@ class SglangWorker:
         Raises:
             EngineError: the server does not show the label afterwards.
         """
-        if self.offer.weight_version is None:
+        if self.facts.label is None:
             return
         # without the flag the server would abort every request it has
         body = {"new_version": label, "abort_all_requests": False}
@@ -118,7 +118,7 @@ class SglangWorker:
     async def mark(self, labels: WeightLabels) -> str | None:
         """See :func:`~april.engines.http.weight_labels.marked`."""
         async with asyncio.timeout(PAUSE_CHECK_S):
-            return await marked(self, labels, self.offer.weight_version)
+            return await marked(self, labels, self.facts.label)
 
     async def update(
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
@@ -145,7 +145,7 @@ class SglangWorker:
                 else:
                     shown = paused_as if paused else None
                     if shown in (None, label):
-                        shown = await marked(self, labels, self.offer.weight_version, version)
+                        shown = await marked(self, labels, self.facts.label, version)
                     flushed = await self._load(label, path, shown)
                     loaded = True
                     if not flushed:
@@ -174,7 +174,7 @@ class SglangWorker:
         return answer.get("startup_time") if isinstance(answer, dict) else None
 
     def _is_another(self, shown: str, paused_as: str | None, labels: WeightLabels) -> bool:
-        return another_process(shown, paused_as, labels, self.offer.weight_version)
+        return another_process(shown, paused_as, labels, self.facts.label)
 
     def _started_anew(self, label: str) -> str:
         return (
@@ -184,7 +184,7 @@ class SglangWorker:
 
     async def load(self) -> EngineLoad | None:
         """Summed over data-parallel copies; None: the server does not say."""
-        if not self.offer.loads:
+        if not self.facts.loads:
             return None
         reply = await self.client.call("GET", "/v1/loads", params={"include": "core"}, retry=True)
         self.client.require_ok(reply, "/v1/loads")
@@ -228,7 +228,7 @@ class SglangWorker:
         raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
 
     async def _moved(self, label: str) -> bool:
-        return self.offer.weight_version is not None and await self.label() == label
+        return self.facts.label is not None and await self.label() == label
 
     async def _flush(self, label: str) -> None:
         """Empty the cache: keys and values of old weights must not serve new ones."""
@@ -241,7 +241,7 @@ class SglangWorker:
             )
 
     def _undisturbed(self) -> AbstractAsyncContextManager[None]:
-        return self._retracted() if "retract" in self.offer.pause_modes else nullcontext()
+        return self._retracted() if "retract" in self.facts.pause_modes else nullcontext()
 
     @asynccontextmanager
     async def _retracted(self) -> AsyncIterator[None]:

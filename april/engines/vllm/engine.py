@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from april.engines.http.metrics_page import read_metrics
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pause import while_paused
 from april.engines.http.server_pool import connect_all
+from april.engines.http.server_probe import ServerFacts
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
 from april.engines.http.server_stream import ServerStream
 from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
@@ -26,10 +28,10 @@ from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import another_process, marked
 from april.engines.http.wire_errors import error_text
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.openai.probe import OpenAIOffer
+from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
-from april.engines.protocol import AbortMeans, Capabilities, Engine, EngineFinish, Health, Request
-from april.engines.vllm.offer import VllmOffer, probe_vllm
+from april.engines.protocol import AbortMeans, Engine, EngineFinish, Health, Request
+from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.wire import ReplyReader, engine_id, request_body
 from april.errors import EngineError
 from april.server_text import quoted
@@ -47,19 +49,16 @@ class VllmEngine(ServerEngine):
     """One vLLM server; implements :class:`april.engines.protocol.Engine`. Made by :func:`connect_vllm`.
 
     Args:
-        offer: what it can do; its ``abort_means`` must not be CLOSE.
-        capabilities: the same in the words of the layers above.
+        facts: what the probe has found; their ``abort_means`` must not be CLOSE.
         stream: hand tokens over as they come, always; otherwise only where a request asks for it.
     """
 
-    def __init__(
-        self, client: HttpClient, offer: VllmOffer, capabilities: Capabilities, *, stream: bool = False
-    ) -> None:
-        super().__init__(client.name, capabilities)
+    def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
+        super().__init__(client.name, facts.capabilities)
         self._client = client
-        self.offer = offer
+        self.facts = facts
         self._stream = stream
-        self._process = ServerProcess(client, "/metrics", offer.started_s)
+        self._process = ServerProcess(client, "/metrics", facts.started_s)
         self._confirmation = Confirmation(self._has_weights, self.name)
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
@@ -87,8 +86,8 @@ class VllmEngine(ServerEngine):
             self._unwanted.update(ids)
             async with self._paused_server("abort"):
                 return
-        route = self.offer.abort_route
-        body = {"request_ids": [engine_id(self.offer.route, i) for i in ids]}
+        route = self.facts.abort_route
+        body = {"request_ids": [engine_id(self.facts.route, i) for i in ids]}
         await control(self._client, route, says("status", "aborted"), nothing, body=body)
 
     # ---------------------------------------------------------------- weights
@@ -100,7 +99,7 @@ class VllmEngine(ServerEngine):
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
             async with asyncio.timeout(PAUSE_CHECK_S):
-                self._paused_as = await marked(self, self._labels, self.offer.label)
+                self._paused_as = await marked(self, self._labels, self.facts.label)
 
     async def resume(self) -> None:
         """Let requests in again."""
@@ -120,7 +119,7 @@ class VllmEngine(ServerEngine):
             self._require_loadable(path)
             await self._process.pause()  # the one that loads, were it another than before
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
-        if self.offer.developer_routes:
+        if self.facts.developer_routes:
             async with self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
                 await self._empty_cache()
@@ -138,17 +137,10 @@ class VllmEngine(ServerEngine):
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
-        if self.offer.developer_routes and self.offer.label is not None and not self.offer.updates_from_disk:
-            raise EngineError(
-                f"engine {self.name} was not asked to load {path}: {self._client.url} runs on a CPU, where vLLM does "
-                "not reload a model with tied embeddings rightly; save the model with tie_word_embeddings false, and "
-                "start the server with that"
-            )
-        if not self.offer.updates_from_disk:
-            raise EngineError(
-                f"engine {self.name} cannot load weights from {path}: set VLLM_SERVER_DEV_MODE=1 at the server, or "
-                "transfer them with weight_update(transfer=...)"
-            )
+        if not self._capabilities.updates_from_disk:
+            cause = self._capabilities.cause("updates_from_disk")
+            reason = "its server has no route for that" if cause is None else cause.sentence
+            raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
         if (why := why_unloadable(path)) is not None:
             raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
         directory = Path(path)
@@ -162,7 +154,7 @@ class VllmEngine(ServerEngine):
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
         """New weights; returns the label of the process that has loaded them."""
-        mark = await marked(self, self._labels, self.offer.label, version)
+        mark = await marked(self, self._labels, self.facts.label, version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
@@ -180,7 +172,7 @@ class VllmEngine(ServerEngine):
         self._torn = f"engine {self.name} is between two versions until an update to {version} has succeeded"
         shown = await self.label()
         was_paused = not self._admission.is_open
-        if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.offer.label):
+        if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.facts.label):
             raise EngineError(self._torn_by_a_restart(version))
         return shown
 
@@ -208,7 +200,7 @@ class VllmEngine(ServerEngine):
 
     async def set_label(self, label: str) -> None:
         """Name the present weights; raises EngineError when the server does not show the name afterwards."""
-        if self.offer.label is None:
+        if self.facts.label is None:
             return
         await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
         now = await self.label()
@@ -217,7 +209,7 @@ class VllmEngine(ServerEngine):
 
     async def label(self) -> str | None:
         """Of the present weights; None: the server has no labels."""
-        if self.offer.label is None:
+        if self.facts.label is None:
             return None
         info = await self._client.json("GET", "/weight_info", retry=True)
         return text_under(self._client, info, "weight_version", "/weight_info")
@@ -273,7 +265,7 @@ class VllmEngine(ServerEngine):
 
     async def _has_weights(self) -> bool | None:
         """Whether it has the present weights; None: it does not say."""
-        if self.offer.label is None:
+        if self.facts.label is None:
             return (await self._process.check())[0]
         try:
             return await self.label() == self._labels.of(self._version)
@@ -282,7 +274,7 @@ class VllmEngine(ServerEngine):
 
     async def _is_paused(self) -> bool:
         """By somebody else."""
-        if not self.offer.developer_routes or self._pausing.locked():
+        if not self.facts.developer_routes or self._pausing.locked():
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
         return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pausing.locked()
@@ -305,19 +297,21 @@ class _VllmStream(ServerStream):
 
     def __init__(self, engine: VllmEngine, request: Request, *, stream: bool) -> None:
         super().__init__(
-            engine._client, engine._admission, request, engine.offer.route, stream=stream, needs_done=True
+            engine._client, engine._admission, request, engine.facts.route, stream=stream, needs_done=True
         )
         self._engine = engine
 
     def _prepare(self) -> tuple[ReplyReader, bytes]:
-        engine, request, offer = self._engine, self._request, self._engine.offer
+        engine, request, facts = self._engine, self._request, self._engine.facts
         engine._check(request)
         self._replies = ReplyReader(
-            offer.route, request.attempt_id, engine._version, labels=engine._labels if offer.spans else None,
+            facts.route, request.attempt_id, engine._version,
+            labels=engine._labels if engine.capabilities.version_spans else None,
             prompt_tokens=len(request.token_ids),
         )  # fmt: skip
         body = request_body(
-            offer.route, offer.model, request, stream=self._stream, priority=offer.priorities, seeds=offer.seeds
+            facts.route, facts.model, request, stream=self._stream, priority=facts.priorities,
+            seeds=engine.capabilities.honours_seeds,
         )
         return self._replies, body
 
@@ -334,7 +328,7 @@ class _VllmStream(ServerStream):
     async def _confirm(self) -> None:
         """A whole answer with spans says itself whose tokens it has, the events of a stream only at its end."""
         engine = self._engine
-        if (self._stream or not engine.offer.spans) and not engine._process.keeps_weights:
+        if (self._stream or not engine.capabilities.version_spans) and not engine._process.keeps_weights:
             await engine._confirmation.since(asyncio.get_running_loop().time())
 
     def _left(self) -> None:
@@ -353,23 +347,21 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
     """
 
     async def connect(client: HttpClient) -> Engine:
-        offer = await probe_vllm(client, config)
-        if offer.paused:
+        facts = await probe_vllm(client, config)
+        if facts.paused:
             raise EngineError(f"{client.url} is paused; resume it (POST /resume) and start again")
-        if offer.abort_means is AbortMeans.CLOSE:
-            return _closing_streams(client, offer, config)
-        engine = VllmEngine(
-            client, offer, offer.capabilities(config), stream=config.max_token_loss is not None
-        )
+        if facts.capabilities.abort_means is AbortMeans.CLOSE:
+            return _closing_streams(client, facts)
+        engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
         await engine.set_label(engine._labels.of(FIRST_VERSION))
         return engine
 
     return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
 
 
-def _closing_streams(client: HttpClient, offer: VllmOffer, config: VllmEngineConfig) -> OpenAIEngine:
-    same = OpenAIOffer(
-        offer.model, TokenShape.RETURN_TOKEN_IDS, offer.logprob_kind, True, True, None, offer.max_model_len,
-        offer.vocab_size, offer.eos_token_ids, offer.missing,
-    )  # fmt: skip
-    return OpenAIEngine(client, same, max_in_flight=config.max_in_flight, started_s=offer.started_s)
+def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
+    common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
+    common["capabilities"] = replace(
+        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False
+    )
+    return OpenAIEngine(client, OpenAIFacts(token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, **common))

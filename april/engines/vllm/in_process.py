@@ -15,6 +15,7 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
+from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.weight_directories import why_unloadable
@@ -28,10 +29,16 @@ T = TypeVar("T")
 
 ABORT_AGAIN_S = 0.05
 """A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
-_TIED = (
-    "vLLM on a CPU does not reload a model with tied embeddings rightly, so no weights are loaded from a directory; "
-    "save the model with tie_word_embeddings false"
+_UPDATES_END_ALL = Limit(
+    LimitCode.UPDATES_END_ALL,
+    "A weight update ends all requests of this vLLM object, those of others too; april continues its own",
 )
+_TOKENS_AT_END = Limit(
+    LimitCode.TOKENS_AT_END,
+    "Tokens come at the end of a request: if vLLM dies, those of running requests are lost",
+    "stream=True bounds that",
+)
+_RAW_LOGPROBS = raw_logprobs("make the AsyncLLM with logprobs_mode='processed_logprobs'")
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
@@ -183,7 +190,7 @@ class VllmInProcessEngine(ServerEngine):
         """
         self.require_idle()
         if path is not None and not self._capabilities.updates_from_disk:
-            raise EngineError(f"engine {self._name}: {_TIED}")
+            raise EngineError(f"engine {self._name} loads no weights from a directory: {tied_embeddings().sentence}")
         if path is not None and (why := why_unloadable(path)) is not None:
             raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
         self._torn = f"engine {self._name}: {_BETWEEN}"
@@ -276,23 +283,15 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         )
     tied = bool(getattr(getattr(model, "hf_config", None), "tie_word_embeddings", False))
     reloads = not (tied and getattr(getattr(config, "device_config", None), "device_type", None) == "cpu")
-    notes = [
-        "A weight update ends all requests of this vLLM object, those of others too; april continues its own.",
-    ]
-    if not stream:
-        notes.append(
-            "Tokens come at the end of a request: if vLLM dies, those of running requests are lost; stream=True bounds "
-            "that."
-        )
-    if _KINDS[mode] is LogprobKind.RAW:
-        notes.append(
-            "vLLM gives log-probabilities of the raw logits: they are those that the tokens were sampled with only at "
-            "temperature 1, without top_p and the like; make it with logprobs_mode='processed_logprobs' for others."
-        )
-    if not reloads:
-        notes.append(f"{_TIED[0].upper()}{_TIED[1:]}.")
+    kind = _KINDS[mode]
+    limits = (
+        (True, _UPDATES_END_ALL),
+        (not stream, _TOKENS_AT_END),
+        (kind is LogprobKind.RAW, _RAW_LOGPROBS),
+        (not reloads, tied_embeddings()),
+    )
     return Capabilities(
-        _KINDS[mode],
+        kind,
         vocab_size,
         max_context,
         _eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
@@ -300,7 +299,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         updates_from_disk=reloads,
         version_spans=False,
         streams=stream,
-        notes=tuple(notes),
+        limits=tuple(limit for amiss, limit in limits if amiss),
     )
 
 

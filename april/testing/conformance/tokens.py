@@ -123,7 +123,8 @@ async def seeds(bench: Bench) -> Figures:
     if len(different) < len(others):
         raise Broken(f"{len(others)} seeds gave {len(different)} different responses of 32 tokens to one prompt")
     if not honoured:
-        sentence = next((n for n in bench.engine.capabilities.notes if "seed" in n.lower()), "honours_seeds is False")
+        why = bench.engine.capabilities.cause("honours_seeds")
+        sentence = "honours_seeds is False" if why is None else why.sentence
         raise NotOffered(f"{sentence} (other seeds do give other tokens)")
     for one, other in zip(repeats[::2], repeats[1::2], strict=True):
         equal(other.tokens, one.tokens, f"the same request with seed {one.request.sampling.seed} again")

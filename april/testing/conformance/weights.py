@@ -26,8 +26,8 @@ NEAR_TIE = 1e-3
 def _other(bench: Bench) -> Weights:
     """The other weights, if this can be tested at all."""
     if not bench.engine.capabilities.updates_from_disk:
-        sentence = next((n for n in bench.engine.capabilities.notes if "disk" in n.lower()), "")
-        raise NotOffered(sentence or "the engine does not load weights from disk")
+        why = bench.engine.capabilities.cause("updates_from_disk")
+        raise NotOffered("the engine does not load weights from disk" if why is None else why.sentence)
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
     return bench.subject.other

@@ -19,12 +19,13 @@ from april.driver.rollout_driver import limits_of
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.protocol import AbortMeans
-from april.engines.vllm.offer import VllmOffer, probe_vllm
+from april.engines.vllm.probe import VllmFacts, probe_vllm
+from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 from april.testing.servers.vllm.server import FakeVllmServer
 
 
-async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmOffer:
+async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmFacts:
     client = HttpClient(server.url, name="probed", api_key=key)
     try:
         return await probe_vllm(client, VllmEngineConfig(urls=(server.url,), **config))
@@ -51,12 +52,13 @@ def test_each_kind_of_server(
 
     async def program() -> None:
         async with served(**options) as (server, _):
-            offer = await probed(server, eos_token_ids=(2,))
-            assert (offer.abort_means, offer.spans, offer.updates_from_disk) == (means, spans, disk)
-            assert (offer.version, offer.model, offer.max_model_len) == ("0.32.0", "fake", 4096)
-            assert offer.vocab_size == 512
-            assert (words is None) == (not offer.missing), offer.missing
-            assert words is None or any(words in said for said in offer.missing)
+            facts = await probed(server, eos_token_ids=(2,))
+            can = facts.capabilities
+            assert (can.abort_means, can.version_spans, can.updates_from_disk) == (means, spans, disk)
+            assert (facts.software, facts.model, can.max_context) == ("0.32.0", "fake", 4096)
+            assert can.vocab_size == 512
+            assert (words is None) == (not can.limits), can.notes
+            assert words is None or any(words in note for note in can.notes)
 
     run(program)
 
@@ -70,11 +72,12 @@ def test_logprob_kind(kind: str, said: bool) -> None:
         # no server says "temperature" of itself
         async with served(logprobs=kind, says_logprobs=said and kind != "temperature") as (server, _):
             server.runs.clear()
-            offer = await probed(server, **KNOWN)
-            assert offer.logprob_kind is LogprobKind(kind)
+            facts = await probed(server, **KNOWN)
+            assert facts.capabilities.logprob_kind is LogprobKind(kind)
             assert all(len(r.ids) == 1 for r in server.runs)
             assert len(server.runs) == (0 if said and kind != "temperature" else 2)
-            assert (await probed(server, logprobs="raw", **KNOWN)).logprob_kind is LogprobKind.RAW
+            facts = await probed(server, logprobs="raw", **KNOWN)
+            assert facts.capabilities.logprob_kind is LogprobKind.RAW
 
     run(program)
 
@@ -104,9 +107,9 @@ def test_key() -> None:
         with pytest.raises((ConfigError, EngineError), match="401") as caught:
             await probed(server, "wrong-secret", **KNOWN)
         assert "wrong-secret" not in str(caught.value)
-        assert (await probed(server, "secret-key", **KNOWN)).token_route
+        assert (await probed(server, "secret-key", **KNOWN)).route == TOKEN_ROUTE
         engine = await connected(server, {"api_key": "secret-key"})
-        assert "secret-key" not in repr(engine) + repr(engine.offer) + repr(vars(engine)["_client"])
+        assert "secret-key" not in repr(engine) + repr(engine.facts) + repr(vars(engine)["_client"])
         assert (await read(engine, request())).error is None
         await engine.close()
         await server.close()
@@ -119,8 +122,8 @@ def test_disk_updates_need_all_developer_routes() -> None:
 
     async def program() -> None:
         async with served(without=("/abort_requests",)) as (server, engine):
-            offer = await probed(server, **KNOWN)
-            assert (offer.developer_routes, offer.updates_from_disk) == (False, False)
+            facts = await probed(server, **KNOWN)
+            assert (facts.developer_routes, facts.capabilities.updates_from_disk) == (False, False)
             await engine.pause()
             with pytest.raises(EngineError, match="cannot load weights"):
                 await engine.update_weights(PolicyVersion(0, 1), "/weights/w1")
@@ -150,7 +153,7 @@ def test_tied_embeddings_on_a_cpu(
         async with served(
             root=str(tmp_path), device=device or "cpu", developer=developer, without=without
         ) as (server, engine):
-            for notes in ((await probed(server, **KNOWN)).missing, engine.capabilities.notes):
+            for notes in ((await probed(server, **KNOWN)).capabilities.notes, engine.capabilities.notes):
                 said = [note for note in notes if "tied embeddings" in note]
                 assert len(said) == (words is not None)
                 assert words is None or said[0].startswith(words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,29 +10,28 @@ import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
+from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, tied_embeddings, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.metrics_page import ServerMetrics, read_metrics
 from april.engines.http.server_json import read_json
 from april.engines.http.server_probe import (
-    NARROW,
-    NO_EOS,
     NO_TOKEN,
     PROBE_S,
-    UNKNOWN_KIND,
+    ServerFacts,
     eos_of,
     get_json,
     has_route,
-    kind_seen,
+    kind_of_logprobs,
     least,
+    longest_request,
     model_files,
     probe_id,
+    vocabulary_in_refusal,
 )
-from april.engines.http.wire_errors import error_text
 from april.engines.protocol import AbortMeans, Capabilities
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 from april.server_text import said
-from april.server_text import said as shown
 
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,
@@ -41,73 +39,20 @@ _MODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOffer:
-    """What a server offers; ``april doctor`` prints it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFacts(ServerFacts):
+    """What a vLLM server was found to be."""
 
-    url: str
-    version: str
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    token_route: bool
-    """``/inference/v1/generate``: token ids in and out, with version spans."""
+    route: str
+    """Where requests go: that with token ids in and out and version spans, or that of completions."""
     developer_routes: bool
     abort_route: str
     """Where requests are aborted by id; empty: nowhere."""
-    processes: int
-    """API processes behind the port, as far as can be told; an abort reaches one of them."""
-    label: str | None
-    """Of the present weights; None: the server has no labels."""
-    spans: bool
-    """Replies say which weights made which token."""
-    updates_from_disk: bool
-    logprob_kind: LogprobKind
-    seeds: bool
-    """Requests may have seeds."""
     priorities: bool
     """Requests are scheduled by priority."""
-    max_running: int | None
-    """Requests decoded at the same time, if the server says."""
-    paused: bool
-    started_s: float | None
-    """When its process began, seconds since 1970, if it says."""
-    missing: tuple[str, ...]
-    """What is not as it should be, what that means, and what to do; one sentence each."""
-
-    @property
-    def route(self) -> str:
-        """Where requests go."""
-        return TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE
-
-    @property
-    def abort_means(self) -> AbortMeans:
-        """The surest that this server has."""
-        if self.processes > 1:
-            return AbortMeans.PAUSE if self.developer_routes else AbortMeans.CLOSE
-        return AbortMeans.BY_ID if self.abort_route else AbortMeans.CLOSE
-
-    def capabilities(self, config: VllmEngineConfig) -> Capabilities:
-        """For the layers above."""
-        return Capabilities(
-            self.logprob_kind,
-            self.vocab_size,
-            self.max_model_len,
-            self.eos_token_ids,
-            least(self.max_running, config.max_in_flight),
-            updates_from_disk=self.updates_from_disk,
-            abort_means=self.abort_means,
-            version_spans=self.spans,
-            remote=True,
-            verifies_weights=self.label is not None,
-            honours_seeds=self.seeds,
-            streams=config.max_token_loss is not None or self.abort_means is AbortMeans.CLOSE,
-            notes=self.missing,
-        )
 
 
-async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
+async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     """Ask a server what it can do; nothing that runs there is disturbed.
 
     Raises:
@@ -133,12 +78,13 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
         has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
     )  # fmt: skip
     settings = _settings(info)
+    model, context = str(card["id"]), card.get("max_model_len")
+    label = label.get("weight_version") if isinstance(label, dict) else None
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
     files = await asyncio.to_thread(model_files, card.get("root"))
-    vocab = await _vocab_size(client, config, str(card["id"]), files)
-    kind = await _logprob_kind(client, config, str(card["id"]), settings, is_paused)
+    vocab = await _vocab_size(client, config, model, files)
+    kind = await _logprob_kind(client, config, model, settings, is_paused)
     eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
-    name = label.get("weight_version") if isinstance(label, dict) else None
     developer = developer_abort and rpc
     on_cpu = _on_cpu(settings, str(version.get("version", "")))
     processes = _processes(settings, metrics)
@@ -146,38 +92,56 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmOffer:
     # seeds are dropped where they would kill the server
     chunks = bool(on_cpu) and settings.get("enable_chunked_prefill") is True
     tied = developer and on_cpu is not False and _tied(files)
-    spans = token_route and name is not None
     abort_route = (
         # answers when it is done; the other one at once, and does it later
         "/abort_requests" if developer_abort
         else "/inference/v1/abort_requests" if scale_out_abort and token_route else ""
     )  # fmt: skip
-    return VllmOffer(
+    means = AbortMeans.BY_ID if abort_route else AbortMeans.CLOSE
+    if processes > 1:
+        means = AbortMeans.PAUSE if developer else AbortMeans.CLOSE
+    limits = (
+        (is_paused, _paused(client.url)),
+        (not token_route, _TOKEN_ROUTE_CLOSED),
+        (label is None, _NO_LABELS),
+        (not developer, _NO_DISK_UPDATES),
+        (not abort_route, _NO_ABORT_BY_ID),
+        (processes > 1, _several_processes(processes, means)),
+        (kind is LogprobKind.RAW, _RAW_LOGPROBS),
+        (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
+        (eos is None, unknown_eos()),
+        (copies > 1, _several_copies(copies)),
+        (chunks, _CHUNKED_PREFILL),
+        ("speculation" in settings, _speculation(settings.get("speculation"))),
+        (tied, tied_embeddings() if on_cpu else tied_embeddings("If the server runs on a CPU, mind:")),
+    )
+    return VllmFacts(
         url=client.url,
-        version=str(version.get("version", "unknown")),
-        model=str(card["id"]),
-        max_model_len=_context(client, config, card),
-        vocab_size=vocab,
-        eos_token_ids=eos or (),
-        token_route=token_route,
-        developer_routes=developer,
-        abort_route=abort_route,
-        processes=processes,
-        label=name,
-        spans=spans,
-        updates_from_disk=developer and name is not None and not (tied and on_cpu),
-        logprob_kind=kind,
-        seeds=not chunks,
-        priorities=settings.get("policy") == "priority",
-        max_running=None if running is None else running * copies,
+        model=model,
+        software=str(version.get("version", "unknown")),
+        label=label,
         paused=is_paused,
         started_s=metrics.started_s,
-        missing=_missing(
-            client.url, token_route=token_route, developer=developer, abort=bool(abort_route), processes=processes,
-            kind=kind, eos=eos, paused=is_paused, spans=spans, tied=tied, on_cpu=bool(on_cpu), chunks=chunks,
-            copies=copies, speculation=settings.get("speculation", ""),
+        route=TOKEN_ROUTE if token_route else COMPLETIONS_ROUTE,
+        developer_routes=developer,
+        abort_route=abort_route,
+        priorities=settings.get("policy") == "priority",
+        capabilities=Capabilities(
+            kind,
+            vocab,
+            longest_request(client.url, context if isinstance(context, int) else None, config.max_len),
+            eos or (),
+            least(None if running is None else running * copies, config.max_in_flight),
+            updates_from_disk=developer and label is not None and not (tied and on_cpu),
+            abort_means=means,
+            version_spans=token_route and label is not None,
+            remote=True,
+            verifies_weights=label is not None,
+            honours_seeds=not chunks,
+            streams=config.max_token_loss is not None or means is AbortMeans.CLOSE,
+            limits=tuple(limit for amiss, limit in limits if amiss),
         ),
-    )  # fmt: skip
+    )
 
 
 async def _offers(client: HttpClient, route: str) -> bool:
@@ -199,13 +163,6 @@ def _model_card(client: HttpClient, models: dict[str, Any], name: str | None) ->
         wrong = f"has no model {name!r}" if name is not None else "has several models"
         raise ConfigError(f"{client.url} {wrong}; it serves: {names}; set engine.model to one of them")
     return dict(found[0])
-
-
-def _context(client: HttpClient, config: VllmEngineConfig, card: dict[str, Any]) -> int:
-    limits = [n for n in (card.get("max_model_len"), config.max_len) if isinstance(n, int)]
-    if not limits:
-        raise ConfigError(f"{client.url} does not say how long a request may be; set engine.max_len")
-    return min(limits)
 
 
 _SETTINGS = (
@@ -262,10 +219,9 @@ async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, 
     if config.vocab_size is not None:
         return config.vocab_size
     body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
-    reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
-    found = re.search(r"[Vv]ocabulary size: (\d+)", error_text(reply.body)) if not reply.ok else None
+    found = await vocabulary_in_refusal(client, COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
     if found is not None:
-        return int(found[1])
+        return found
     for file in files:
         size = file.get("vocab_size")
         if isinstance(size, int):
@@ -302,13 +258,7 @@ async def _logprob_kind(
         return _MODES[settings["logprobs_mode"]]
     if paused:
         return LogprobKind.UNKNOWN  # a paused server answers no request
-    for start in range(3):
-        prompt = [start * 7 + i for i in (3, 4, 5)]
-        greedy = await _one_token(client, model, prompt, {"temperature": 0.0})
-        kind = kind_seen(greedy, await _one_token(client, model, prompt, NARROW))
-        if kind is not LogprobKind.UNKNOWN:
-            return kind
-    return LogprobKind.UNKNOWN
+    return await kind_of_logprobs(lambda prompt, params: _one_token(client, model, prompt, params))
 
 
 async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
@@ -330,77 +280,81 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
     return token, logprob
 
 
-def _missing(
-    url: str, *, token_route: bool, developer: bool, abort: bool, processes: int, kind: LogprobKind,
-    eos: tuple[int, ...] | None, paused: bool, spans: bool, tied: bool, on_cpu: bool, chunks: bool, copies: int,
-    speculation: str,
-) -> tuple[str, ...]:  # fmt: skip
-    """What is not as it should be, in plain sentences."""
-    said = []
-    if paused:
-        said.append(f"{url} is paused: no request runs until somebody resumes it (POST /resume).")
-    if not token_route:
-        said.append(
-            "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets "
-            "the version at submission and no request lives through a weight update; start the server with "
-            "--enable-scale-out."
-        )
-    elif not spans:
-        said.append(
-            "The server's weights have no label: every token gets the version at submission, new weights are "
-            "unverified, and a restart of the server is seen only by the time at which its process began; set "
-            "VLLM_SERVER_DEV_MODE=1 at the server."
-        )
-    if not developer:
-        said.append(
-            "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer "
-            "has to do both; set VLLM_SERVER_DEV_MODE=1 at the server, and bind it to a private address, as its key "
-            "does not guard those routes."
-        )
-    if not abort:
-        said.append(
-            "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were "
-            "made and not sent yet are lost; start the server with --enable-scale-out, or set VLLM_SERVER_DEV_MODE=1."
-        )
-    if processes > 1:
-        how = (
-            "by pausing the whole server, which ends the requests of others too" if developer
-            else "by closing streams, which loses tokens that were not sent yet"
-        )  # fmt: skip
-        said.append(
-            f"There are {processes} or more API processes behind the port, and an abort by id reaches only one of "
-            f"them: april ends requests {how}; start the server with --api-server-count 1, or one server per engine."
-        )
-    if kind is LogprobKind.RAW:
-        said.append(
-            "Log-probabilities are those of temperature 1, whatever the temperature: right at temperature 1 only; "
-            "start the server with --logprobs-mode processed_logprobs."
-        )
-    elif kind is LogprobKind.UNKNOWN:
-        said.append(UNKNOWN_KIND)
-    if eos is None:
-        said.append(NO_EOS + "to be sure that no response is continued behind its end.")
-    if copies > 1:
-        said.append(
-            f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one "
-            "API process on a CPU, nothing else was tried; start one server per copy, and name all of them."
-        )
-    if chunks:
-        said.append(
-            "The server runs on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in "
-            "chunks, so april sends no seeds, and runs do not repeat; start it with --no-enable-chunked-prefill and "
-            "with --max-num-batched-tokens of at least its context."
-        )
-    if speculation:
-        said.append(
-            f"The server speculates ({shown(speculation)}): on a CPU n-gram speculation gave wrong tokens at "
-            "temperatures above 0, with log-probabilities of -9999, and nothing else was tried; start it without "
-            "--speculative-config."
-        )
-    if tied:
-        said.append(
-            f"{'The server runs on a CPU' if on_cpu else 'If the server runs on a CPU, mind'}: vLLM does not reload a "
-            "model with tied embeddings rightly there (log-probabilities were wrong by 0.35 to 1.2 nats after an "
-            "update of its weights); save the model with tie_word_embeddings false, or do not update its weights."
-        )
-    return tuple(said)
+# ---------------------------------------------------------------- what it cannot do
+
+_DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
+_TOKEN_ROUTE_CLOSED = Limit(
+    LimitCode.NO_VERSION_SPANS,
+    "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets the "
+    "version at submission and no request lives through a weight update",
+    "start the server with --enable-scale-out",
+    ("--enable-scale-out",),
+)
+_NO_LABELS = Limit(
+    LimitCode.NO_LABELS,
+    "The server's weights have no label: every token gets the version at submission, new weights are unverified, and a "
+    "restart of the server is seen only by the time at which its process began",
+    f"start the server with {_DEVELOPER}",
+    (_DEVELOPER,),
+)
+_NO_DISK_UPDATES = Limit(
+    LimitCode.NO_DISK_UPDATES,
+    "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer has to do "
+    "both",
+    f"start the server with {_DEVELOPER}, bound to a private address, as its key does not guard those routes",
+    (_DEVELOPER,),
+)
+_NO_ABORT_BY_ID = Limit(
+    LimitCode.NO_ABORT_BY_ID,
+    "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were made and "
+    "not sent yet are lost",
+    f"start the server with {_DEVELOPER}, or with --enable-scale-out",
+    (_DEVELOPER,),
+)
+_RAW_LOGPROBS = raw_logprobs(
+    "start the server with --logprobs-mode processed_logprobs", "--logprobs-mode processed_logprobs"
+)
+_CHUNKED_PREFILL = Limit(
+    LimitCode.CHUNKED_PREFILL,
+    "The server runs on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in chunks, "
+    "so april sends no seeds, and runs do not repeat",
+    "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its context",
+    ("--no-enable-chunked-prefill",),
+)
+
+
+def _paused(url: str) -> Limit:
+    how = "is paused: no request runs until somebody resumes it (POST /resume)"
+    return Limit(LimitCode.PAUSED, how, server=url)
+
+
+def _several_processes(processes: int, means: AbortMeans) -> Limit:
+    how = (
+        "by pausing the whole server, which ends the requests of others too" if means is AbortMeans.PAUSE
+        else "by closing streams, which loses tokens that were not sent yet"
+    )  # fmt: skip
+    return Limit(
+        LimitCode.SEVERAL_PROCESSES,
+        f"There are {processes} or more API processes behind the port, and an abort by id reaches only one of them: "
+        f"april ends requests {how}",
+        "start the server with --api-server-count 1, or one server per engine",
+        ("--api-server-count 1",),
+    )
+
+
+def _several_copies(copies: int) -> Limit:
+    return Limit(
+        LimitCode.SEVERAL_COPIES,
+        f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one API "
+        "process on a CPU, nothing else was tried",
+        "start one server per copy, and name all of them",
+    )
+
+
+def _speculation(method: object) -> Limit:
+    return Limit(
+        LimitCode.SPECULATION,
+        f"The server speculates ({said(method)}): on a CPU n-gram speculation gave wrong tokens at temperatures above "
+        "0, with log-probabilities of -9999, and nothing else was tried",
+        "start the server without --speculative-config",
+    )

@@ -14,15 +14,15 @@ from sglang_fixtures import read, request, run, served, until
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient
-from april.engines.sglang import offer as sglang_offer
+from april.engines.sglang import probe as sglang_probe
 from april.engines.sglang.engine import connect_sglang
-from april.engines.sglang.offer import SglangOffer, probe_sglang
+from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
 from april.testing.servers.control_faults import ControlFault, PlannedControlFault
 from april.testing.servers.sglang.server import FakeSglangServer
 
 
-async def offer(server: FakeSglangServer, **config: Any) -> SglangOffer:
+async def offer(server: FakeSglangServer, **config: Any) -> SglangFacts:
     client = HttpClient(server.url, name="probe")
     try:
         return await probe_sglang(client, SglangEngineConfig(urls=(server.url,), **config))
@@ -30,9 +30,9 @@ async def offer(server: FakeSglangServer, **config: Any) -> SglangOffer:
         await client.close()
 
 
-def offered(config: dict[str, Any] | None = None, **options: Any) -> SglangOffer:
+def offered(config: dict[str, Any] | None = None, **options: Any) -> SglangFacts:
     """Of a server with these options; nothing of it may change by being asked."""
-    found: list[SglangOffer] = []
+    found: list[SglangFacts] = []
 
     async def program() -> None:
         server = FakeSglangServer(**options)
@@ -52,13 +52,14 @@ def offered(config: dict[str, Any] | None = None, **options: Any) -> SglangOffer
 
 def test_a_recent_server_offers_everything() -> None:
     said = offered()
-    assert (said.version, said.model) == ("0.5.23", "fake/model")
-    assert (said.vocab_size, said.context_length, said.max_running) == (512, 4090, 64)
-    assert (said.spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
+    can = said.capabilities
+    assert (said.software, said.model) == ("0.5.23", "fake/model")
+    assert (can.vocab_size, can.max_context, can.max_in_flight) == (512, 4090, 64)
+    assert (can.version_spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
     assert said.pause_modes == ("abort", "retract", "in_place")
-    assert said.logprob_kind is LogprobKind.TEMPERATURE
+    assert can.logprob_kind is LogprobKind.TEMPERATURE
     # the fake has no model files, and seeds do nothing
-    assert [sentence.split(":")[0] for sentence in said.missing] == [
+    assert [sentence.split(":")[0] for sentence in can.notes] == [
         "Seeds do nothing",
         "The ids that end a response are not known, as the model's files are not on this machine or name none",
     ]
@@ -77,23 +78,21 @@ def test_a_recent_server_offers_everything() -> None:
     ids=str,
 )
 def test_what_is_missing_is_said_with_the_remedy(options: dict[str, Any], words: str) -> None:
-    assert any(words in sentence for sentence in offered(**options).missing)
+    assert any(words in sentence for sentence in offered(**options).capabilities.notes)
 
 
 def test_the_configuration_is_believed() -> None:
-    said = offered({"vocab_size": 500, "max_len": 100, "eos_token_ids": (7,), "logprobs": "processed"})
-    assert (said.vocab_size, said.context_length, said.eos_token_ids) == (500, 100, (7,))
-    assert said.logprob_kind is LogprobKind.PROCESSED
+    can = offered({"vocab_size": 500, "max_len": 100, "eos_token_ids": (7,), "logprobs": "processed"}).capabilities
+    assert (can.vocab_size, can.max_context, can.eos_token_ids) == (500, 100, (7,))
+    assert can.logprob_kind is LogprobKind.PROCESSED
 
 
 def test_capabilities_follow() -> None:
     """Without incremental streams one answer at the end is cheaper, unless the user wants to lose less."""
-    config = SglangEngineConfig(urls=("http://h:1",))
-    assert offered().capabilities(config).streams
-    plain = offered(incremental=False)
-    assert not plain.capabilities(config).streams
-    assert plain.capabilities(SglangEngineConfig(urls=("http://h:1",), max_token_loss=50)).streams
-    assert plain.capabilities(SglangEngineConfig(urls=("http://h:1",), max_in_flight=5)).max_in_flight == 5
+    assert offered().capabilities.streams
+    assert not offered(incremental=False).capabilities.streams
+    assert offered({"max_token_loss": 50}, incremental=False).capabilities.streams
+    assert offered({"max_in_flight": 5}, incremental=False).capabilities.max_in_flight == 5
 
 
 def test_a_paused_server_is_described_and_not_connected_to() -> None:
@@ -103,7 +102,7 @@ def test_a_paused_server_is_described_and_not_connected_to() -> None:
         server.pause_mode = "retract"
         said = await offer(server)
         assert said.paused
-        assert "POST /continue_generation" in said.missing[0]
+        assert "POST /continue_generation" in said.capabilities.notes[0]
         with pytest.raises(EngineError, match="is paused"):
             await connect_sglang(SglangEngineConfig(urls=(server.url,)))
         await server.close()
@@ -151,7 +150,7 @@ def test_the_context_is_what_its_memory_has_room_for(memory: int, page: int, roo
         server.memory, server.page_size = memory, page
         await server.start()
         try:
-            assert (await offer(server)).context_length == room
+            assert (await offer(server)).capabilities.max_context == room
         finally:
             await server.close()
 
@@ -174,10 +173,10 @@ def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
         server.model_path, server.tokenizer_path = str(model), str(tokenizer)
         await server.start()
         try:
-            assert (await offer(server)).eos_token_ids == ()
+            assert (await offer(server)).capabilities.eos_token_ids == ()
             (model / "config.json").write_text(json.dumps({"eos_token_id": 2}), "utf-8")
-            assert (await offer(server)).eos_token_ids == (2, 7, 9)
-            assert (await offer(server, eos_token_ids=(3,))).eos_token_ids == (3,)
+            assert (await offer(server)).capabilities.eos_token_ids == (2, 7, 9)
+            assert (await offer(server, eos_token_ids=(3,))).capabilities.eos_token_ids == (3,)
         finally:
             await server.close()
 
@@ -199,7 +198,7 @@ def test_connecting_names_the_weights() -> None:
 @pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
 def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
-    monkeypatch.setattr(sglang_offer, "PAUSE_S", 0.05)
+    monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
 
     async def program() -> None:
         server = FakeSglangServer()

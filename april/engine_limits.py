@@ -1,0 +1,129 @@
+"""What an engine cannot do, as data: a code, what follows from it, what to do, and the server's flags that change it.
+
+Invariant: code decides by :class:`LimitCode`; sentences are made in :meth:`Limit.sentence`, and nothing reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+IT = "The server"
+"""Subject of a limit before its server is known."""
+
+
+class LimitCode(StrEnum):
+    """What is not as it should be."""
+
+    PAUSED = "paused"
+    NO_VERSION_SPANS = "no version spans"
+    """Replies do not say which weights made which token."""
+    NO_LABELS = "no labels"
+    """The weights have no label that april could read or set."""
+    NO_DISK_UPDATES = "no disk updates"
+    TIED_EMBEDDINGS = "tied embeddings"
+    """The model is not reloaded rightly on a CPU."""
+    UPDATES_END_ALL = "updates end all"
+    """A weight update ends the requests of others too."""
+    UPDATES_WAIT = "updates wait"
+    """A weight update waits for the requests of others."""
+    NO_ABORT_BY_ID = "no abort by id"
+    SEVERAL_PROCESSES = "several processes"
+    """API processes behind one port, of which an abort by id reaches one."""
+    CUMULATIVE_STREAMS = "cumulative streams"
+    """Each event repeats the whole response, so april reads answers at their end."""
+    TOKENS_AT_END = "tokens at end"
+    LATE_STREAM_END = "late stream end"
+    """The server notices late that a stream was closed."""
+    NO_STREAM_INTERVAL = "no stream interval"
+    RAW_LOGPROBS = "raw logprobs"
+    UNKNOWN_LOGPROBS = "unknown logprobs"
+    UNKNOWN_EOS = "unknown eos"
+    UNSEEN_EOS = "unseen eos"
+    """EOS is known, and the server was not seen to hand it over."""
+    EARLY_STOP = "early stop"
+    """Other ends than EOS may come before min_tokens."""
+    NO_SEEDS = "no seeds"
+    CHUNKED_PREFILL = "chunked prefill"
+    """The server dies of a seed, so none is sent."""
+    SPECULATION = "speculation"
+    SEVERAL_COPIES = "several copies"
+    NO_LOAD = "no load"
+    NO_START_TIME = "no start time"
+    """The server does not say when its process began."""
+    OTHER = "other"
+    """For engines of your own."""
+
+
+CAUSES: dict[str, tuple[LimitCode, ...]] = {
+    "abort_means": (LimitCode.SEVERAL_PROCESSES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
+    "eos_token_ids": (LimitCode.UNKNOWN_EOS,),
+    "honours_seeds": (LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL),
+    "logprob_kind": (LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
+    "updates_from_disk": (LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS, LimitCode.NO_LABELS),
+    "verifies_weights": (LimitCode.NO_LABELS,),
+}
+"""Fields of :class:`~april.engines.protocol.Capabilities`, and what may be the cause of their being less than they
+could be, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that an engine cannot do."""
+
+    code: LimitCode
+    consequence: str
+    """What that means, as a sentence without its full stop; begins with the verb where ``server`` is its subject."""
+    remedy: str = ""
+    """What to do about it; empty if nothing can be done."""
+    flags: tuple[str, ...] = ()
+    """Flags and variables (NAME=value) of the server that change it."""
+    server: str = ""
+    """Subject of the sentence, which the consequence then lacks: the address of the server, or words for it."""
+
+    @property
+    def sentence(self) -> str:
+        """All of it, for people."""
+        subject = f"{self.server} " if self.server else ""
+        return f"{subject}{self.consequence}{'; ' if self.remedy else ''}{self.remedy}."
+
+    def of(self, server: str) -> Limit:
+        """The same with another name for the server; what has a subject of its own stays as it is."""
+        return replace(self, server=server) if self.server else self
+
+
+# ---------------------------------------------------------------- what engines of several kinds cannot do
+
+UNKNOWN_LOGPROBS = Limit(
+    LimitCode.UNKNOWN_LOGPROBS,
+    "Of which distribution the log-probabilities are could not be seen",
+    "say so with engine.logprobs, or train with temperature 1 and without top-p",
+)
+
+
+def raw_logprobs(remedy: str, *flags: str) -> Limit:
+    """The log-probabilities are those of temperature 1."""
+    consequence = (
+        "Log-probabilities are those of the raw logits, whatever the temperature: right at temperature 1 only, without "
+        "top_p and the like"
+    )
+    return Limit(LimitCode.RAW_LOGPROBS, consequence, remedy, flags)
+
+
+def unknown_eos(
+    consequence: str = "The ids that end a response are not known, as the model's files are not on this machine or "
+    "name none: april takes the server's word for it",
+) -> Limit:
+    """Nobody knows which ids end a response."""
+    remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
+    return Limit(LimitCode.UNKNOWN_EOS, consequence, remedy)
+
+
+def tied_embeddings(where: str = "The server runs on a CPU:") -> Limit:
+    """vLLM on a CPU would load other weights than those in the directory."""
+    return Limit(
+        LimitCode.TIED_EMBEDDINGS,
+        f"{where} vLLM does not reload a model with tied embeddings rightly there (log-probabilities were wrong by "
+        "0.35 to 1.2 nats after an update of its weights)",
+        "save the model with tie_word_embeddings false and start the server with that, or do not update its weights",
+    )

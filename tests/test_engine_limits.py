@@ -1,0 +1,157 @@
+"""What an engine cannot do is data: each promise that it does not keep has its own cause, and that is what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
+from april.engine_limits import CAUSES, Limit, LimitCode
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import ServerFacts
+from april.engines.kinds.factory import open_servers
+from april.engines.kinds.probe import probe
+from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
+from april.testing.conformance import Outcome, Subject, check_named
+from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
+from april.testing.servers.openai.trtllm import FakeTrtllmServer
+from april.testing.servers.sglang.server import FakeSglangServer
+from april.testing.servers.vllm.server import FakeVllmServer
+
+
+@asynccontextmanager
+async def served(server: Any) -> AsyncIterator[str]:
+    """Any fake server."""
+    if isinstance(server, FakeOpenAIServer):
+        async with serving_openai(server) as url:
+            yield url
+        return
+    try:
+        yield await server.start()
+    finally:
+        await server.close()
+
+
+def settings(server: Any, url: str, **changes: Any) -> ServerEngineConfig:
+    """Of its kind; a vocabulary, as not every server tells it."""
+    kinds = {FakeVllmServer: VllmEngineConfig, FakeSglangServer: SglangEngineConfig}
+    kind = kinds.get(type(server), OpenAIEngineConfig)
+    return kind(**{"urls": url, "vocab_size": 512, "max_len": 4096, **changes})  # type: ignore[no-any-return]
+
+
+def facts_of(server: Any, **changes: Any) -> ServerFacts:
+    """As the probe finds them."""
+
+    async def program() -> ServerFacts:
+        async with served(server) as url:
+            client = HttpClient(url, name="probed")
+            try:
+                return await probe(client, settings(server, url, **changes))
+            finally:
+                await client.close()
+
+    return asyncio.run(program())
+
+
+def short_of(c: Capabilities) -> set[str]:
+    """Fields of the capabilities that are less than they could be."""
+    less = {
+        "abort_means": c.abort_means is not AbortMeans.BY_ID,
+        "eos_token_ids": not c.eos_token_ids,
+        "honours_seeds": not c.honours_seeds,
+        "logprob_kind": c.logprob_kind in (LogprobKind.RAW, LogprobKind.UNKNOWN),
+        "updates_from_disk": not c.updates_from_disk,
+        "verifies_weights": not c.verifies_weights,
+    }
+    assert less.keys() == CAUSES.keys()
+    return {field for field, is_less in less.items() if is_less}
+
+
+VLLM: list[dict[str, Any]] = [
+    {}, {"developer": False}, {"scale_out": False}, {"developer": False, "scale_out": False}, {"processes": 2},
+    {"processes": 2, "developer": False}, {"logprobs": "raw"}, {"device": "cpu", "chunked_prefill": True},
+    {"copies": 2}, {"without": ("/weight_info",)}, {"without": ("/abort_requests",)},
+]  # fmt: skip
+SGLANG: list[dict[str, Any]] = [
+    {}, {"incremental": False}, {"spans": False}, {"labels": False}, {"intervals": False}, {"loads": False},
+    {"logprobs": "raw"},
+]  # fmt: skip
+
+
+OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_seeds": False}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((FakeVllmServer, options) for options in VLLM),
+        *((FakeSglangServer, options) for options in SGLANG),
+        *((FakeOpenAIServer, options) for options in OPENAI),
+        (FakeTrtllmServer, {}),
+    ],
+)
+@pytest.mark.parametrize("eos", [None, (2,)], ids=["eos unknown", "eos known"])
+def test_what_is_less_has_a_cause_and_what_is_not_has_none(
+    kind: type[Any], options: dict[str, Any], eos: tuple[int, ...] | None
+) -> None:
+    """Capabilities and limits are two words for one thing: neither says what the other does not."""
+    can = facts_of(kind(**options), eos_token_ids=eos).capabilities
+
+    short = short_of(can)
+    caused = {field for field in CAUSES if can.cause(field) is not None}
+    # the tokens that a cumulative stream may lose are no means of abort
+    waits = {"abort_means"} if any(limit.code is LimitCode.CUMULATIVE_STREAMS for limit in can.limits) else set()
+    # a label is one way to know that weights from a directory have arrived
+    assert short <= caused
+    assert caused - waits - {"updates_from_disk"} <= short
+    assert len({limit.code for limit in can.limits}) == len(can.limits)
+
+
+def test_a_closed_token_route_hides_no_missing_labels() -> None:
+    """Both are told: one costs the versions of single tokens, the other the certainty of the weights."""
+    limits = facts_of(FakeVllmServer(developer=False, scale_out=False)).capabilities.limits
+    assert {LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS} <= {limit.code for limit in limits}
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "words"),
+    [
+        ({"developer": False, "scale_out": False}, False, "start the server with VLLM_SERVER_DEV_MODE=1"),
+        ({"device": "cpu"}, True, "save the model with tie_word_embeddings false"),
+    ],
+    ids=["developer routes are closed", "the model would be reloaded wrongly"],
+)
+def test_the_suite_names_the_cause_of_what_is_not_offered(
+    options: dict[str, Any], tied: bool, words: str, tmp_path: Path
+) -> None:
+    """Of two servers that load no weights from a directory each hears its own reason; so does who gives one."""
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}), "utf-8")
+    server = FakeVllmServer(root=str(tmp_path), **options)
+
+    async def program() -> None:
+        async with served(server) as url:
+
+            async def opened() -> Any:
+                (engine,) = await open_servers(settings(server, url))  # type: ignore[arg-type]
+                return engine
+
+            verdict = await check_named("version_exactness")(Subject(open=opened))
+            assert verdict.outcome is Outcome.NOT_OFFERED
+            assert words in verdict.detail
+
+    asyncio.run(program())
+
+
+def test_one_sentence() -> None:
+    """Subject, consequence and remedy; a server may be named otherwise where it is the subject, and only there."""
+    limit = Limit(LimitCode.OTHER, "does not", server="http://h")
+    assert limit.sentence == "http://h does not."
+    assert limit.of("It").sentence == "It does not."
+    own = Limit(LimitCode.OTHER, "Seeds do nothing", "add --seeds", ("--seeds",))
+    assert own.of("It").sentence == "Seeds do nothing; add --seeds."
