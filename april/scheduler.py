@@ -265,7 +265,7 @@ class RolloutScheduler:
         Raises:
             ConfigError: an argument is out of range, or a prompt is unusable.
             RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
-            EngineError: an engine broke off; evaluations are not resumed.
+            EngineError: no engine is left, or a request broke off again and again; it begins anew each time.
         """
         return self._thread.run(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
 

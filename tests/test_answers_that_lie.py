@@ -81,7 +81,7 @@ FALSE: dict[str, tuple[list[Chunk], type[EngineError], str]] = {
     "clamped": ([chunk(5, 6, logprob=-9999.0), chunk(EOS, finish=EngineFinish.STOP)], WireError, "minus infinity"),
     "after its end": ([chunk(5, EOS, finish=EngineFinish.STOP), chunk(7)], WireError, "after the one that ended"),
     "no token": ([chunk(finish=EngineFinish.STOP)], EngineError, "without a token"),
-    "no end": ([chunk(5, 6)], EngineError, "with None"),
+    "no end": ([chunk(5, 6)], EngineError, "without a finish reason"),
 }
 
 

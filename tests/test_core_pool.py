@@ -159,22 +159,6 @@ def test_the_first_rest_of_an_engine_is_told() -> None:
     assert again.why == ""
 
 
-def test_requests_that_are_no_attempts_count_as_well() -> None:
-    """An evaluation's refusals make rests and caps, its requests that end in order recover them."""
-    m = machine()
-    state = m.core.engines.states["b"]
-    (timer,) = rests(m.post(ev.EngineBusy("b", "HTTP 429", 3.0, in_flight=2)))
-    assert (timer.seconds, state.rests, state.cap.value) == (3.0, 1, 2)
-    m.post(ev.EngineServed("b", 1))
-    m.post(ev.EngineServed("b", 1))
-    assert (state.rests, state.cap.value) == (0, 3)
-    m.post(ev.EngineUsed("b", 8))
-    m.post(ev.EngineLoad("b", 8, 4, 0.99, 0))
-    assert state.cap.value == 3
-    m.post(ev.EngineLoad("b", 2, 4, 0.99, 0))
-    assert state.cap.value == 1
-
-
 def test_a_request_that_a_server_with_other_weights_refuses_costs_nothing() -> None:
     """It may have been started anew with another model: the right one is asked."""
     m = machine(n=1)

@@ -96,7 +96,7 @@ def test_every_change_of_a_sample_is_in_its_story() -> None:
     m.post(ev.StepRequested())
     (first,) = m.in_flight
     m.tokens(first, 5)
-    m.post(ev.AttemptStalled(first))
+    m.post(ev.AttemptStalled(first, 7.0))
     m.post(ev.AttemptEnded.of(m.in_flight.pop(first), EngineFinish.ABORT))
     m.abort_asked.clear()
     (second,) = m.in_flight
@@ -106,7 +106,7 @@ def test_every_change_of_a_sample_is_in_its_story() -> None:
         "asks for up to 1000 tokens",
         f"attempt {first} on e0 from token 0",
         "engine e0 is silent",
-        "attempt failed: engine e0 was silent",
+        "attempt failed: engine e0 was silent for 7 s",
         f"attempt {second} on e0 from token 5",
         "call complete (stop) at 20 tokens",
         "returned",

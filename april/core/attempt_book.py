@@ -6,6 +6,9 @@ length (engines match ids by prefix) and never used again, not even after a rest
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import numpy as np
 
 from april.core.engine_table import EngineTable
@@ -14,6 +17,9 @@ from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
 from april.core.types import Attempt, GenerateCall, Sample
 
+EVALUATION_MARK = 0xFFFF
+"""Stands where attempt ids have the incarnation, so that no id of an evaluation is one of training."""
+
 
 class AttemptBook:
     """Opens and closes attempts, and counts them per engine."""
@@ -21,8 +27,21 @@ class AttemptBook:
     def __init__(self, settings: CoreSettings, engines: EngineTable) -> None:
         self._settings = settings
         self._engines = engines
-        self._number = 0
+        self._number = self._evaluation_number = 0
         self.in_flight: dict[str, Attempt] = {}
+        """Of training."""
+        self.of_evaluations: dict[str, Attempt] = {}
+        """In flight as well."""
+
+    def __len__(self) -> int:
+        return len(self.in_flight) + len(self.of_evaluations)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return chain(self.of_evaluations.values(), self.in_flight.values())
+
+    def get(self, attempt_id: str) -> Attempt | None:
+        """The attempt; None for one that is accounted for."""
+        return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
     def room(self, sample: Sample) -> int:
         """Longest response, tokens of the environment included: its own limit and the context's."""
@@ -35,23 +54,31 @@ class AttemptBook:
 
     def open(self, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands."""
-        sample = call.sample
+        sample, evaluation = call.sample, call.sample.evaluation
         s, held = self._settings, len(sample.tape)
-        seed = attempt_seed(s.run_seed, sample.id.group, sample.id.index, held, sample.restarts)
+        run_seed, oldest, attempts = s.run_seed, sample.tape.newest_version, self.in_flight
+        if evaluation is None:
+            self._number = number = self._number + 1
+        else:
+            self._evaluation_number = number = self._evaluation_number + 1
+            run_seed, oldest, attempts = evaluation.request.seed, evaluation.version, self.of_evaluations
+            incarnation = EVALUATION_MARK
+            evaluation.in_flight += 1
+        seed = attempt_seed(run_seed, *sample.key, held, sample.restarts)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
         prompt = sample.group.prompt.token_ids
-        self._number += 1
         attempt = Attempt(
-            id=f"{s.run_id:016x}{incarnation:04x}{self._number:012x}",
+            id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             call=call,
             engine=engine,
             token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
             sampling=sampling,
             tape=AttemptTape(),
             end_ids=self._end_ids(call),
+            oldest=oldest,
             urgent=sample.group.urgent,
         )
-        self.in_flight[attempt.id] = attempt
+        attempts[attempt.id] = attempt
         self._engines.states[engine].in_flight += 1
         sample.attempts += 1
         call.attempt = attempt
@@ -59,8 +86,10 @@ class AttemptBook:
 
     def close(self, attempt_id: str) -> Attempt | None:
         """The attempt, no longer in flight; None for one that is already accounted for."""
-        attempt = self.in_flight.pop(attempt_id, None)
+        attempt = self.in_flight.pop(attempt_id, None) or self.of_evaluations.pop(attempt_id, None)
         if attempt is not None:
+            if attempt.sample.evaluation is not None:
+                attempt.sample.evaluation.in_flight -= 1
             self._engines.states[attempt.engine].in_flight -= 1
             attempt.call.attempt = None
         return attempt

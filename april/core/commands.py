@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from april.core.batch import Batch
 from april.core.timers import Timer
-from april.core.types import Attempt, DropReason, GenerateCall, Group, Sample
+from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Sample
 from april.core.versions import PolicyVersion
 
 
@@ -193,6 +193,26 @@ class EndOfData:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """All groups of an evaluation are finished and scored."""
+
+    evaluation: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFailed:
+    """An evaluation cannot be finished, or was cancelled; nothing of it is at an engine any more.
+
+    ``kind``: how the request broke off that is to blame; None: a function of the user's is.
+    """
+
+    evaluation: int
+    error: str
+    kind: AttemptFailure | None
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     """Nothing is in flight any more; nothing starts before Resumed."""
 
@@ -227,6 +247,8 @@ Command = (
     | Warn
     | Deliver
     | EndOfData
+    | EvaluationDone
+    | EvaluationFailed
     | Paused
     | Fail
 )

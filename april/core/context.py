@@ -10,6 +10,7 @@ from april.core.attempt_book import AttemptBook
 from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
+from april.core.evaluation import Evaluation
 from april.core.history import History
 from april.core.leases import Leases
 from april.core.ledger import Ledger
@@ -37,7 +38,7 @@ class CoreContext:
         self.leases = Leases(clock, settings.max_staleness)
         self.buffer = PartialBuffer(settings, self.leases)
         self.attempts = AttemptBook(settings, self.engines)
-        self.places = Places(settings.max_in_flight, self.attempts.in_flight)
+        self.places = Places(settings.max_in_flight, self.attempts)
         self.tokens = Ledger()
         self.prompts = Ledger()
         self.batches = 0
@@ -55,15 +56,30 @@ class CoreContext:
         """Why the step cannot go on."""
         self.without_room: list[Group] = []
         """Out of a snapshot, and to be dropped, as the engines' context is smaller now."""
+        self.evaluations: dict[int, Evaluation] = {}
+        self.evaluation_groups: dict[int, Group] = {}
+        """By number, as long as their functions run."""
+
+    def group(self, number: int) -> Group | None:
+        """A held group, of training or of an evaluation."""
+        return (self.evaluation_groups if number < 0 else self.buffer.groups).get(number)
+
+    def ledger(self, sample: Sample) -> Ledger:
+        """In which its tokens are counted."""
+        return self.tokens if sample.evaluation is None else sample.evaluation.tokens
+
+    def counts(self, sample: Sample) -> Counter[str]:
+        """In which what happens to it is counted."""
+        return self.counters if sample.evaluation is None else sample.evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
-        group = self.buffer.groups.get(sample_id.group)
+        group = self.group(sample_id.group)
         if group is not None:
             return group.samples[sample_id.index]
         if sample_id.group >= self.groups_drawn:
             raise InvariantError(f"no such sample: {sample_id}")
-        self.counters["late_events"] += 1
+        self.counters["late_events"] += sample_id.group >= 0
         return None
 
     def free_to_act(self, sample_id: SampleId, what: str) -> Sample | None:
@@ -116,5 +132,7 @@ class CoreContext:
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
         """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""
-        self.counters["aborted_attempts"] += sum(1 for a in attempts if a.id not in self.aborts)
+        self.counters["aborted_attempts"] += sum(
+            1 for a in attempts if a.sample.evaluation is None and a.id not in self.aborts
+        )
         self.out += self.aborts.stop(attempts, self.engines.in_flight() if sweep else {})

@@ -94,7 +94,7 @@ class EngineCalls:
         context.counters["stale_engines"] += 1
         state = context.engines.states[name]
         state.lose(EngineWeights.HALF if state.weights is EngineWeights.HALF else EngineWeights.UNKNOWN)
-        doubtful = [a for a in context.attempts.in_flight.values() if a.engine == name]
+        doubtful = [a for a in context.attempts if a.engine == name]
         for attempt in doubtful:
             if attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
                 attempt.lost_for = DropReason.UNKNOWN_WEIGHTS

@@ -54,17 +54,16 @@ class EngineRecovery:
         """What it says of its load moves its cap."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage
-        in_flight = state.in_flight + state.beside
-        if state.cap.report(in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
+        if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self._context.counters["lowered_caps"] += 1
 
-    def busy(self, event: ev.EngineBusy) -> None:
-        """It rests; one that is busy again and again is probed as well."""
+    def busy(self, name: str, event: ev.AttemptFailed) -> None:
+        """It refused an attempt for now, and rests; one that is busy again and again is probed as well."""
         context = self._context
-        name, state = event.engine, context.engines.states[event.engine]
+        state = context.engines.states[name]
         # nobody waits for an engine longer than the deadline, whatever it asks for
         asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, context.settings.outage_deadline_s)
-        seconds = context.engines.busy(name, asked_s, event.in_flight)
+        seconds = context.engines.busy(name, asked_s, state.in_flight)
         if seconds is not None:
             why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
             state.rest = context.start_timer(TimerKind.REST, seconds, name, "" if state.has_rested else why)
@@ -72,18 +71,12 @@ class EngineRecovery:
         elif not state.rest:
             context.engine_failed(name)
 
-    def served(self, event: ev.EngineServed) -> None:
-        """It ended a request in order."""
-        self._context.engines.ended(event.engine, event.in_flight)
-
     # ---------------------------------------------------------------- when to ask
 
-    def used(self, name: str, beside: int | None = None) -> None:
+    def used(self, name: str) -> None:
         """A request goes there: a server is looked at from time to time, as long as it has any."""
         state = self._context.engines.states[name]
-        if beside is not None:
-            state.beside = beside
-        if state.limits.remote and not state.look and (state.in_flight or state.beside):
+        if state.limits.remote and not state.look and state.in_flight:
             state.look = self._context.start_timer(TimerKind.LOOK, LOOK_INTERVAL_S, name)
 
     def ask_all(self) -> None:
@@ -103,7 +96,7 @@ class EngineRecovery:
         if timer.number != state.look:
             return
         state.look = 0
-        if state.quarantined or (state.limits.remote and (state.in_flight or state.beside)):
+        if state.quarantined or (state.limits.remote and state.in_flight):
             self._calls.probe(timer.engine)
 
     # ---------------------------------------------------------------- what they answer
@@ -156,7 +149,7 @@ class EngineRecovery:
             self._calls.lost(name)
         if self._context.clock.current in state.loaded and state.gate is EngineGate.OPEN:
             self._context.engines.well(name)
-        elif state.in_flight or state.beside:
+        elif state.in_flight:
             self._ask_again(name)  # first its requests end: they would go on under other weights
         else:
             self._take_back(name, state)

@@ -84,8 +84,6 @@ class EngineState:
     taken_back: bool = False
     """It gets the present weights on its own, because it came back with others."""
     in_flight: int = 0
-    beside: int = 0
-    """Requests of april's that are no attempts (of an evaluation)."""
     failures: int = 0
     rests: int = 0
     """In a row, without a request that ended in order between them."""

@@ -46,9 +46,10 @@ class StopFound:
 
 @dataclass(frozen=True, slots=True)
 class AttemptStalled:
-    """The engine has sent nothing for an attempt for too long."""
+    """The engine has sent no token for an attempt for too long."""
 
     attempt_id: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class PauseRequested:
-    """Stop all generation (weights change, or an evaluation wants the engines)."""
+    """Stop all generation, as weights change; evaluations that have begun end first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,14 +249,6 @@ class EnginesAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineUsed:
-    """An engine has ``beside`` requests of april's that are no attempts (of an evaluation)."""
-
-    engine: str
-    beside: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsUpdated:
     """The policy is now ``version``, and the named engines (None: all) confirmed it; they update themselves.
 
@@ -301,25 +294,26 @@ class EngineLoad:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineBusy:
-    """An engine takes no requests for now, found by a request that is no attempt (of an evaluation).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequested:
+    """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
 
-    It asks to wait ``busy_s`` (0: it does not say how long), and has ``in_flight`` other requests of april's.
+    ``evaluation``: its number; ``functions_at_once``: most of its rollout functions that run at a time (None: any).
     """
 
-    engine: str
-    error: str
-    busy_s: float
-    in_flight: int
+    evaluation: int
+    prompts: Sequence[Prompt]
+    n_samples: int
+    sampling: SamplingParams
+    seed: int
+    functions_at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class EngineServed:
-    """An engine ended a request in order that is no attempt (of an evaluation), and has ``in_flight`` others."""
+class EvaluationCancelled:
+    """Nobody waits for it any more; its requests are ended, and EvaluationFailed follows."""
 
-    engine: str
-    in_flight: int
+    evaluation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,14 +352,13 @@ Event = (
     | EngineProbed
     | WeightsWritten
     | EnginesAsked
-    | EngineUsed
     | WeightsUpdated
     | EngineReady
     | EngineStale
     | EngineFailed
     | EngineLoad
-    | EngineBusy
-    | EngineServed
+    | EvaluationRequested
+    | EvaluationCancelled
     | BatchCommitted
     | SourceExtended
 )

@@ -10,7 +10,7 @@ from april.core import commands as do
 from april.core.context import CoreContext
 from april.core.tape import TokenTape
 from april.core.timers import TimerKind
-from april.core.types import AttemptState, DropReason, Group, GroupState, OnStale, Sample, SampleState
+from april.core.types import AttemptFailure, AttemptState, DropReason, Group, GroupState, OnStale, Sample, SampleState
 
 PAUSE_GROWTH = 8.0
 LONGEST_PAUSE_S = 32.0
@@ -34,10 +34,10 @@ class Failures:
         """Try again what failed, the reward (after a pause) or the whole sample, until it has failed too often."""
         context = self._context
         sample.failures += 1
-        context.counters["failed_samples"] += 1
+        context.counts(sample)["failed_samples"] += 1
         context.note(sample, f"failed: {error}")
-        if sample.failures >= context.settings.max_attempt_failures:
-            self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+        if sample.failures >= context.settings.max_attempt_failures or sample.evaluation is not None:
+            self.cannot_go_on(sample, error)
         elif sample.state is not SampleState.SCORING:
             self.begin_again(sample, DropReason.FAILED)
         elif pause_s := self.pause_s(sample.failures):
@@ -45,6 +45,13 @@ class Failures:
             context.retries[sample.retry] = sample
         else:
             self.ask_reward(sample)
+
+    def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
+        """Its group is given up, or its evaluation ends. ``kind``: of the request to blame; None: a function is."""
+        if sample.evaluation is None:
+            self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+        else:
+            sample.evaluation.fail(error, kind, sample if kind is None else None)
 
     def pause_s(self, failures: int) -> float:
         """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
@@ -63,7 +70,7 @@ class Failures:
     def begin_again(self, sample: Sample, reason: DropReason) -> None:
         """Drop the tokens of a sample and start it anew."""
         context = self._context
-        self._leave(sample, reason)
+        self.leave(sample, reason)
         was_finished = sample.state is SampleState.FINISHED
         context.tokens.drop(sample.tape.generated, reason)
         sample.tape = TokenTape()
@@ -92,7 +99,7 @@ class Failures:
                 context.to(sample, SampleState.NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
 
-    def _leave(self, sample: Sample, reason: DropReason) -> None:
+    def leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
         context, call = self._context, sample.open_call
         sample.retry = None
@@ -119,7 +126,7 @@ class Failures:
         context.counters[f"groups_dropped_{reason}"] += 1
         context.out.append(do.ReportDrop(group, reason, error))
         for sample in group.samples:
-            self._leave(sample, reason)
+            self.leave(sample, reason)
             context.tokens.drop(sample.tape.generated, reason)
             context.to(sample, SampleState.DROPPED, f"group dropped ({reason}): {error}")
         if reason is DropReason.FAILED:

@@ -48,7 +48,7 @@ class Generation:
         if event.token_ids is not None:
             error = self._take_environment(sample, event.token_ids)
             if error:
-                self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+                self._failures.cannot_go_on(sample, error)
                 return
         self._open(sample, event.sampling, len(sample.tape))
 
@@ -136,7 +136,7 @@ class Generation:
             has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"
             raise InvariantError(f"{sample.id} is sent to engine {engine}, which {has}")
         attempt = context.attempts.open(call, engine, context.clock.current.incarnation)
-        context.counters["attempts"] += 1
+        context.counts(sample)["attempts"] += 1
         if held > call.start:
             sample.resumes += 1
             context.counters["resumed_attempts"] += 1
@@ -146,7 +146,7 @@ class Generation:
 
     def stop_found(self, event: ev.StopFound) -> None:
         """The text of an attempt has a stop string: its response is complete, the engine may rest."""
-        attempt = self._context.attempts.in_flight.get(event.attempt_id)
+        attempt = self._context.attempts.get(event.attempt_id)
         if attempt is None:
             self._context.counters["late_events"] += 1
         else:
@@ -154,13 +154,14 @@ class Generation:
 
     def attempt_stalled(self, event: ev.AttemptStalled) -> None:
         """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
-        attempt = self._context.attempts.in_flight.get(event.attempt_id)
+        attempt = self._context.attempts.get(event.attempt_id)
         if attempt is None:
             self._context.counters["late_events"] += 1
             return
         if attempt.state is AttemptState.WANTED:
+            attempt.silent_s = event.seconds
             self._context.to(attempt, AttemptState.SILENT, f"engine {attempt.engine} is silent")
-        self._context.counters["stalled_attempts"] += 1
+        self._context.counts(attempt.sample)["stalled_attempts"] += 1
         self._context.stop([attempt])
 
     def attempt_ended(self, event: ev.AttemptEnded) -> None:
@@ -173,7 +174,7 @@ class Generation:
         # others may never have reached it
         if not event.fenced and (event.finish is not EngineFinish.ABORT or came or counts.after_stop):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
-        self._keep(attempt, came)
+        self._keep(attempt, event.finish, counts)
         call = attempt.call
         if attempt.state is AttemptState.ABANDONED:
             return
@@ -183,21 +184,33 @@ class Generation:
         if self._complete_after(call, event.finish, counts):
             return
         if attempt.state is AttemptState.SILENT:
-            self._broke_off(attempt, f"engine {attempt.engine} was silent", progressed=came > 0)
+            why = f"engine {attempt.engine} was silent for {attempt.silent_s:g} s"
+            self._broke_off(attempt, why, progressed=came > 0)
+            return
+        if call.sample.evaluation is not None:
+            self._broke_off(attempt, f"engine {attempt.engine} ended a request that april wanted", progressed=False)
             return
         if not came:
             context.counters["empty_partials"] += 1
         call.failures, call.avoid = 0, ""
         self._queue(call, f"partial after {came} tokens")
 
-    def _broke_off(self, attempt: Attempt, error: str, *, progressed: bool) -> None:
+    def _broke_off(
+        self, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, *, progressed: bool
+    ) -> None:
         """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
         call = attempt.call
+        progressed &= call.sample.evaluation is None  # which begins again
         call.failures = 0 if progressed else call.failures + 1
-        call.avoid = attempt.engine
-        self._queue(call, f"attempt failed: {error}")
+        self._go_elsewhere(attempt, f"attempt failed: {error}", error, kind)
         if call.failures >= self._context.settings.max_attempt_failures:
-            self._failures.give_up(call.sample.group, DropReason.FAILED, f"{call.sample.id}: {error}")
+            self._failures.cannot_go_on(call.sample, error, kind)
+
+    def _go_elsewhere(self, attempt: Attempt, why: str, error: str, kind: AttemptFailure) -> None:
+        attempt.call.avoid = attempt.engine
+        if attempt.sample.evaluation is not None:
+            attempt.sample.evaluation.trouble = error, kind
+        self._queue(attempt.call, why)
 
     def _complete_after(self, call: GenerateCall, finish: EngineFinish, counts: AttemptCounts) -> bool:
         """Complete the call if this attempt brought its last token, whatever cut it off there."""
@@ -217,15 +230,16 @@ class Generation:
             return
         kind, corrupt = event.kind, event.kind is AttemptFailure.CORRUPT
         written = kind is AttemptFailure.WEIGHTS_WRITTEN
-        context.counters["failed_attempts"] += 1
-        context.counters["busy_refusals"] += kind is AttemptFailure.BUSY
-        context.tokens.observe(event.rejected)
-        context.tokens.drop(event.rejected, DropReason.UNKNOWN_WEIGHTS if written else DropReason.CORRUPT)
+        counters, tokens = context.counts(attempt.sample), context.ledger(attempt.sample)
+        counters["failed_attempts"] += 1
+        counters["busy_refusals"] += kind is AttemptFailure.BUSY
+        tokens.observe(event.rejected)
+        tokens.drop(event.rejected, DropReason.UNKNOWN_WEIGHTS if written else DropReason.CORRUPT)
         if corrupt:
-            context.tokens.observe(came)
-            context.tokens.drop(came, DropReason.CORRUPT)
+            tokens.observe(came)
+            tokens.drop(came, DropReason.CORRUPT)
         else:
-            self._keep(attempt, came)
+            self._keep(attempt, EngineFinish.ABORT, event.counts)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
@@ -239,7 +253,7 @@ class Generation:
             return
         if kind is AttemptFailure.REFUSED:
             self._queue(call, f"refused: {event.error}")
-            self._failures.give_up(call.sample.group, DropReason.FAILED, f"{call.sample.id}: {event.error}")
+            self._failures.cannot_go_on(call.sample, event.error, kind)
             return
         if not corrupt and self._complete_after(call, EngineFinish.ABORT, event.counts):
             return
@@ -248,10 +262,9 @@ class Generation:
             self._queue(call, why)
             return
         if kind is AttemptFailure.BUSY:
-            call.avoid = attempt.engine
-            self._queue(call, f"engine {attempt.engine} is busy")
+            self._go_elsewhere(attempt, f"engine {attempt.engine} is busy", event.error, kind)
             return
-        self._broke_off(attempt, event.error, progressed=came > 0 and not corrupt)
+        self._broke_off(attempt, event.error, kind, progressed=came > 0 and not corrupt)
 
     def _take(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
         """The attempt, which is no longer in flight; None for one that is already accounted for."""
@@ -263,18 +276,23 @@ class Generation:
         if event.counts.tokens != attempt.tape.count:
             raise context.impossible(attempt.owner, f"has {attempt.tape.count} new tokens, its end says otherwise")
         if after_stop:
-            context.tokens.observe(after_stop)
-            context.tokens.drop(after_stop, DropReason.AFTER_STOP)
-            context.counters["after_stop_tokens"] += after_stop
+            tokens = context.ledger(attempt.sample)
+            tokens.observe(after_stop)
+            tokens.drop(after_stop, DropReason.AFTER_STOP)
+            context.counts(attempt.sample)["after_stop_tokens"] += after_stop
         context.aborts.ended(attempt.id)
         return attempt
 
-    def _keep(self, attempt: Attempt, count: int) -> None:
+    def _keep(self, attempt: Attempt, finish: EngineFinish, counts: AttemptCounts) -> None:
         """The attempt's tokens move to the sample, or into the ledger, under the reason they are dropped for."""
-        sample = attempt.sample
-        self._context.tokens.observe(count)
-        if attempt.lost_for is not None:
-            self._context.tokens.drop(count, attempt.lost_for)
+        sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
+        tokens = self._context.ledger(sample)
+        tokens.observe(count)
+        cut = finish is EngineFinish.ABORT and not counts.ends and count < attempt.sampling.max_tokens
+        if cut and sample.evaluation is not None:
+            lost_for = lost_for or DropReason.FAILED  # its call begins again with the same seed
+        if lost_for is not None:
+            tokens.drop(count, lost_for)
             return
         sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         if count:  # else what an earlier attempt left elsewhere is still the best there is

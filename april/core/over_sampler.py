@@ -45,14 +45,18 @@ class OverSampler:
         self.forget(work)
         self.push(work)
 
-    def pop(self) -> Sample | GenerateCall | None:
-        """What goes next, or None."""
+    def first(self) -> Sample | GenerateCall | None:
+        """What goes next, or None; it stays in the queue."""
         while self._heap:
-            *_, ticket, work = heapq.heappop(self._heap)
+            *_, ticket, work = self._heap[0]
             if work.ticket == ticket:
-                self.forget(work)
                 return work
+            heapq.heappop(self._heap)
         return None
+
+    def pop(self) -> None:
+        """Take the :meth:`first` out of the queue."""
+        self.forget(heapq.heappop(self._heap)[-1])
 
     def prompts_to_draw(
         self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: Callable[[], int]

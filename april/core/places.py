@@ -7,15 +7,15 @@ can generate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sized
 
-from april.core.types import Attempt, Sample, SampleId
+from april.core.types import Sample, SampleId
 
 
 class Places:
     """``max_in_flight`` of them."""
 
-    def __init__(self, total: int, attempts: Mapping[str, Attempt]) -> None:
+    def __init__(self, total: int, attempts: Sized) -> None:
         self._total = total
         self._attempts = attempts
         self.reserved: set[SampleId] = set()

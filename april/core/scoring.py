@@ -32,9 +32,11 @@ class Scoring:
             return
         if sample.finish is None:
             error = "the rollout function returned without a call of llm.generate; await at least one"
-            self._failures.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
+            self._failures.cannot_go_on(sample, error)
             return
         context.to(sample, SampleState.SCORING, "returned")
+        if sample.evaluation is not None:
+            sample.evaluation.functions -= 1
         if context.settings.has_reward:
             self._failures.ask_reward(sample)
         else:
@@ -55,9 +57,9 @@ class Scoring:
     def scored(self, event: ev.Scored) -> None:
         """Rewards have come in: all of them count, or none."""
         context = self._context
-        group = context.buffer.groups.get(event.group)
+        group = context.group(event.group)
         if group is None:
-            context.counters["late_events"] += 1
+            context.counters["late_events"] += event.group >= 0
             return
         awaited: list[tuple[Sample, float]] = []
         for index, reward in event.rewards:
@@ -104,7 +106,10 @@ class Scoring:
 
     def complete(self, group: Group) -> None:
         """All samples of a group are finished: it counts, if the filter has nothing against it."""
-        if self._context.settings.has_filter:
+        if group.evaluation is not None:
+            self._context.to_group(group, GroupState.READY, "complete")
+            group.evaluation.unfinished -= 1
+        elif self._context.settings.has_filter:
             self._ask_filter(group)
         else:
             self._accept(group)

@@ -18,6 +18,7 @@ from april.core.batch import Batch, batch_metrics, deliver_sample
 from april.core.context import CoreContext
 from april.core.engine_calls import EngineCalls
 from april.core.engine_recovery import EngineRecovery
+from april.core.evaluation import Evaluations
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.ledger import Ledger
@@ -88,6 +89,7 @@ class RolloutCore:
         generation = Generation(context, failures)
         scoring = Scoring(context, failures, generation)
         self._failures, self._generation, self._scoring = failures, generation, scoring
+        self._evaluations = Evaluations(context, failures)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
@@ -113,13 +115,12 @@ class RolloutCore:
             ev.EngineCallEnded: self._engine_call_ended,
             ev.EngineProbed: recovery.probed,
             ev.EnginesAsked: self._engines_asked,
-            ev.EngineUsed: self._engine_used,
             ev.EngineReady: recovery.ready,
             ev.EngineStale: recovery.stale,
             ev.EngineFailed: recovery.failed,
-            ev.EngineBusy: recovery.busy,
-            ev.EngineServed: recovery.served,
             ev.EngineLoad: recovery.load,
+            ev.EvaluationRequested: self._evaluation_requested,
+            ev.EvaluationCancelled: self._evaluations.cancelled,
             ev.BatchCommitted: self._batch_committed,
             ev.SourceExtended: self._source_extended,
         }
@@ -141,7 +142,8 @@ class RolloutCore:
         return (
             f"<RolloutCore version={self.clock.current} step={self.step} groups={len(self.buffer)} "
             f"ready={self.monitor.ready} {' '.join(parts)} in_flight={len(self.attempts)} "
-            f"aborting={self.aborts.pending} tokens: observed={t.observed} delivered={t.delivered} held={t.held} "
+            f"aborting={self.aborts.pending} evaluations={len(self.context.evaluations)} "
+            f"tokens: observed={t.observed} delivered={t.delivered} held={t.held} "
             f"dropped={sum(t.dropped.values())}>"
         )
 
@@ -190,8 +192,11 @@ class RolloutCore:
         step, out = self.step, self.context.out
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
-        self.updates.go_on(held=self.held)
-        if self._pause_asked and not self.attempts and not self.updates.running:
+        if self.context.evaluations:
+            self._advance_evaluations()
+        if self.updates.running or not self._evaluations.come_first(held=self.held):
+            self.updates.go_on(held=self.held)
+        if self._pause_asked and not self.attempts and not self.updates.running and not any(self._evaluations.running):
             self._pause_asked = False
             out.append(do.Paused())
         if step is None:
@@ -208,14 +213,22 @@ class RolloutCore:
             return
         enough = self.monitor.target_reached or self._nothing_more_can_come()
         if enough and not step.stopping:
-            step.in_flight_at_stop = self.engines.in_flight()
+            step.in_flight_at_stop = Counter(a.engine for a in self.attempts.values())
             self._stop_everything()
         step.stopping = enough  # a weight update may take ready groups away until all attempts have ended
         if step.stopping:
             if not self.attempts:
                 self._end_step()
-        elif not self.paused:
+        elif not self.paused and not self.context.evaluations:
             self._fill()
+
+    def _advance_evaluations(self) -> None:
+        """They begin and end, and their samples start; training waits for them, and they for its last attempt."""
+        may_begin, half_updated = not self.paused and not self.attempts, self.updates.half_updated
+        self._evaluations.advance(may_begin=may_begin, half_updated=half_updated)
+        if any(self._evaluations.running):
+            self._start_waiting()
+            self._evaluations.advance()  # an engine for them may have been found not to exist
 
     @property
     def paused(self) -> bool:
@@ -312,20 +325,25 @@ class RolloutCore:
             step.filled = True
 
     def _start_waiting(self) -> None:
+        """While there are evaluations, their samples, which go first; training waits."""
         context = self.context
-        while self.over_sampler.waiting and context.places.free > 0:
+        while context.places.free > 0 and (work := self.over_sampler.first()) is not None:
+            sample = work if isinstance(work, Sample) else work.sample
+            if context.evaluations and (sample.evaluation is None or not sample.evaluation.may_start(work)):
+                return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage()
                 return
-            work = self.over_sampler.pop()
-            assert work is not None
+            self.over_sampler.pop()
             if isinstance(work, Sample):
                 context.places.reserve(work)
+                if sample.evaluation is not None:
+                    sample.evaluation.functions += 1
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:
-                cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
+                cached = self.engines.cached_on(sample.cached_on, sample.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
                 self._generation.submit(work, engine.limits.name)
@@ -396,6 +414,10 @@ class RolloutCore:
         self.held = self._pause_asked = True
         self._stop_everything()
 
+    def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
+        self._evaluations.requested(event)
+        self._stop_everything()
+
     def _resumed(self, event: ev.Resumed) -> None:
         self.held = self._pause_asked = False
 
@@ -435,11 +457,11 @@ class RolloutCore:
 
     def _ask_again_for_ends(self, timer: Timer) -> None:
         # while nothing new starts, engines may end all they have
-        quiet = self.paused or self.step is None or self.step.stopping
+        quiet = (self.paused or self.step is None or self.step.stopping) and not self.context.evaluations
         commands, late = self.aborts.timer_fired(timer, self.engines.in_flight() if quiet else {})
         self.context.out += commands
         for attempt in late:
-            self.counters["fenced_attempts"] += 1
+            self.context.counts(attempt.sample)["fenced_attempts"] += 1
             self.context.engine_failed(attempt.engine)
 
     def _tokens_unused(self, event: ev.TokensUnused) -> None:
@@ -459,34 +481,35 @@ class RolloutCore:
     def _engines_asked(self, event: ev.EnginesAsked) -> None:
         self._recovery.ask_all()
 
-    def _engine_used(self, event: ev.EngineUsed) -> None:
-        self._recovery.used(event.engine, event.beside)
-
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """As in generation; an engine that is busy is left alone for a while, one with torn weights fails the step."""
-        attempt = self.attempts.get(event.attempt_id)
+        attempt = self.context.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
             self.engines.states[attempt.engine].lose()
             if self.step is not None:  # which ends by it; its other attempts say the same
                 self.context.failure = event.error
         if attempt is not None and event.kind is AttemptFailure.BUSY:
-            in_flight = self.engines.states[attempt.engine].in_flight
-            self._recovery.busy(ev.EngineBusy(attempt.engine, event.error, event.busy_s, in_flight))
+            self._recovery.busy(attempt.engine, event)
 
     def _watch_outage(self) -> None:
         """No engine is well and has the current weights: wait for one, but not for ever."""
-        if not self._outage and not self.engines.usable(self.clock.current):
+        if self.context.evaluations and self._evaluations.hopeless:
+            self._evaluations.no_engine()
+        elif not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
             self._outage_timer = self.context.start_timer(TimerKind.OUTAGE, self.settings.outage_deadline_s)
 
     def _outage_over(self, timer: int) -> None:
         if timer == self._outage_timer and self._outage:
-            self._outage = False
-            if self.step is None or self.step.stopping or self.paused:
+            self._outage, evaluating = False, any(self._evaluations.running)
+            if not evaluating and (self.step is None or self.step.stopping or self.paused):
                 return  # nobody waits for an engine
             if any(s.in_flight and not s.quarantined for s in self.engines.states.values()):
                 return  # one that was busy again and again has taken a request
+            if evaluating:
+                self._evaluations.no_engine()
+                return
             seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.context.failure = (
                 f"no engine with the current weights has been well for {seconds:g} s; everything is kept: mend one of "

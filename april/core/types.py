@@ -6,11 +6,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from april.core.sampling import SamplingParams
 from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
+
+if TYPE_CHECKING:
+    from april.core.evaluation import Evaluation
 
 NO_DEADLINE = 1 << 30
 """Slack of a group that was drawn after the latest plan."""
@@ -262,8 +265,12 @@ class Attempt:
     tape: AttemptTape
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the response: EOS, and stop tokens of the request."""
+    oldest: PolicyVersion | None = None
+    """Its tokens are of this policy version or a later one; None: of any."""
     urgent: bool = False
     state: AttemptState = AttemptState.WANTED
+    silent_s: float = 0.0
+    """For so long, when it was found to be."""
     lost_for: DropReason | None = None
     """Why its tokens do not become the sample's; None: they do."""
 
@@ -327,6 +334,17 @@ class Sample:
         return self.id
 
     @property
+    def evaluation(self) -> Evaluation | None:
+        """What it belongs to; None: training."""
+        return self.group.evaluation
+
+    @property
+    def key(self) -> SampleId:
+        """Its id as functions and engines see it: the prompts of each evaluation are numbered from 0."""
+        evaluation = self.group.evaluation
+        return self.id if evaluation is None else SampleId(self.id.group - evaluation.groups[0].id, self.id.index)
+
+    @property
     def open_call(self) -> GenerateCall | None:
         """The generate call that is not complete yet."""
         calls = self.calls
@@ -349,15 +367,19 @@ class Group:
     """A prompt with its samples."""
 
     __slots__ = (
-        "drawn_under", "filter_failures", "id", "prompt", "samples", "since", "slack", "state", "unfinished", "urgent",
+        "drawn_under", "evaluation", "filter_failures", "id", "prompt", "samples", "since", "slack", "state",
+        "unfinished", "urgent",
     )  # fmt: skip
 
     def __init__(
-        self, group_id: int, prompt: Prompt, n_samples: int, drawn_under: PolicyVersion = FIRST_VERSION
-    ) -> None:
+        self, group_id: int, prompt: Prompt, n_samples: int, drawn_under: PolicyVersion = FIRST_VERSION,
+        evaluation: Evaluation | None = None,
+    ) -> None:  # fmt: skip
         self.id = group_id
         self.prompt = prompt
         self.drawn_under = drawn_under
+        self.evaluation = evaluation
+        """What it belongs to, instead of training."""
         self.samples = [Sample(SampleId(group_id, i), self) for i in range(n_samples)]
         self.state = GroupState.OPEN
         self.since = 0
@@ -366,8 +388,8 @@ class Group:
         self.filter_failures = 0
         self.slack = NO_DEADLINE
         """Weight updates after which it is too old, as of the latest plan."""
-        self.urgent = False
-        """Goes before all others, because the step owes it."""
+        self.urgent = evaluation is not None
+        """Goes before all others, because the step owes it, or waits for its evaluation."""
 
     @property
     def owner(self) -> SampleId:

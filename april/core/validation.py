@@ -9,6 +9,7 @@ from april.core.types import AttemptState, CallState, GroupState, Sample, Sample
 from april.errors import InvariantError
 
 if TYPE_CHECKING:
+    from april.core.evaluation import Evaluation
     from april.core.state import RolloutCore
 
 
@@ -45,11 +46,11 @@ def validate(core: RolloutCore) -> None:
     held = queued = 0
     reserved = core.context.places.reserved
     started: set[SampleId] = set()
-    current = [a for a in core.attempts.values() if a.state is not AttemptState.ABANDONED]
+    current = [a for a in core.context.attempts if a.state is not AttemptState.ABANDONED]
     by_sample = {a.sample.id: a for a in current}
     if len(by_sample) != len(current):
         fail("a sample has more than one attempt in flight")
-    for group in core.buffer:
+    for group in (*core.buffer, *core.context.evaluation_groups.values()):
         unfinished = sum(s.state is not SampleState.FINISHED for s in group.samples)
         if unfinished != group.unfinished:
             fail(f"{group} has {unfinished} unfinished samples", group.samples[0])
@@ -58,7 +59,7 @@ def validate(core: RolloutCore) -> None:
         if group.state is GroupState.JUDGED and not core.settings.has_filter:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
         for sample in group.samples:
-            held += sample.tape.generated
+            held += sample.tape.generated if group.evaluation is None else 0
             wrong = sample.tape.check()
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
@@ -80,14 +81,14 @@ def validate(core: RolloutCore) -> None:
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
 
-    for attempt in core.attempts.values():
+    for attempt in core.context.attempts:
         if attempt.state is not AttemptState.ABANDONED and (
             attempt.call.attempt is not attempt or attempt.sample.open_call is not attempt.call
         ):
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
         if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
             fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.lost_for}", attempt.sample)
-    per_engine = Counter(a.engine for a in core.attempts.values())
+    per_engine = Counter(a.engine for a in core.context.attempts)
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
@@ -97,15 +98,15 @@ def validate(core: RolloutCore) -> None:
         fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
-    if len(core.attempts) + len(reserved) > core.settings.max_in_flight:
+    if len(core.context.attempts) + len(reserved) > core.settings.max_in_flight:
         fail(f"more than max_in_flight={core.settings.max_in_flight} in flight")
     if core.over_sampler.waiting != queued:
         fail(f"{core.over_sampler.waiting} in the queue, {queued} wait")
     ready = [g for g in core.buffer if g.state is GroupState.READY]
     if sorted(g.id for g in ready) != sorted(g.id for g in core.monitor):
         fail("the ready list is not the list of complete groups")
-    if core.aborts.pending > len(core.attempts):
-        fail(f"{core.aborts.pending} aborts pending for {len(core.attempts)} attempts")
+    if core.aborts.pending > len(core.context.attempts):
+        fail(f"{core.aborts.pending} aborts pending for {len(core.context.attempts)} attempts")
     if core.tokens.held != held:
         fail(f"ledger: {core.tokens.held} tokens held, a recount finds {held}")
     if core.prompts.held != len(core.buffer):
@@ -113,3 +114,34 @@ def validate(core: RolloutCore) -> None:
     for name, ledger in (("tokens", core.tokens), ("prompts", core.prompts)):
         if not ledger.balanced:
             fail(f"{name} were lost or made up: {ledger.as_dict()}")
+    evaluations = core.context.evaluations
+    for number, evaluation in evaluations.items():
+        if wrong := check_evaluation(core, evaluation):
+            fail(f"evaluation {number}: {wrong}")
+    groups = {g.id for e in evaluations.values() if e.failure is None for g in e.groups}
+    if groups != set(core.context.evaluation_groups):
+        fail(f"groups {sorted(core.context.evaluation_groups)} are evaluated, {sorted(groups)} should be")
+
+
+def check_evaluation(core: RolloutCore, evaluation: Evaluation) -> str | None:
+    """What is wrong with an evaluation's own counts, ledger and versions, or None."""
+    samples = [s for g in evaluation.groups for s in g.samples]
+    in_flight = sum(a.sample.evaluation is evaluation for a in core.context.attempts)
+    if evaluation.in_flight != in_flight:
+        return f"{evaluation.in_flight} counted in flight, there are {in_flight}"
+    held = sum(s.tape.generated for s in samples)
+    if not evaluation.tokens.balanced or evaluation.tokens.held != held:
+        return f"{held} tokens held, its ledger says {evaluation.tokens.as_dict()}"
+    if evaluation.version is None:
+        return None
+    if evaluation.version != core.clock.current or core.attempts:
+        return f"it began under {evaluation.version}, and weights changed or training went on"
+    if {part.version for s in samples for part in s.tape.segments} - {evaluation.version}:
+        return f"tokens of other versions than {evaluation.version}"
+    if evaluation.failure is not None:
+        return None
+    running = sum(s.state is SampleState.RUNNING for s in samples)
+    unfinished = sum(g.unfinished > 0 for g in evaluation.groups)
+    if (evaluation.functions, evaluation.unfinished) != (running, unfinished):
+        return f"{evaluation.functions} functions and {evaluation.unfinished} groups, not {running} and {unfinished}"
+    return None

@@ -296,7 +296,7 @@ class WeightUpdates:
     def check(self) -> str | None:
         """What contradicts itself, or None."""
         states = self._context.engines.states
-        if self.phase not in (Phase.IDLE, Phase.STOPPING) and self._context.attempts.in_flight:
+        if self.phase not in (Phase.IDLE, Phase.STOPPING) and len(self._context.attempts):
             return f"requests are in flight while an update is {self.phase}"
         for name, state in states.items():
             part = self.running and self.phase is not Phase.STOPPING and name not in self._left_out

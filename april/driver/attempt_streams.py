@@ -90,11 +90,6 @@ class AttemptStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def stall_timeout_s(self) -> float | None:
-        """Longest silence of an engine about a request."""
-        return self._silence.seconds
-
     def clear(self) -> None:
         """Forget all streams; their tasks have ended."""
         self._open.clear()
@@ -105,43 +100,49 @@ class AttemptStreams:
         call = command.attempt.call
         stream = _Stream(command.attempt, self, len(call.sample.tape) - call.start)
         self._open[command.attempt.id] = stream
-        self._busy.change(+1, asyncio.get_running_loop().time())
+        self._note_busy(stream, +1)
         stream.task = self._spawn(self._run_attempt(stream))
+
+    def _note_busy(self, stream: _Stream, change: int) -> None:
+        if stream.attempt.sample.evaluation is None:  # its requests fill no place of a step's
+            self._busy.change(change, asyncio.get_running_loop().time())
 
     async def _run_attempt(self, stream: _Stream) -> None:
         attempt = stream.attempt
         event: ev.Event
         try:
-            # a sweep that takes longer is a hanging call; what it cuts all the same is a partial, and goes on
-            if self._sweeps[attempt.engine]:
-                await self.sweeps_over(attempt.engine, self._core.settings.abort_resend_s)
+            # an abort of everything that is on its way would hit a request that is sent now; one that takes longer is a
+            # hanging call, and what it cuts all the same is a partial, which goes on (but of an evaluation, it is lost)
+            if sweeps := self._sweeps[attempt.engine]:
+                training = attempt.sample.evaluation is None
+                await asyncio.wait(set(sweeps), timeout=self._core.settings.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.aborted else await self._read(stream)
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
-            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, rejected)
+            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
             # what a stop string has ended was found good before
             kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else AttemptFailure.CORRUPT
             event = ev.AttemptFailed.of(attempt, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
             # it contradicts itself: nobody knows since when, so nothing of it is believed
-            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.id, error)
+            log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, error)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", AttemptFailure.CORRUPT)
         except EngineBusy as busy:
             event = ev.AttemptFailed.of(attempt, str(busy), AttemptFailure.BUSY, busy_s=busy.retry_after_s or 0.0)
         except RequestRefused as refused:
-            log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.id, refused)
+            log.error("attempt %s of %s was refused: %s", attempt.id, attempt.sample.key, refused)
             event = ev.AttemptFailed.of(attempt, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
             self._post(ev.WeightsWritten(str(error)))
             event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
         except Exception as error:
-            self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.id)
+            self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.key)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(error)}")
         except asyncio.CancelledError as error:
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
         self._silence.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
-            self._busy.change(-1, asyncio.get_running_loop().time())
+            self._note_busy(stream, -1)
             self._post(event)
 
     async def _read(self, stream: _Stream) -> EngineFinish:
@@ -154,12 +155,12 @@ class AttemptStreams:
             attempt.token_ids,
             attempt.sampling if stops is None else replace(attempt.sampling, stop=()),
             priority=0 if attempt.urgent else 1,
-            sample_key=attempt.sample.id,
+            sample_key=attempt.sample.key,
             response_offset=stream.response_offset,
             stream=stops is not None,
         )
         stream.sent = True
-        stream.oldest, stream.stops = attempt.sample.tape.newest_version, stops
+        stream.oldest, stream.stops = attempt.oldest, stops
         stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
         self._silence.start(stream)
         chunks = stream.chunks = engine.generate(request)
@@ -223,8 +224,8 @@ class AttemptStreams:
         if left > 0:
             return left
         attempt = stream.attempt
-        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.id, attempt.engine)
-        self._post(ev.AttemptStalled(attempt.id))
+        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.key, attempt.engine)
+        self._post(ev.AttemptStalled(attempt.id, self._silence.seconds))
         return None
 
     def _take(self, stream: _Stream, chunks: Piling) -> None:
@@ -292,21 +293,13 @@ class AttemptStreams:
         engine = self._engines[command.engine]
         if command.everything:
             sweeps = self._sweeps[engine.name]
-            task = self._spawn(self.ask_abort(engine, None))
+            task = self._spawn(self._ask_abort(engine, None))
             sweeps.add(task)
             task.add_done_callback(sweeps.discard)
         else:
-            self._spawn(self.ask_abort(engine, command.attempt_ids))
+            self._spawn(self._ask_abort(engine, command.attempt_ids))
 
-    async def sweeps_over(self, engine: str, patience_s: float | None = None) -> None:
-        """Until no abort of everything is on its way to the engine: it would hit a request that is sent now.
-
-        ``patience_s``: the longest wait; None: abort_deadline_s, after which such a call is given up.
-        """
-        if sweeps := self._sweeps[engine]:
-            await asyncio.wait(set(sweeps), timeout=patience_s)
-
-    async def ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
+    async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
         """One call of the engine's abort; that it failed is no error, for it is asked again if need be."""
         try:
             async with asyncio.timeout(self._core.settings.abort_deadline_s):
@@ -322,7 +315,7 @@ class AttemptStreams:
             if stream is not None and stream.task is not None:
                 self._catch_up(stream)
                 del self._open[attempt_id]
-                self._busy.change(-1, asyncio.get_running_loop().time())
+                self._note_busy(stream, -1)
                 self._silence.stop(stream)
                 stream.task.cancel()
                 self._post(ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))

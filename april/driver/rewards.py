@@ -59,7 +59,7 @@ def response_of(
     assert sample.finish is not None
     tape = sample.tape
     tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
-    return Response(sample.id, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
+    return Response(sample.key, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
 
 
 FilterFunction = Callable[[Prompt, Sequence[Response]], bool | Awaitable[bool]]

@@ -7,6 +7,7 @@ the loop that runs it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import DropReason
+from april.core.types import DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
@@ -52,6 +53,7 @@ from april.ranks import warn_of_equal_rollouts
 log = logging.getLogger("april")
 
 T = TypeVar("T")
+EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 
 CLOSE_PATIENCE_S = 10.0
 """How long close waits for cancelled functions and streams to end."""
@@ -65,6 +67,7 @@ class _Waiting:
 
     batch: asyncio.Future[Batch] | None = None
     paused: list[asyncio.Future[None]] = field(default_factory=list)
+    evaluations: dict[int, asyncio.Future[EvaluationEnd]] = field(default_factory=dict)
 
 
 class RolloutDriver:
@@ -108,15 +111,14 @@ class RolloutDriver:
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
         self._warned_full = False
         self._waiting = _Waiting()
-        self.engines_changed = asyncio.Event()
-        """Set when an engine may have room again, for evaluations that wait for one."""
         self._context = copy_context()
         self.worker_threads = WorkerThreads()
         self.calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self.spawn)
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
+        self._evaluation_numbers = itertools.count()
         self._exclusive = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
-        self._samples = SampleFunctions(
+        self.samples = SampleFunctions(
             self.core, functions, self.rollout, sampling, self.calls, self.post,
             vocab_size=min(e.capabilities.vocab_size for e in engines),
             allow_mismatch=allow_mismatch, detokenizer=detokenizer,
@@ -130,14 +132,14 @@ class RolloutDriver:
         )
         self._execute: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
-            do.StartSample: self._samples.start,
+            do.StartSample: self.samples.start,
             do.Submit: self.streams.submit,
             do.Abort: self.streams.abort,
-            do.CallCompleted: self._samples.call_completed,
-            do.ScoreSample: self._samples.score_sample,
-            do.ScoreGroup: self._samples.score_group,
-            do.JudgeGroup: self._samples.judge_group,
-            do.CancelSample: self._samples.cancel,
+            do.CallCompleted: self.samples.call_completed,
+            do.ScoreSample: self.samples.score_sample,
+            do.ScoreGroup: self.samples.score_group,
+            do.JudgeGroup: self.samples.judge_group,
+            do.CancelSample: self.samples.cancel,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
             do.Fence: self.streams.fence,
@@ -151,6 +153,8 @@ class RolloutDriver:
             do.Warn: self._warn,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
+            do.EvaluationDone: self._evaluation_ended,
+            do.EvaluationFailed: self._evaluation_ended,
             do.Paused: self._paused,
             do.Fail: self._fail,
         }
@@ -233,6 +237,22 @@ class RolloutDriver:
         """EngineError while the engines hold different weights, or such as nobody has told of."""
         if (why := self.core.updates.half_updated) is not None:
             raise EngineError(why)
+
+    def begin_evaluation(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
+    ) -> tuple[int, asyncio.Future[EvaluationEnd]]:
+        """Number and end of an evaluation that begins once training's requests have ended."""
+        self._raise_if_broken()
+        number = next(self._evaluation_numbers)
+        future = self._waiting.evaluations[number] = asyncio.get_running_loop().create_future()
+        plain = self.rollout is not self.functions.rollout  # a thread each is dear: no more than can generate
+        self.post(
+            ev.EvaluationRequested(
+                evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
+                functions_at_once=self.core.settings.max_in_flight if plain else None,
+            )
+        )  # fmt: skip
+        return number, future
 
     async def update_weights(
         self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None, trained: int | None = None
@@ -359,7 +379,7 @@ class RolloutDriver:
                 more = f", and {len(names) - 1} more" if names[1:] else ""
                 log.error("%s ignores its cancellation and is left behind%s", names[0], more)
         self.worker_threads.close()
-        self._samples.clear()
+        self.samples.clear()
         self.streams.clear()
         await self.engine_calls.close(self.core.settings.abort_deadline_s)
 
@@ -464,7 +484,6 @@ class RolloutDriver:
 
         def fired() -> None:
             self.post(ev.TimerFired(command.timer))
-            self.engines_changed.set()
 
         loop.call_later(command.seconds, fired)
 
@@ -472,7 +491,7 @@ class RolloutDriver:
 
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
-        self._samples.forget(sample.id for sample in batch.samples)
+        self.samples.forget(sample.id for sample in batch.samples)
         times = self._busy.step_ended(asyncio.get_running_loop().time())
         batch = replace(batch, metrics={**batch.metrics, **times})
         if self._source.first is not None and not self._ranks_told:
@@ -501,6 +520,11 @@ class RolloutDriver:
             if not future.done():
                 future.set_result(None)
 
+    def _evaluation_ended(self, command: EvaluationEnd) -> None:
+        future = self._waiting.evaluations.pop(command.evaluation)
+        if not future.done():
+            future.set_result(command)
+
     def _fail_batch(self, error: BaseException) -> None:
         future = self._waiting.batch
         if future is not None and not future.done():
@@ -510,7 +534,8 @@ class RolloutDriver:
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
         self.engine_calls.fail(error)
-        for future in self._waiting.paused:
+        futures: list[asyncio.Future[Any]] = [*self._waiting.paused, *self._waiting.evaluations.values()]
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
                 future.exception()

@@ -30,7 +30,7 @@ from april.driver.llm import (
     single_turn,
 )
 from april.driver.mistakes import Mistakes
-from april.driver.rewards import checked_reward, checked_rewards, checked_verdict, response_of
+from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import describe
 from april.errors import RolloutError
@@ -44,6 +44,10 @@ class UserFunctions:
     reward: Callable[..., Any] | None = None
     group_reward: Callable[..., Any] | None = None
     filter: Callable[..., Any] | None = None
+
+
+CLEAN_UP_S = 10.0
+"""How long the end of cancelled functions is waited for, where somebody waits."""
 
 
 @dataclass(slots=True)
@@ -96,6 +100,10 @@ class SampleFunctions:
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
         self._mistakes = Mistakes()
+        self.raised: dict[int, BaseException] = {}
+        """By evaluation: what its first function that failed has raised."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Cancelled functions of evaluations, which clean up."""
 
     def forget(self, samples: Iterable[SampleId]) -> None:
         """These samples are delivered."""
@@ -110,9 +118,10 @@ class SampleFunctions:
 
     def start(self, command: do.StartSample) -> None:
         """Run the rollout function of a sample; the default one needs no coroutine for its only call."""
-        sample = command.sample
+        sample, evaluation = command.sample, command.sample.evaluation
+        default = self._sampling if evaluation is None else evaluation.request.sampling
         if self._rollout is single_turn:
-            self._post(ev.CallMade(sample.id, self._sampling))
+            self._post(ev.CallMade(sample.id, default))
             return
         runner = self._runners[sample.id] = _Runner(sample)
         function: Call
@@ -122,7 +131,7 @@ class SampleFunctions:
                 raise RolloutError(AFTER_ITS_END)
             if runner.call is not None:
                 raise RolloutError(_ABANDONED)
-            if not self._allow_mismatch:
+            if not self._allow_mismatch and evaluation is None:
                 check_mismatch(sampling, self._sampling, self._any_temperature)
             longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample)
             can_stop = self._detokenizer is not None
@@ -142,16 +151,31 @@ class SampleFunctions:
             if error is None and runner.call is not None:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
-                self._mistakes.worked("rollout")
+                if evaluation is None:
+                    self._mistakes.worked("rollout")
                 self._post(ev.SampleReturned(sample.id))
+            elif evaluation is not None:
+                self._evaluation_failed(sample, "the rollout function", error)
             else:
                 mistake = self._mistakes.made("rollout", error, sample.id.group)
                 self._failures.warn(error, "rollout function failed for %s", sample.id, once=mistake.likely)
                 why = f"{describe(error)}; {_ABANDONED}" if abandoned else describe(error)
                 self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}", mistake.sure))
 
-        arguments = (sample.group.prompt.copy(), LLM(sample.id, self._sampling, generate))
-        function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.id, ended)
+        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate))
+        function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
+
+    def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
+        """Its evaluation ends by this."""
+        assert sample.evaluation is not None
+        self.raised.setdefault(sample.evaluation.request.evaluation, error)
+        why = str(error) if isinstance(error, RolloutError) else f"{what} raised {describe(error)}"
+        self._post(ev.SampleFailed(sample.id, why))
+
+    async def cleaned_up(self) -> None:
+        """Until the cancelled functions of evaluations have ended, for a while."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=CLEAN_UP_S)
 
     def call_completed(self, command: do.CallCompleted) -> None:
         """Wake the rollout function."""
@@ -173,6 +197,9 @@ class SampleFunctions:
             return
         if runner.function is not None:
             runner.function.cancel()
+            if runner.sample.evaluation is not None and (task := runner.function.task) is not None:
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
         if runner.call is not None:
             runner.call.cancel()  # it may be awaited by a task of the user's own
 
@@ -186,10 +213,18 @@ class SampleFunctions:
         """Ask for the rewards of a group."""
         self._score(command.group.samples)
 
+    def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
+        """What reward functions see of finished samples; ``judged``: with their rewards, as filters do."""
+        runners = [(s, self._runners.get(s.id)) for s in samples]
+        return [
+            response_of(s, None if r is None else r.output, self._detokenizer, s.reward if judged else None)
+            for s, r in runners
+        ]
+
     def _score(self, samples: list[Sample]) -> None:
         runners = [self._runners.setdefault(s.id, _Runner(s)) for s in samples]
-        first, prompt = samples[0].id, samples[0].group.prompt.copy()
-        responses = [response_of(r.sample, r.output, self._detokenizer) for r in runners]
+        first, group, prompt = samples[0].key, samples[0].id.group, samples[0].group.prompt.copy()
+        responses = self.responses(samples)
         in_groups = self._functions.group_reward is not None
         function = self._functions.group_reward if in_groups else self._functions.reward
         assert function is not None
@@ -198,15 +233,18 @@ class SampleFunctions:
             rewards: list[float] = []
             if error is None:
                 try:
-                    ids = [s.id for s in samples]
+                    ids = [s.key for s in samples]
                     rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # it would show april's own lines
             if error is None:
-                self._mistakes.worked("reward")
-                self._post(ev.Scored(first.group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
+                if samples[0].evaluation is None:
+                    self._mistakes.worked("reward")
+                self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
+            elif samples[0].evaluation is not None:
+                self._evaluation_failed(samples[0], "the reward function", error)
             else:
-                mistake = self._mistakes.made("reward", error, first.group)
+                mistake = self._mistakes.made("reward", error, group)
                 self._failures.warn(error, "reward failed for %s", first, once=mistake.likely)
                 self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}", mistake.sure))
 
@@ -218,11 +256,7 @@ class SampleFunctions:
         """Ask the filter about a scored group."""
         group, function = command.group, self._functions.filter
         assert function is not None
-        runners = [self._runners.get(s.id) for s in group.samples]
-        responses = [
-            response_of(s, None if r is None else r.output, self._detokenizer, s.reward)
-            for s, r in zip(group.samples, runners, strict=True)
-        ]
+        responses = self.responses(group.samples, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
             verdict, wrong, sure = False, None, False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from april.driver.evaluation import EVALUATION_MARK
+from april.core.attempt_book import EVALUATION_MARK
 from april.engines.protocol import Chunk, Float32, Int32, Request
 
 

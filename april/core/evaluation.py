@@ -1,0 +1,151 @@
+"""Evaluations: prompts that are answered under one policy version while training waits, and leave no trace in it.
+
+Their groups go through the queue, the attempts and the functions as those of training do. What differs is decided here:
+they have accounts of their own, a cut response begins again from its call with the same seed, and the first failure of
+a function, or an engine's failures in a row, end the whole evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from april.core.commands import EvaluationDone, EvaluationFailed
+from april.core.events import EvaluationCancelled, EvaluationRequested
+from april.core.ledger import Ledger
+from april.core.types import AttemptFailure, DropReason, GenerateCall, Group, Sample, SampleState
+from april.core.versions import PolicyVersion
+from april.errors import InvariantError
+
+if TYPE_CHECKING:
+    from april.core.context import CoreContext
+    from april.core.failures import Failures
+
+FIRST_GROUP = -(1 << 40)
+"""Number of the first group of the first evaluation: all of them are below those of training, and so go first."""
+
+
+@dataclass(slots=True, eq=False)
+class Evaluation:
+    """One evaluation. Its prompts are groups once it has begun."""
+
+    request: EvaluationRequested
+    version: PolicyVersion | None = None
+    """Under which it generates; None: it has not begun."""
+    groups: tuple[Group, ...] = ()
+    unfinished: int = 0
+    """Groups that are."""
+    functions: int = 0
+    """Rollout functions that run."""
+    in_flight: int = 0
+    """Attempts."""
+    trouble: tuple[str, AttemptFailure] | None = None
+    """What broke off its latest attempt that did."""
+    failure: tuple[str, AttemptFailure | None] | None = None
+    """Why it ends."""
+    tokens: Ledger = field(default_factory=Ledger)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def may_start(self, work: Sample | GenerateCall) -> bool:
+        """Whether one of its samples, or of their calls, may take a place."""
+        most = self.request.functions_at_once
+        return not isinstance(work, Sample) or most is None or self.functions < most
+
+    def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
+        """It ends with this error, if it is the first; ``sample``: whose function is to blame, or its prompt."""
+        if self.failure is None:
+            where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
+            self.failure = f"{where}{error}", kind
+
+
+class Evaluations:
+    """Begins and ends evaluations."""
+
+    def __init__(self, context: CoreContext, failures: Failures) -> None:
+        self._context = context
+        self._failures = failures
+        self._next_group = FIRST_GROUP
+
+    def requested(self, event: EvaluationRequested) -> None:
+        """It begins when no attempt of training is left, and no pause for new weights."""
+        if not event.prompts or event.evaluation in self._context.evaluations:
+            raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
+        self._context.evaluations[event.evaluation] = Evaluation(event)
+
+    def cancelled(self, event: EvaluationCancelled) -> None:
+        """It ends as if it had failed; one that has ended meanwhile is left alone."""
+        if evaluation := self._context.evaluations.get(event.evaluation):
+            evaluation.fail("it was cancelled")
+
+    @property
+    def running(self) -> Iterator[Evaluation]:
+        """Those that have begun."""
+        return (e for e in self._context.evaluations.values() if e.version is not None)
+
+    def no_engine(self) -> None:
+        """There is none for the requests that wait, and there has been none for too long, or none can come back."""
+        states = self._context.engines.states
+        ill = all(s.quarantined for s in states.values())
+        why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
+        for evaluation in self.running:
+            evaluation.fail(*(evaluation.trouble or (why, AttemptFailure.BROKE_OFF)))
+
+    @property
+    def hopeless(self) -> bool:
+        """No engine has the present weights, and none is probed, which might bring it back: no update comes first."""
+        version = self._context.clock.current
+        return not any(s.quarantined or version in s.loaded for s in self._context.engines.states.values())
+
+    def come_first(self, *, held: bool) -> bool:
+        """Whether an update waits for one: those that have begun, and without a pause (``held``) those that will."""
+        return any(e.version is not None or not held for e in self._context.evaluations.values())
+
+    def advance(self, *, may_begin: bool = False, half_updated: str | None = None) -> None:
+        """Begin what waits for that, end what is finished or has failed.
+
+        ``half_updated``: why nothing may be generated before another weight update.
+        """
+        context = self._context
+        for number, evaluation in list(context.evaluations.items()):
+            if half_updated is not None:
+                evaluation.fail(half_updated, AttemptFailure.WEIGHTS_WRITTEN)
+            if evaluation.version is None and evaluation.failure is None and may_begin:
+                self._begin(evaluation)
+            if evaluation.failure is not None:
+                self._give_up(evaluation)
+                if not evaluation.in_flight:
+                    del context.evaluations[number]
+                    context.out.append(EvaluationFailed(number, *evaluation.failure))
+            elif evaluation.version is not None and not evaluation.unfinished:
+                self._forget(evaluation)
+                del context.evaluations[number]
+                context.out.append(EvaluationDone(number, evaluation.groups))
+
+    def _begin(self, evaluation: Evaluation) -> None:
+        context, asked = self._context, evaluation.request
+        evaluation.version, evaluation.unfinished = context.clock.current, len(asked.prompts)
+        evaluation.groups = tuple(
+            Group(number, prompt, asked.n_samples, evaluation.version, evaluation)
+            for number, prompt in enumerate(asked.prompts, self._next_group)
+        )
+        self._next_group += len(asked.prompts)
+        for group in evaluation.groups:
+            context.evaluation_groups[group.id] = group
+            for sample in group.samples:
+                context.over_sampler.push(sample)
+            if (length := len(group.prompt.token_ids)) >= context.engines.max_context:
+                why = f"it has {length} tokens, which leaves no room for a response"
+                evaluation.fail(why, sample=group.samples[0])
+
+    def _give_up(self, evaluation: Evaluation) -> None:
+        """Once: its functions are cancelled, its requests ended."""
+        for sample in self._forget(evaluation):
+            self._failures.leave(sample, DropReason.FAILED)
+            self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
+
+    def _forget(self, evaluation: Evaluation) -> list[Sample]:
+        """Nothing is heard of its functions any more; the samples of which something was."""
+        groups = [self._context.evaluation_groups.pop(g.id, None) for g in evaluation.groups]
+        return [sample for group in groups if group is not None for sample in group.samples]
