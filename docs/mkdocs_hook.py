@@ -85,6 +85,7 @@ def indented(markdown: str) -> str:
     lines: list[str] = []
     inside: list[int] = []  # indentation of the contents of the items around this line
     fence = ""
+    loose = False  # the item before has an empty line in it
     for line in markdown.splitlines():
         depth = len(line) - len(line.lstrip(" "))
         item = None if fence else ITEM.match(line)
@@ -93,9 +94,11 @@ def indented(markdown: str) -> str:
                 inside.pop()
         levels = len([i for i in inside if i <= depth or fence])
         taken = min(depth, inside[levels - 1]) if levels else 0
-        if item and not levels and lines and lines[-1].strip() and not lines[-1].startswith(" ") and not inside:
+        continues = ITEM.match(lines[-1]) or lines[-1].startswith(" ") if lines else True
+        if item and not levels and lines[-1:] != [""] and (loose or not continues):
             lines.append("")
         lines.append("    " * levels + line[taken:] if line.strip() else "")
+        loose = not item and (loose or not line.strip())
         if item:
             inside.append(len(item[0]))
         if found := re.match(r"^ *(`{3,})", line):
