@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WeightsInUse,
         WireError,
     )
+    from april.record.file import RunRecord
     from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
     from april.torch_arrays import to_torch
@@ -72,6 +73,7 @@ _HOMES = {
         "WeightsInUse",
         "WireError",
     ),
+    "april.record.file": ("RunRecord",),
     "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),
     "april.torch_arrays": ("to_torch",),
@@ -82,7 +84,7 @@ __all__ = [
     "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
     "ConfigError", "DataExhausted", "DeliveredSample", "DropReason", "Engine", "EngineError", "EngineFinish",
     "EvaluationResult", "FinishReason", "Health", "InvariantError", "Ledger", "LogprobKind", "PolicyVersion",
-    "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "SampleId", "SamplingConfig",
+    "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
     "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
     "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
     "partial_rollout", "rewards_differ", "to_torch",

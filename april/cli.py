@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 import april
-from april.core.types import OnStale
-from april.errors import AprilError, ConfigError, RolloutError
+from april.core.types import OnStale, SampleId
+from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
 
 app = typer.Typer(
@@ -106,6 +108,34 @@ def doctor(
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(present(report, as_json))
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
+    story: Annotated[str | None, typer.Option(help="What happened to one sample, such as g3.s1.", metavar="ID")] = None,
+) -> None:
+    """Run a recorded run again, from its events alone: does april decide the same, and do its ledgers balance?
+
+    Exit code 0: it does. 1: it does not, or the file was changed. 2: the command line is wrong.
+    """
+    from april.record.replay import replay as run
+
+    console = Console(markup=False, highlight=False)
+    named = re.fullmatch(r"g(\d{1,18})\.s(\d{1,9})", story or "g0.s0")
+    if named is None:
+        raise typer.BadParameter(f"no sample is called {story!r}; the name of one is g3.s1: group 3, sample 1")
+    try:
+        done = run(path, whole_story=story is not None)
+    except RecordError as error:
+        console.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    table = Table(show_header=False, box=None)
+    for row in done.rows().items():
+        table.add_row(*row)
+    console.print(table)
+    if story is not None:
+        console.print(done.core.story(SampleId(int(named[1]), int(named[2]))), soft_wrap=True)
 
 
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"

@@ -11,6 +11,10 @@ class ConfigError(AprilError, ValueError):
     """The configuration is wrong; raised before anything starts."""
 
 
+class RecordError(AprilError, ValueError):
+    """A record of a run cannot be replayed, or not to the same decisions."""
+
+
 class EngineError(AprilError, RuntimeError):
     """An engine broke its contract or died; the tokens seen before it are kept."""
 

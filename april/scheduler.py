@@ -37,6 +37,7 @@ from april.driver.user_code import check_function, refuse_inside_user_code
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
+from april.record.file import RunRecord
 
 log = logging.getLogger("april")
 
@@ -71,6 +72,8 @@ class RolloutScheduler:
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
             ``response.text()`` need it, nothing else does.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
+        record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
+            name, or an :class:`april.RunRecord` with a size limit. See docs/record.md.
 
     Raises:
         ConfigError: before anything starts, if the arguments contradict each other or the engines.
@@ -91,6 +94,7 @@ class RolloutScheduler:
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
         check: bool = False,
+        record: str | os.PathLike[str] | RunRecord | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
@@ -136,6 +140,7 @@ class RolloutScheduler:
                     allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
                     draws_beside=self._thread.threads_wake_it,
+                    record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                 )
             )
         except BaseException:

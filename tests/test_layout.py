@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FLOORS = ("core", "config", "engines", "driver", "coordinator")
+FLOORS = ("core", "record", "config", "engines", "driver", "coordinator")
 """From the ground up; scheduler, simulate, demo, doctor and cli are above them all."""
 ABOVE = ("scheduler", "simulate", "demo", "doctor", "cli", "adapters", "testing")
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
@@ -47,7 +47,7 @@ def test_the_core_is_pure() -> None:
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
 def test_floors_import_only_what_is_below(floor: int) -> None:
-    """core < config < engines < driver < coordinator, sub-packages too; none knows what stands on them."""
+    """core < record < config < engines < driver < coordinator, sub-packages too; none knows what stands on them."""
     above = {f"april.{name}" for name in (*FLOORS[floor + 1 :], *ABOVE)}
     files = list((PACKAGE / FLOORS[floor]).rglob("*.py"))
     assert files

@@ -28,6 +28,7 @@ from april.driver.sample_functions import UserFunctions
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, synthetic_response
+from april.record.file import RunRecord
 from april.testing.virtual_clock import run_virtual
 
 VOCAB, EOS = 1000, 0
@@ -157,6 +158,7 @@ class Rollouts:
         stall_timeout_s: float | None = None,
         epochs: int | None = 1,
         check: bool = True,
+        record: RunRecord | None = None,
         **changes: Any,
     ) -> None:
         over = over or n
@@ -187,6 +189,7 @@ class Rollouts:
             function_timeout_s=function_timeout_s,
             stall_timeout_s=stall_timeout_s,
             check=check,
+            record=record,
         )
         self.core = self.driver.core
 

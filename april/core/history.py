@@ -13,9 +13,9 @@ HISTORY_EVENTS = 100_000
 class History:
     """Transitions as (event number, sample, what)."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = HISTORY_EVENTS) -> None:
         # flat, so that the garbage collector need not walk it
-        self._log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
+        self._log: deque[tuple[int, int, int, str]] = deque(maxlen=most)
 
     def note(self, event_number: int, sample: SampleId, what: str) -> None:
         """Remember one transition."""

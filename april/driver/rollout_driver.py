@@ -49,6 +49,8 @@ from april.errors import (
     SchedulerClosed,
 )
 from april.ranks import warn_of_equal_rollouts
+from april.record.file import RunRecord
+from april.record.recorder import Recorder
 
 log = logging.getLogger("april")
 
@@ -87,10 +89,13 @@ class RolloutDriver:
         stall_timeout_s: float | None = None,
         check: bool = False,
         draws_beside: bool = False,
+        record: RunRecord | None = None,
     ) -> None:
         self.engines = {e.name: e for e in engines}
         self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
+        self._recorder = None if record is None else Recorder(record, self.core, asyncio.get_running_loop().time)
+        self._handle = self.core.handle if self._recorder is None else self._recorder.handle
         self.sampling = sampling
         self.functions = functions
         self.detokenizer = detokenizer
@@ -331,6 +336,8 @@ class RolloutDriver:
                 def loaded() -> None:
                     self._source.take(way)
                     snapshot.restore(self.core, core)
+                    if self._recorder is not None:
+                        self._recorder.restored(core)
 
                 version = trial.clock.current
                 await self.engine_calls.update(transfer, loaded, path=path, version=version, restores=True)
@@ -382,6 +389,8 @@ class RolloutDriver:
         self.samples.clear()
         self.streams.clear()
         await self.engine_calls.close(self.core.settings.abort_deadline_s)
+        if self._recorder is not None:
+            self._recorder.close()
 
     def post(self, event: ev.Event) -> None:
         """Give one event to the core and do what it says."""
@@ -393,7 +402,7 @@ class RolloutDriver:
         self._draining = True
         try:
             while self._events:
-                for command in self.core.handle(self._events.popleft()):
+                for command in self._handle(self._events.popleft()):
                     self._execute[type(command)](command)
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted

@@ -1,0 +1,130 @@
+"""The recorder: between the driver and the core, it writes down each event, and a digest of what the core decided.
+
+A record is JSON lines: [time in s, what, its parts, digest of all decisions so far, check of all lines so far].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april import __version__
+from april.core import events as ev
+from april.core.commands import Command
+from april.core.state import RolloutCore
+from april.record.file import RecordFile, RunRecord
+from april.record.plain import bare, plain, what_raised
+
+log = logging.getLogger("april")
+
+FORMAT = 1
+"""Of records; grows when an older april could not replay them."""
+HEAD, STATE, OVER, CLOSED = "Record", "State", "Over", "Closed"
+"""Lines that are no events."""
+
+
+class Decisions:
+    """A digest of what the core decided; texts do not count."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, commands: Iterable[Command]) -> None:
+        """Decided now."""
+        for command in commands:
+            self._hash.update(repr((type(command).__name__, plain(command))).encode())
+
+    def broke(self, error: BaseException) -> None:
+        """An event was not taken."""
+        self._hash.update(type(error).__name__.encode())
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits."""
+        return self._hash.hexdigest()
+
+
+class Recorder:
+    """Records the events of one core; ``now`` is the loop's clock. Raises ConfigError if there can be no file."""
+
+    def __init__(self, record: RunRecord, core: RolloutCore, now: Callable[[], float]) -> None:
+        self._core, self._now, self._began = core, now, now()
+        self._text: Callable[[str], str] = str if record.messages else what_raised
+        self._decisions = Decisions()
+        self._file = RecordFile(Path(record.path), record.limit_mib << 20)
+        head = {
+            "format": FORMAT,
+            "april": __version__,
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": plain(core.settings),
+            "engines": [plain(state.limits) for state in core.engines.states.values()],
+        }
+        self._add(HEAD, lambda: head)
+
+    def handle(self, event: ev.Event) -> list[Command]:
+        """As the core's."""
+        if self._file.over:
+            return self._core.handle(event)
+        before: Any = None  # which ends the record below
+        with suppress(Exception):
+            before = self._compared(event)
+        commands: list[Command] = []
+        try:
+            commands = self._core.handle(event)
+            return commands
+        except BaseException as error:
+            self._decisions.broke(error)
+            raise
+        finally:
+            self._add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
+
+    def restored(self, state: Any) -> None:
+        """The core goes on from this snapshot."""
+        self._add(STATE, lambda: bare(state))
+
+    def close(self) -> None:
+        """The run is over."""
+        self._add(CLOSED, dict)
+        self._file.close()
+
+    def _compared(self, event: ev.Event) -> dict[str, Any]:
+        """What the core will find when it compares the tokens of a call with those that the sample has now."""
+        if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
+            return {}
+        sample = group.samples[event.sample.index]
+        parts: dict[str, Any] = {}
+        if event.token_ids is not None:
+            have = np.concatenate((group.prompt.token_ids, sample.tape.tokens))
+            both = min(len(have), len(event.token_ids))
+            differ = np.flatnonzero(have[:both] != event.token_ids[:both])
+            parts["token_ids"] = plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
+        if sample.replay is not None and len(sample.tape):
+            eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
+            parts["ends"] = int(sample.tape.tokens[-1]) in eos
+        return parts
+
+    def _add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
+        """A line; what cannot be written ends the record and not the run."""
+        if self._file.over:
+            return
+        try:
+            self._decisions.add(commands)
+            why = self._file.add(self._line(what, parts()))
+        except Exception as error:
+            why = f"{what} could not be written down ({type(error).__name__})"
+        if why:
+            self._file.over = True
+            log.warning("the record %s ends here, the run goes on: %s", self._file.path, why)
+            self._file.put(self._line(OVER, {"why": why}))
+
+    def _line(self, what: str, parts: Any) -> bytes:
+        line = [round(self._now() - self._began, 6), what, parts, self._decisions.digest]
+        return json.dumps(line, separators=(",", ":"))[:-1].encode()

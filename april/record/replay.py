@@ -1,0 +1,165 @@
+"""Replay: the events of a record go through the core again, which must decide as it did in the run."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from april import __version__
+from april.core import events as ev
+from april.core import snapshot
+from april.core.commands import Command
+from april.core.history import History
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.errors import CheckpointError, InvariantError, RecordError
+from april.record.plain import back, filled
+from april.record.recorder import CLOSED, FORMAT, HEAD, OVER, STATE, Decisions
+
+Watch = Callable[[float, ev.Event, list[Command]], object]
+END = 1
+"""The token that ends responses in a replay; all others are 0."""
+CHECKED = 256
+"""Samples that a check after every event may cost; where more are held, it comes after every so many events."""
+_EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(ev.Event)}
+_WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+"""What is raised for a line that cannot be."""
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """What was run again."""
+
+    head: dict[str, Any]
+    core: RolloutCore
+    decisions: Decisions = field(default_factory=Decisions)
+    events: Counter[str] = field(default_factory=Counter)
+    checks: int = 0
+    unchecked: int = 0
+    seconds: float = 0.0
+    end: str = "in the middle: the process was killed, or still runs"
+    """How the record ends."""
+
+    def rows(self) -> dict[str, str]:
+        """The run in a few lines."""
+        count, core = sum(self.events.values()), self.core
+        ledgers = {"tokens": core.tokens.as_dict(), "prompts": core.prompts.as_dict()}
+        return {
+            "recorded": f"{self.head['began']}, april {self.head['april']}, {self.seconds:.1f} s",
+            "events": f"{count}, all decided as in the run; ledgers and indices checked {self.checks} times",
+            "steps": f"{self.events['StepRequested']} asked for, {core.context.batches} batches delivered",
+            "version": str(core.clock.current),
+            **{name: ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in ledgers.items()},
+            "digest": self.decisions.digest,
+            "ends": self.end,
+        }
+
+
+def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None) -> Replay:
+    """Run a record through the core, whose ledgers and indices are checked on the way.
+
+    Args:
+        path: of the file.
+        whole_story: remember what happened to every sample, not only the latest of it.
+        watch: called with the time (s) of each event, the event and what the core decided.
+
+    Raises:
+        RecordError: the file is none of april's, was changed, or the core decides otherwise than in the run; it names
+            the line.
+    """
+    lines = _lines(path)
+    _, _, _, head, _ = next(lines)
+    if head.get("format") != FORMAT:
+        by = f"april {head.get('april')} has written it in format {head.get('format')}"
+        raise RecordError(f"{path} cannot be replayed: {by}, this april reads format {FORMAT}")
+    try:
+        engines = [replace(back(parts, EngineLimits), eos_token_ids=(END,)) for parts in head["engines"]]
+        run = Replay(head=head, core=RolloutCore(back(head["settings"], CoreSettings), engines))
+    except _WRONG as error:
+        raise RecordError(f"line 1 of {path}: {error}") from None
+    if whole_story:
+        run.core.context.history = History(None)
+    for number, time_s, what, parts, digest in lines:
+        if what == OVER:
+            run.end = f"the run went on, its record did not: {parts['why']}"
+            break
+        where, broke = f"line {number} of {path} ({what}, at {time_s:g} s)", ""
+        try:
+            _run(run, time_s, what, parts, watch)
+        except InvariantError as error:
+            run.decisions.broke(error)
+            broke = str(error)
+        except (*_WRONG, CheckpointError) as error:
+            raise RecordError(f"{where} cannot be: {type(error).__name__}: {error}") from None
+        run.seconds = time_s
+        if run.decisions.digest != digest:
+            why = broke or "the core decides otherwise than it did in the run"
+            raise RecordError(f"{where}: {why} (recorded by april {head['april']}, replayed by {__version__})")
+        if broke:
+            run.end = f"the run broke in line {number}: {broke}"
+            break
+    return run
+
+
+def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None) -> None:
+    core = run.core
+    if what == CLOSED:
+        core.validate()
+        run.end = "the run was closed"
+        return
+    if what == STATE:
+        snapshot.restore(core, filled(parts))
+        return
+    run.events[what] += 1
+    ends = parts.pop("ends", False)
+    event = back(parts, _EVENTS[what])
+    tokens = np.zeros(1, np.int32)
+    if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
+        attempt = core.context.attempts.get(event.attempt_id)
+        for version, count in event.counts.spans if attempt is not None else ():
+            attempt.tape.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
+    elif isinstance(event, ev.CallMade) and ends and (group := core.context.group(event.sample.group)) is not None:
+        tokens = group.samples[event.sample.index].tape.tokens
+    tokens[-1] = END  # for as long as the core looks: calls are compared with zeros
+    commands = core.handle(event)
+    tokens[-1] = 0
+    run.unchecked += 1
+    if run.unchecked * CHECKED >= len(core.buffer) * core.settings.n_samples_per_prompt:
+        core.validate()
+        run.checks, run.unchecked = run.checks + 1, 0
+    run.decisions.add(commands)
+    if watch is not None:
+        watch(time_s, event, commands)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, float, str, Any, str]]:
+    """Every whole line, checked: number, time (s), what, its parts, digest. The last one may have been cut off."""
+    check = number = 0
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                if number and not raw.endswith(b"\n"):
+                    return
+                body, _, end = raw.rpartition(b',"')
+                check = zlib.crc32(body, check)
+                try:
+                    time_s, what, parts, digest = json.loads(body + b"]")
+                    if end != b'%08x"]\n' % check or not isinstance(parts, dict) or (what == HEAD) is not (number == 0):
+                        raise ValueError
+                except (ValueError, TypeError, RecursionError):
+                    if number == 0:
+                        break
+                    raise RecordError(f"line {number + 1} of {path} is damaged, or was changed") from None
+                number += 1
+                yield number, time_s, what, parts, digest
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    if number == 0:
+        raise RecordError(f"{path} is no record of april's")

@@ -1,0 +1,565 @@
+"""Records of runs: every run is decided again from its events alone, and what was changed in between is found."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import types
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+from saved_rollouts import new
+from saved_rollouts import plain as saved
+from typer.testing import CliRunner
+from virtual_rollouts import EOS, RecordingEngine, Rollouts, table, virtual
+
+import april
+from april.cli import app
+from april.core import events as ev
+from april.core.types import Prompt, SampleId
+from april.driver.evaluation import Evaluator
+from april.driver.llm import LLM
+from april.engines.protocol import Chunk, Request
+from april.errors import ConfigError, InvariantError, RecordError, RolloutError
+from april.record import file as record_file
+from april.record.file import RecordFile, RunRecord
+from april.record.plain import NAMES, back, plain, what_raised
+from april.record.replay import replay
+
+SECRET = "sk-the prompt of a customer"  # noqa: S105
+
+
+async def reward(prompt: Prompt, response: Any) -> float:
+    """Some fail; what they raise quotes the prompt."""
+    if response.tokens[0] % 23 == 0:
+        raise ValueError(f"no verdict about {prompt.data['text']}")
+    return float(response.tokens[0] % 2)
+
+
+async def two_turns(prompt: Prompt, llm: LLM) -> None:
+    """A call, a tool's answer, a call."""
+    done = await llm.generate(max_tokens=12)
+    await asyncio.sleep(1.5)
+    await llm.generate([*done.conversation.tolist(), 950, 951], max_tokens=30)
+
+
+async def keep(prompt: Prompt, responses: Sequence[Any]) -> bool:
+    """Dynamic sampling."""
+    return len({r.reward for r in responses}) > 1
+
+
+def prompts() -> list[Prompt]:
+    """With data that is nobody's business."""
+    return [Prompt(np.array([i % 900 + 1, 7, 7], np.int32), {"text": f"{SECRET} {i}"}) for i in range(400)]
+
+
+def faulty(seed: int) -> type[RecordingEngine]:
+    """An engine that breaks off, and that ignores some aborts for ever."""
+    rng = np.random.default_rng(seed)
+
+    class Faulty(RecordingEngine):
+        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+            if rng.random() < 0.03:
+                raise ConnectionError(f"reset by {SECRET}")
+            return chunk
+
+        async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+            if rng.random() < 0.4:
+                await super().abort(attempt_ids)
+
+    return Faulty
+
+
+async def eventful(path: Path, seed: int = 0, steps: int = 4, **changes: Any) -> Rollouts:
+    """Faults, filter, functions, evaluation and weight updates, closed at the end."""
+    lengths = table({(g, i): (g * 7 + i * 13) % 40 + 1 for g in range(400) for i in range(2)})
+    engines = [faulty(seed + i)(lengths, f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
+    options: dict[str, Any] = {"samples": 2, "over": 4, "filter": keep, "max_response_len": 50, "reward": reward}
+    options |= {"rollout": two_turns, "engines": engines, "prompts": prompts(), "abort_deadline_s": 3.0}
+    rollouts = Rollouts(lengths, n=2, record=RunRecord(path), **(options | changes))
+    for step in range(steps):
+        await rollouts.driver.next_batch()
+        await rollouts.driver.update_weights()
+        if step == 1:
+            with suppress(RolloutError):
+                await Evaluator(rollouts.driver).evaluate(prompts()[:2], 1, rollouts.driver.sampling, 0)
+    await rollouts.close()
+    return rollouts
+
+
+def record(path: Path, **options: Any) -> Rollouts:
+    """A recorded run."""
+    kept = []
+
+    async def program() -> None:
+        kept.append(await eventful(path, **options))
+
+    virtual(program)
+    return kept[0]
+
+
+def lines_of(path: Path) -> list[list[Any]]:
+    """The lines without their checks."""
+    return [json.loads(line)[:-1] for line in path.read_bytes().splitlines()]
+
+
+def written(path: Path, lines: Sequence[Any]) -> Path:
+    """Lines with checks that fit."""
+    check, out = 0, []
+    for line in lines:
+        body = json.dumps(line, separators=(",", ":"))[:-1].encode()
+        check = zlib.crc32(body, check)
+        out.append(b'%b,"%08x"]\n' % (body, check))
+    path.write_bytes(b"".join(out))
+    return path
+
+
+# ---------------------------------------------------------------- the same decisions
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_an_eventful_run_is_decided_again_from_its_events(tmp_path: Path, seed: int) -> None:
+    """Same commands, ledgers, counters and stories, with breaks, fences, filters, tools, an evaluation and updates."""
+    path = tmp_path / "run.jsonl"
+    rollouts = record(path, seed=seed)
+    times: list[float] = []
+    run = replay(path, watch=lambda at, event, commands: times.append(at))
+
+    assert run.end == "the run was closed"
+    assert run.core.tokens == rollouts.core.tokens
+    assert run.core.prompts == rollouts.core.prompts
+    assert run.core.counters == rollouts.core.counters
+    assert run.core.clock.current == (0, 4)
+    assert run.core.story(SampleId(1, 0)).splitlines()[:2] == rollouts.core.story(SampleId(1, 0)).splitlines()[:2]
+    assert times == sorted(times)
+    assert 0 < times[-1] <= run.seconds
+    assert run.core.counters["failed_attempts"] > 0 < run.core.counters["fenced_attempts"]
+    assert run.events["AttemptEnded"] > 20 < run.events["CallMade"]
+
+
+@pytest.mark.parametrize("at", [0.0, 9.5, 20.0])
+@pytest.mark.parametrize("stops", [(), (11,)])
+def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: float, stops: tuple[int, ...]) -> None:
+    """The record has the state without its texts; calls are answered from it, and one may stand at its last token."""
+    path = tmp_path / "run.jsonl"
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        done = await llm.generate(max_tokens=9, stop_token_ids=stops)
+        await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=stops)
+
+    async def program() -> None:
+        old = new(rollout=rollout)
+        await old.driver.next_batch()
+        await old.driver.update_weights()
+        waiter = asyncio.create_task(old.driver.next_batch())
+        await asyncio.sleep(at)
+        state = saved(old.driver.state_dict(None))
+        await waiter
+        await old.close()
+        again = new(rollout=rollout, record=RunRecord(path))
+        await again.driver.load_state_dict(state)
+        for _ in range(3):
+            await again.driver.next_batch()
+            await again.driver.update_weights()
+        await again.close()
+        run = replay(path)
+        assert run.core.tokens == again.core.tokens
+        assert run.core.clock.current == again.core.clock.current == (1, 4)
+
+    virtual(program)
+    assert [line[1] for line in lines_of(path)].count("State") == 1
+
+
+def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Path) -> None:
+    """Saved between its last token and the end of its attempt: the record says that it ends, not with which token."""
+    path = tmp_path / "run.jsonl"
+
+    class Holds(RecordingEngine):
+        """Its last chunk comes long before its end."""
+
+        async def generate(self, request: Request) -> Any:
+            async for chunk in super().generate(request):
+                yield Chunk(chunk.tokens, chunk.logprobs, chunk.version)
+                last = chunk
+            await asyncio.sleep(50)
+            yield Chunk(last.tokens[:0], last.logprobs[:0], last.version, last.finish)
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(stop_token_ids=(EOS,))
+
+    async def program() -> None:
+        lengths = table({}, 7)
+        old = Rollouts(lengths, n=1, engines=[Holds(lengths)], rollout=rollout)
+        waiter = asyncio.create_task(old.driver.next_batch())
+        await asyncio.sleep(20)
+        state = saved(old.driver.state_dict(None))
+        await waiter
+        await old.close()
+        again = Rollouts(lengths, n=1, rollout=rollout, record=RunRecord(path))
+        await again.driver.load_state_dict(state)
+        batch = await again.driver.next_batch()
+        assert [s.attempts for s in batch.samples] == [1]
+        await again.close()
+
+    virtual(program)
+    assert replay(path).core.context.batches == 1
+    assert [line[2]["ends"] for line in lines_of(path) if line[1] == "CallMade"] == [True]
+
+
+def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tmp_path: Path) -> None:
+    """The record has where its conversation differs, not how; its sample begins again in both."""
+    path, begun = tmp_path / "run.jsonl", 0
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        nonlocal begun
+        begun += llm.sample_id == (1, 0)
+        other = begun == 2 and llm.sample_id == (1, 0)
+        done = await llm.generate(max_tokens=6)
+        await llm.generate([*done.conversation.tolist(), 951 if other else 950])
+
+    async def program() -> None:
+        run = new(rollout=rollout, lengths=table({}, 30))
+        waiter = asyncio.create_task(run.driver.next_batch())
+        await asyncio.sleep(20.0)
+        state = saved(run.driver.state_dict(None))
+        await waiter
+        await run.close()
+        run = new(rollout=rollout, lengths=table({}, 30), record=RunRecord(path))
+        await run.driver.load_state_dict(state)
+        await run.driver.next_batch()
+        await run.close()
+        again = replay(path).core
+        assert again.tokens == run.core.tokens
+        assert again.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
+
+    virtual(program)
+    differing = [line[2]["token_ids"] for line in lines_of(path) if "differs_at" in (line[2].get("token_ids") or {})]
+    assert differing == [{"length": 10, "differs_at": 9}]
+
+
+def test_what_breaks_the_core_is_in_the_record(tmp_path: Path) -> None:
+    """The event that cannot be is the last line, and breaks the replay in the same way."""
+    path = tmp_path / "run.jsonl"
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
+        await rollouts.driver.next_batch()
+        rollouts.driver.post(ev.BatchCommitted(7))
+        await rollouts.driver.close()
+
+    virtual(program)
+    run = replay(path)
+    assert run.end.startswith("the run broke in line")
+    assert "batch 7 was committed twice, or never delivered" in run.end
+    with pytest.raises(InvariantError):
+        run.core.handle(ev.BatchCommitted(7))
+
+
+# ---------------------------------------------------------------- files that are not what was written
+
+
+def test_a_torn_last_line_is_no_error(tmp_path: Path) -> None:
+    """A process that is killed while it writes leaves half a line; all before it counts."""
+    path = tmp_path / "run.jsonl"
+    record(path)
+    data = path.read_bytes()
+    for cut in (1, 40, len(data) // 2, len(data) - data.index(b"\n") - 1):
+        path.write_bytes(data[:-cut])
+        assert replay(path).end.startswith("in the middle: ")
+
+
+def test_a_change_is_found_in_its_line(tmp_path: Path) -> None:
+    """One that was made to the text, one to a decision with checks that fit, and a line that cannot be."""
+    path = tmp_path / "run.jsonl"
+    record(path)
+    data, lines = path.read_bytes(), lines_of(path)
+    number = next(i for i, line in enumerate(lines, 1) if line[1] == "CallMade")
+    text = data.splitlines(keepends=True)
+    path.write_bytes(b"".join([*text[: number - 1], text[number - 1].replace(b"]", b" ]", 1), *text[number:]]))
+    with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
+        replay(path)
+    path.write_bytes(b"".join([*text[: number - 1], *text[number:]]))
+    with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
+        replay(path)
+    at = next(i for i, line in enumerate(lines, 1) if line[1] == "StepRequested")
+    with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* otherwise .*{april.__version__}"):
+        replay(written(path, [*lines[: at - 1], [*lines[at - 1][:3], "0" * 16], *lines[at:]]))
+    lines[number - 1][2]["sampling"]["max_tokens"] -= 1
+    with pytest.raises(RecordError, match=rf"line {number} of .*\(CallMade, at 0 s\): the core decides otherwise than"):
+        replay(written(path, lines))
+    lines[number - 1][1] = "AttemptForgotten"
+    with pytest.raises(RecordError, match=f"line {number} of .* cannot be: KeyError"):
+        replay(written(path, lines))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is no record of april's"),
+        (b'{"lengths": [1, 2]}\n', "is no record of april's"),
+        (b"\x89PNG\r\n\x1a\n" * 9, "is no record of april's"),
+        (b"[" * 100_000 + b"\n", "is no record of april's"),
+        (b'[0.0,"StepRequested",{},"","00000000"]\n', "is no record of april's"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    """In one sentence."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=sentence):
+        replay(path)
+
+
+def test_a_record_of_a_newer_april_is_refused(tmp_path: Path) -> None:
+    """It says who has written it; so does a record without settings, or none at all."""
+    path = tmp_path / "run.jsonl"
+    record(path, steps=1)
+    lines = lines_of(path)
+    lines[0][2] |= {"format": 2, "april": "9.0"}
+    with pytest.raises(RecordError, match=r"april 9\.0 has written it in format 2, this april reads format 1"):
+        replay(written(path, lines))
+    lines[0][2] |= {"format": 1, "settings": {}}
+    with pytest.raises(RecordError, match=r"line 1 of .*: Object missing required field `rollout_batch_size`"):
+        replay(written(path, lines))
+    with pytest.raises(RecordError, match="cannot be read: No such file or directory"):
+        replay(tmp_path / "nothing")
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path) -> None:
+    """Neither prompts nor tokens nor what errors quote; readable by its owner only; an older record is kept."""
+    path = tmp_path / "run.jsonl"
+    path.write_text("an older one")
+    rollouts = record(path)
+    data = path.read_text()
+    assert SECRET not in data
+    assert "verdict" not in data
+    assert data.count('"ValueError"') == rollouts.core.counters["failed_samples"] > 0
+    assert '"ConnectionError"' in data
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "run.jsonl.1").read_text() == "an older one"
+    assert "eos_token_ids" not in data
+    assert not {part for line in lines_of(path) for part in line[2]} & {"tokens", "logprobs", "data"}
+
+
+def test_messages_of_errors_are_recorded_where_that_is_wanted(tmp_path: Path) -> None:
+    """They may quote prompts, so it is said explicitly; decisions do not depend on it."""
+    path = tmp_path / "run.jsonl"
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
+        await rollouts.driver.next_batch()
+        rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
+        rollouts.driver.post(ev.AttemptFailed("unknown", f"what {SECRET} said"))
+        await rollouts.close()
+
+    virtual(program)
+    assert SECRET in path.read_text()
+    assert replay(path).events["AttemptFailed"] == 1
+
+
+def test_a_record_at_its_limit_ends_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so once, in the log and in the file, which is no larger than the limit and can be replayed."""
+    path, limit = tmp_path / "run.jsonl", 20_000
+    monkeypatch.setattr("april.record.recorder.RecordFile", lambda path, _: RecordFile(path, limit))
+    with caplog.at_level(logging.WARNING, "april"):
+        rollouts = record(path, steps=6)
+    assert rollouts.core.context.batches == 6
+    assert limit - 1000 < path.stat().st_size <= limit
+    assert [r.message for r in caplog.records if "record" in r.message] == [
+        f"the record {path} ends here, the run goes on: it has reached its limit of 0 MiB"
+    ]
+    assert replay(path).end == "the run went on, its record did not: it has reached its limit of 0 MiB"
+
+
+@pytest.mark.parametrize("how", ["full", "slow"])
+def test_a_disk_that_is_full_or_slow_ends_the_record_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """One warning; what was written before can be replayed."""
+    path, real = tmp_path / "run.jsonl", os.write
+
+    def write(file: int, data: bytes) -> int:
+        if os.fstat(file).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data[:5000])
+
+    if how == "full":
+        monkeypatch.setattr(record_file.os, "write", write)
+    else:
+        monkeypatch.setattr(record_file, "MOST_WAITING", 5000)
+        monkeypatch.setattr(record_file, "WRITE_EVERY_S", 60.0)
+    with caplog.at_level(logging.WARNING, "april"):
+        rollouts = record(path)
+    assert rollouts.core.context.batches == 4
+    why = {"full": "No space left on device", "slow": "the disk does not keep up"}[how]
+    assert [r.message for r in caplog.records if "record" in r.message] == [
+        f"the record {path} ends here, the run goes on: {why}"
+    ]
+    assert sum(replay(path).events.values()) > 10
+
+
+def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A number that JSON does not have, out of a user's hands."""
+    path = tmp_path / "run.jsonl"
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
+        await rollouts.driver.next_batch()
+        rollouts.driver.post(ev.Scored(99, [(0, 1j)]))  # type: ignore[list-item]
+        await rollouts.step()
+        await rollouts.close()
+
+    virtual(program)
+    assert "Scored could not be written down (TypeError)" in caplog.text
+    assert replay(path).end.endswith("Scored could not be written down (TypeError)")
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """So is a limit that is none."""
+    config = april.Config(rollout_batch_size=1, max_response_len=5)
+    for wrong, sentence in [
+        (tmp_path / "no" / "run.jsonl", "cannot be written: No such file or directory"),
+        (7, "record must be the name of a file or an april.RunRecord, got 7"),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            april.RolloutScheduler(
+                config, prompts=[[5]], reward=None, engines=[RecordingEngine(table({}))], record=wrong  # type: ignore[arg-type]
+            )
+    with pytest.raises(ConfigError, match="limit_mib must be a whole number of at least 1, got 0"):
+        RunRecord("run.jsonl", 0)
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from april.record import file
+file.WRITE_EVERY_S = 0.001
+from test_record import eventful
+from virtual_rollouts import virtual
+async def program():
+    path = Path(sys.argv[1])
+    await eventful(path, steps=2)
+    again = asyncio.create_task(eventful(path, steps=400))
+    while path.stat().st_size < 50_000:
+        await asyncio.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+virtual(program)
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_record_up_to_there(tmp_path: Path) -> None:
+    """And the record of the process before it."""
+    path = tmp_path / "run.jsonl"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = replay(path)
+    assert run.end.startswith("in the middle: ")
+    assert run.core.context.batches > 2
+    assert replay(tmp_path / "run.jsonl.1").end == "the run was closed"
+
+
+# ---------------------------------------------------------------- events of every kind
+
+
+def example(kind: Any, name: str = "") -> Any:
+    """A value of this type, with text that must not get into a record."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is str:
+        return "e0" if name in NAMES else f"ValueError: {SECRET}"
+    if kind in (int, float, bool):
+        return {int: 7, float: 0.5, bool: True}[kind]
+    if origin in (Union, types.UnionType):
+        return example(inner[0], name)
+    if origin is np.ndarray:
+        return np.array([4, 5, 6], np.int32)
+    if origin is tuple:
+        return tuple(example(part, name) for part in inner if part is not Ellipsis)
+    if origin is not None and issubclass(origin, Mapping):
+        return {example(inner[0], name): example(inner[1], name)}
+    if origin is not None:
+        return [example(inner[0], name)]
+    if issubclass(kind, Enum):
+        return next(iter(kind))
+    if issubclass(kind, tuple):
+        return kind(*(example(part, field) for field, part in get_type_hints(kind).items()))
+    assert is_dataclass(kind), kind
+    hints = get_type_hints(kind)
+    left_out = ("data",)
+    return kind(**{f.name: example(hints[f.name], f.name) for f in fields(kind) if f.name not in left_out})
+
+
+@pytest.mark.parametrize("kind", get_args(ev.Event), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("text", [what_raised, lambda text: text])
+def test_every_event_goes_into_a_record_and_back(kind: type[Any], text: Callable[[str], str]) -> None:
+    """All its numbers, states and names, no text and no token; a new kind of event needs nothing for that."""
+    event = example(kind)
+    parts = json.loads(json.dumps(plain(event, text)))
+    again = back(parts, kind)
+    assert type(again) is kind
+    assert plain(again, text) == parts
+    assert set(parts) <= {f.name for f in fields(kind)}
+    assert json.dumps(parts).count('"e0"') == repr(event).count("'e0'")  # names are kept
+    if text is what_raised:
+        assert SECRET not in json.dumps(parts)
+
+
+def test_what_a_message_of_an_error_leaves_behind() -> None:
+    """The name of the exception, if it has one."""
+    assert what_raised("engine http://10.0.0.1:8000: TimeoutError: no answer") == "TimeoutError"
+    assert what_raised("ValueError: a secret") == "ValueError"
+    assert what_raised("the reward is nan") == what_raised(f"{SECRET}Error") == "(left out)"
+    assert what_raised("") == ""
+
+
+# ---------------------------------------------------------------- the command
+
+
+def april_replay(*arguments: str) -> Any:
+    """The command."""
+    return CliRunner().invoke(app, ["replay", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+def test_the_command_prints_the_run_and_a_sample(tmp_path: Path) -> None:
+    """Steps, versions, ledgers, digest; with --story what happened to one sample."""
+    path = tmp_path / "run.jsonl"
+    rollouts = record(path)
+    result = april_replay(str(path), "--story", "g1.s0")
+    assert result.exit_code == 0, result.output
+    for part in ("4 asked for, 4 batches delivered", "0.4", f"observed {rollouts.core.tokens.observed}", "digest"):
+        assert part in result.output
+    assert "story of g1.s0:\n  event " in result.output
+    assert "the run was closed" in result.output
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    """In one sentence, exit code 1."""
+    path = tmp_path / "run.jsonl"
+    record(path, steps=1)
+    result = april_replay(str(path), "--story", "three")
+    assert result.exit_code == 2
+    assert "no sample is called 'three'; the name of one is g3.s1: group 3, sample 1" in result.output
+    path.write_bytes(path.read_bytes().replace(b"AttemptEnded", b"AttemptEnted", 1))
+    result = april_replay(str(path))
+    assert result.exit_code == 1
+    assert "is damaged, or was changed" in result.output
