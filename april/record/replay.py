@@ -19,6 +19,7 @@ from april.core.commands import Command
 from april.core.history import History
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
+from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
 from april.record.plain import back, filled
 from april.record.recorder import CLOSED, FORMAT, HEAD, OVER, STATE, Decisions
@@ -123,8 +124,9 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     tokens = np.zeros(1, np.int32)
     if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
         attempt = core.context.attempts.get(event.attempt_id)
-        for version, count in event.counts.spans if attempt is not None else ():
-            attempt.tape.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
+        tape = AttemptTape() if attempt is None else attempt.tape
+        for version, count in event.counts.spans:
+            tape.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
     elif isinstance(event, ev.CallMade) and ends and (group := core.context.group(event.sample.group)) is not None:
         tokens = group.samples[event.sample.index].tape.tokens
     tokens[-1] = END  # for as long as the core looks: calls are compared with zeros
