@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
+from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -72,31 +72,27 @@ class CoreMachine:
         self.errors: list[str] = []
         self.ended = False
         self.generated = 0
-        self._events: deque[ev.Event] = deque()
+        self._pump = EventPump(self.core, dict.fromkeys(get_args(do.Command), self._execute))
 
     def post(self, event: ev.Event) -> list[do.Command]:
         """One event and everything that follows from it at once; returns the commands."""
-        self._events.append(event)
-        seen: list[do.Command] = []
-        while self._events:
-            for command in self.core.handle(self._events.popleft()):
-                seen.append(command)
-                self._execute(command)
-        self.commands += seen
-        return seen
+        before = len(self.commands)
+        self._pump.post(event)
+        return self.commands[before:]
 
     def _execute(self, command: do.Command) -> None:
+        self.commands.append(command)
         match command:
             case do.DrawPrompts(count):
                 if self.prompts_left is not None:
                     count = min(count, self.prompts_left)
                     self.prompts_left -= count
                 exhausted = self.prompts_left == 0
-                self._events.append(ev.PromptsDrawn([Prompt(np.array([5, 6], np.int32))] * count, exhausted))
+                self._pump.post(ev.PromptsDrawn([Prompt(np.array([5, 6], np.int32))] * count, exhausted))
             case do.StartSample(sample):
                 self.to_call.append(sample.id)
                 if self.auto_call:
-                    self._events.append(ev.CallMade(self.to_call.pop(), self.sampling))
+                    self._pump.post(ev.CallMade(self.to_call.pop(), self.sampling))
             case do.Submit(attempt):
                 assert attempt.id not in self.in_flight
                 self.in_flight[attempt.id] = attempt
@@ -106,16 +102,16 @@ class CoreMachine:
                 for attempt_id in attempt_ids:
                     self.abort_asked.discard(attempt_id)
                     attempt = self.in_flight.pop(attempt_id)
-                    self._events.append(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
+                    self._pump.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
             case do.CallCompleted(call):
-                self._events.append(ev.SampleReturned(call.sample.id))
+                self._pump.post(ev.SampleReturned(call.sample.id))
             case do.ScoreSample(sample):
                 self.to_score.append(sample.id)
                 if self.auto_score:
                     self.score(self.to_score.pop())
             case do.ScoreGroup(group):
                 rewards = [(s.id.index, group.id + s.id.index / 10) for s in group.samples]
-                self._events.append(ev.Scored(group.id, rewards))
+                self._pump.post(ev.Scored(group.id, rewards))
             case do.Deliver(batch):
                 self.batches.append(batch)
             case do.EndOfData():
@@ -126,8 +122,8 @@ class CoreMachine:
                 pass
 
     def score(self, sample_id: Any) -> None:
-        """Hand in the reward of one sample (processed with the next event, or now)."""
-        self._events.append(ev.Scored(sample_id[0], [(sample_id[1], sample_id[0] + sample_id[1] / 10)]))
+        """Hand in the reward of one sample."""
+        self.post(ev.Scored(sample_id[0], [(sample_id[1], sample_id[0] + sample_id[1] / 10)]))
 
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when its response is now complete."""

@@ -394,7 +394,8 @@ def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCap
         def explode(command: Any) -> None:
             raise ZeroDivisionError("a bug")
 
-        rollouts.driver._execute = dict.fromkeys(rollouts.driver._execute, explode)
+        pump = rollouts.driver._pump
+        pump._executors = dict.fromkeys(pump._executors, explode)
         with pytest.raises(SchedulerClosed, match="ZeroDivisionError: a bug") as caught:
             await rollouts.driver.next_batch()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from april.coordinator.mailboxes import Mailboxes
@@ -12,13 +11,20 @@ from april.coordinator.messages import Go, Order, Start
 from april.coordinator.results import delivery, done, take
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import Batch
+from april.core.event_pump import EventPump
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, AttemptState, DropReason, EngineFinish, Group, Prompt, SampleId
+from april.core.types import AttemptState, DropReason, EngineFinish, Group, Prompt, SampleId
 from april.driver.busy_time import BusyTime
 from april.driver.user_code import describe
 from april.errors import RolloutError
+
+IGNORED: tuple[type[do.Command], ...] = (
+    do.ScoreGroup, do.EndOfData, do.Paused,
+    do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
+    do.EvaluationDone, do.EvaluationFailed,
+)  # fmt: skip
+"""Commands that never come: the trainer updates its servers and evaluates by itself, and its data never end."""
 
 
 class Execution:
@@ -40,7 +46,22 @@ class Execution:
         """A request may be at a server that nobody waits for."""
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
-        self._events: deque[ev.Event] = deque()
+        self._pump = EventPump(self.core, {
+            do.StartSample: self._start_sample,
+            do.Submit: self._submit,
+            do.CallCompleted: lambda c: self.mailboxes.say(c.call.sample.id, done(c.call)),
+            do.CancelSample: self._cancel,
+            do.ScoreSample: self._score,
+            do.JudgeGroup: lambda c: self._pump.post(self._verdict(c.group, c.judgement)),
+            do.DrawPrompts: lambda c: self._order("draw", c.count),
+            do.Abort: self._abort,
+            do.Fence: self._fence,
+            do.StartTimer: self._start_timer,
+            do.ProbeEngine: lambda c: self._pump.post(ev.EngineReady(c.engine)),  # the trainer mends its servers
+            do.ReportDrop: self._report_drop,
+            do.Deliver: self._deliver,
+            do.Fail: lambda c: self._order("fail", c.error),
+        }, ignored=IGNORED)  # fmt: skip
         self._busy = BusyTime(settings.max_in_flight)
         self._in_flight = 0
 
@@ -55,16 +76,24 @@ class Execution:
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
         """Prompts for an order to draw."""
-        self.raise_if_failed()
         first = self.core.context.groups_drawn
-        self._events.append(ev.PromptsDrawn(prompts, exhausted=False))
-        self._work(range(first, first + len(prompts)))
+        self.post(ev.PromptsDrawn(prompts, exhausted=False))
+        self.know(range(first, first + len(prompts)))
 
     def post(self, event: ev.Event) -> None:
         """Anything else. Raises what ends the core with it, and RolloutError if it has ended before."""
         self.raise_if_failed()
-        self._events.append(event)
-        self._work()
+        try:
+            self._pump.post(event)
+        except BaseException as error:
+            self.failed = error
+            self._ordered.set()
+            self.mailboxes.stop(self._stopped(error))
+            raise
+        finally:
+            now = len(self.core.attempts)
+            self._busy.change(now - self._in_flight, _now())
+            self._in_flight = now
 
     def raise_if_failed(self) -> None:
         """RolloutError once the core has ended: nothing that it would say could be trusted."""
@@ -95,86 +124,55 @@ class Execution:
             if group is not None:
                 self.groups[str(group.prompt.data["uid"])] = group
 
-    def _work(self, drawn: Iterable[int] = ()) -> None:
-        """Give the core what has happened, and do what it wants, until nothing is left."""
-        try:
-            while self._events:
-                commands = self.core.handle(self._events.popleft())
-                # known before the core starts them
-                self.know(drawn)
-                drawn = ()
-                for command in commands:
-                    self._do(command)
-        except BaseException as error:
-            self.failed = error
-            self._events.clear()
-            self._ordered.set()
-            self.mailboxes.stop(self._stopped(error))
-            raise
-        finally:
-            now = len(self.core.attempts)
-            self._busy.change(now - self._in_flight, _now())
-            self._in_flight = now
+    def _start_sample(self, command: do.StartSample) -> None:
+        sample = command.sample.id
+        self.mailboxes.say(sample, Start(self.mailboxes.new_life(sample)))
 
-    def _do(self, command: do.Command) -> None:
-        match command:
-            case do.StartSample(sample):
-                self.mailboxes.say(sample.id, Start(self.mailboxes.new_life(sample.id)))
-            case do.Submit(attempt):
-                self._submit(attempt)
-            case do.CallCompleted(call):
-                self.mailboxes.say(call.sample.id, done(call))
-            case do.CancelSample(sample):
-                self.mailboxes.give_up(sample.id)
-                self._drop_late(sample.id)
-            case do.ScoreSample(sample):
-                reward, _ = self.scores[sample.id]
-                self._events.append(ev.Scored(sample.id.group, [(sample.id.index, reward or 0.0)]))
-            case do.JudgeGroup(group, judgement):
-                self._events.append(self._verdict(group, judgement))
-            case do.DrawPrompts(count):
-                self._order("draw", count)
-            case do.Abort(_, attempt_ids, everything):
-                # servers end all requests or none; a single one that nobody wants runs on, and is waited for by nobody
-                asked = (self.core.attempts[i] for i in attempt_ids if i in self.core.attempts)
-                unwanted = [a.id for a in asked if a.state is AttemptState.ABANDONED]
-                self._events += [ev.AttemptEnded(i, EngineFinish.ABORT) for i in unwanted]
-                self._runs_on = not everything and (self._runs_on or bool(unwanted))
-                if everything:
-                    self._order("abort")
-            case do.Fence(_, attempt_ids):  # one whose result comes after all is taken then
-                self._events += [ev.AttemptEnded(i, EngineFinish.ABORT, fenced=True) for i in attempt_ids]
-            case do.StartTimer(timer, seconds, _):
-                self._later(seconds, ev.TimerFired(timer))
-            case do.ProbeEngine(engine, _):
-                self._events.append(ev.EngineReady(engine))  # the trainer brings its servers back, or ends
-            case do.ReportDrop(group, reason, why):
-                self.dropped.add(str(group.prompt.data["uid"]))
-                self._order("dropped", str(reason), why)
-                self._retire(group)
-            case do.Deliver(batch):
-                self._deliver(batch)
-            case do.Fail(error):
-                self._order("fail", error)
-            case _:
-                pass  # there is no end of the data and no pause
+    def _cancel(self, command: do.CancelSample) -> None:
+        self.mailboxes.give_up(command.sample.id)
+        self._drop_late(command.sample.id)
 
-    def _later(self, seconds: float, event: ev.Event) -> None:
+    def _score(self, command: do.ScoreSample) -> None:
+        sample = command.sample.id
+        self._pump.post(ev.Scored(sample.group, [(sample.index, self.scores[sample][0] or 0.0)]))
+
+    def _abort(self, command: do.Abort) -> None:
+        # servers end all requests or none; a single one that nobody wants runs on, and is waited for by nobody
+        asked = (self.core.attempts[i] for i in command.attempt_ids if i in self.core.attempts)
+        unwanted = [a.id for a in asked if a.state is AttemptState.ABANDONED]
+        for attempt_id in unwanted:
+            self._pump.post(ev.AttemptEnded(attempt_id, EngineFinish.ABORT))
+        self._runs_on = not command.everything and (self._runs_on or bool(unwanted))
+        if command.everything:
+            self._order("abort")
+
+    def _fence(self, command: do.Fence) -> None:
+        """A request whose result comes after all is taken then."""
+        for attempt_id in command.attempt_ids:
+            self._pump.post(ev.AttemptEnded(attempt_id, EngineFinish.ABORT, fenced=True))
+
+    def _report_drop(self, command: do.ReportDrop) -> None:
+        self.dropped.add(str(command.group.prompt.data["uid"]))
+        self._order("dropped", str(command.reason), command.why)
+        self._retire(command.group)
+
+    def _start_timer(self, command: do.StartTimer) -> None:
         def passed() -> None:
             if self.failed is None:
-                self.post(event)
+                self.post(ev.TimerFired(command.timer))
 
-        asyncio.get_running_loop().call_later(seconds, passed)
+        asyncio.get_running_loop().call_later(command.seconds, passed)
 
     def _order(self, *order: object) -> None:
         self._orders.append(order)
         self._ordered.set()
 
-    def _submit(self, attempt: Attempt) -> None:
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
         late = self.mailboxes.late.get(attempt.sample.id)
         if late is not None and late.offset == len(attempt.token_ids):
             del self.mailboxes.late[attempt.sample.id]
-            self._events.append(take(attempt, late, self.core.clock.current))
+            self._pump.post(take(attempt, late, self.core.clock.current))
             return
         self._drop_late(attempt.sample.id)
         self.mailboxes.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
@@ -187,7 +185,8 @@ class Execution:
             return ev.GroupJudged(group.id, judgement, keep=False, error=error)
         return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or min(known) < max(known))
 
-    def _deliver(self, batch: Batch) -> None:
+    def _deliver(self, command: do.Deliver) -> None:
+        batch = command.batch
         if self._runs_on:
             self._order("abort")
             self._runs_on = False
@@ -200,7 +199,7 @@ class Execution:
     def _drop_late(self, sample: SampleId) -> None:
         late = self.mailboxes.late.pop(sample, None)
         if late is not None and len(late.tokens):
-            self._events.append(ev.TokensUnused(len(late.tokens), DropReason.LATE))
+            self._pump.post(ev.TokensUnused(len(late.tokens), DropReason.LATE))
 
     def _retire(self, group: Group) -> None:
         """A group was settled."""

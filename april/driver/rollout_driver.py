@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -21,6 +20,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
+from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -95,7 +95,6 @@ class RolloutDriver:
         self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
         self._recorder = None if record is None else Recorder(record, self.core, asyncio.get_running_loop().time)
-        self._handle = self.core.handle if self._recorder is None else self._recorder.handle
         self.sampling = sampling
         self.functions = functions
         self.detokenizer = detokenizer
@@ -106,8 +105,6 @@ class RolloutDriver:
         """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
         self._drawing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._events: deque[ev.Event] = deque()
-        self._draining = False
         self._broken: AprilError | None = None
         self._loading = False
         self._ranks_told = False
@@ -135,7 +132,7 @@ class RolloutDriver:
         self.streams = AttemptStreams(
             self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
         )
-        self._execute: dict[type, Callable[[Any], None]] = {
+        self._pump = EventPump(self._recorder or self.core, {
             do.DrawPrompts: self._draw,
             do.StartSample: self.samples.start,
             do.Submit: self.streams.submit,
@@ -162,7 +159,7 @@ class RolloutDriver:
             do.EvaluationFailed: self._evaluation_ended,
             do.Paused: self._paused,
             do.Fail: self._fail,
-        }
+        })  # fmt: skip
 
     # ---------------------------------------------------------------- for the scheduler
 
@@ -396,19 +393,11 @@ class RolloutDriver:
         """Give one event to the core and do what it says."""
         if self._broken is not None:
             return
-        self._events.append(event)
-        if self._draining:
-            return
-        self._draining = True
         try:
-            while self._events:
-                for command in self._handle(self._events.popleft()):
-                    self._execute[type(command)](command)
+            self._pump.post(event)
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
             self._break(error)
-        finally:
-            self._draining = False
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run in the background until done or closed, in a context that no other sample's function has touched."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import numpy as np
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
+from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -27,6 +27,14 @@ from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
 from april.errors import RolloutError
+
+IGNORED: tuple[type[do.Command], ...] = (
+    do.StartTimer, do.Fence,  # aborts are instantaneous here
+    do.ScoreSample, do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
+    do.ProbeEngine, do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
+    do.EvaluationDone, do.EvaluationFailed,
+)  # fmt: skip
+"""Commands that never come, or of which nothing is seen: no rewards, evaluations, weights, failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,15 @@ class Simulation:
         self._blank_logprobs = np.zeros(settings.max_response_len, np.float32)
         self._running: dict[str, _Running] = {}
         self._group_lengths: dict[int, list[int]] = {}
-        self._events: deque[ev.Event] = deque()
+        self._pump = EventPump(self.core, {
+            do.Submit: self._submit,
+            do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
+            do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
+            do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
+            do.Abort: self._abort,
+            do.Deliver: self._deliver,
+            do.Fail: self._fail,
+        }, ignored=IGNORED)  # fmt: skip
         self._batch: Batch | None = None
         self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
@@ -141,7 +157,7 @@ class Simulation:
     def _run_step(self) -> None:
         start, before = self.now, self._totals()
         self._batch = None
-        self._post(ev.StepRequested())
+        self._pump.post(ev.StepRequested())
         while self._batch is None:
             # the earliest engine goes first; ties go by the order of the engines
             name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
@@ -156,7 +172,7 @@ class Simulation:
         after = self._totals()
         self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
         current = self.core.clock.current
-        self._post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1), trained=batch.id))
+        self._pump.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1), trained=batch.id))
 
     def _totals(self) -> tuple[float, ...]:
         for decoder in self.decoders.values():
@@ -186,32 +202,14 @@ class Simulation:
             spans = [(s.count, s.version, s.engine) for s in sample.segments]
             self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
 
-    def _post(self, event: ev.Event) -> None:
-        self._events.append(event)
-        while self._events:
-            for command in self.core.handle(self._events.popleft()):
-                self._execute(command)
+    def _deliver(self, command: do.Deliver) -> None:
+        self._batch = command.batch
 
-    def _execute(self, command: do.Command) -> None:
-        match command:
-            case do.Submit(attempt):
-                self._submit(attempt)
-            case do.StartSample(sample):
-                self._events.append(ev.CallMade(sample.id, self._sampling))
-            case do.CallCompleted(call):
-                self._events.append(ev.SampleReturned(call.sample.id))
-            case do.DrawPrompts(count):
-                self._events.append(ev.PromptsDrawn([self._prompt] * count, exhausted=False))
-            case do.Abort(engine, attempt_ids, _):
-                self._abort(engine, attempt_ids)
-            case do.Deliver(batch):
-                self._batch = batch
-            case do.Fail(error):
-                raise RolloutError(error)
-            case _:
-                pass  # timers never fire: aborts are instantaneous here
+    def _fail(self, command: do.Fail) -> None:
+        raise RolloutError(command.error)
 
-    def _submit(self, attempt: Attempt) -> None:
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
         decoder = self.decoders[attempt.engine]
         self._catch_up(attempt.engine)
         left = self._length(attempt.sample.id) - len(attempt.sample.tape)
@@ -219,27 +217,23 @@ class Simulation:
         decoder.add(attempt.id, len(attempt.token_ids), count)
         self._running[attempt.id] = _Running(attempt, count, complete=count == left)
 
-    def _abort(self, engine: str, attempt_ids: tuple[str, ...]) -> None:
-        self._catch_up(engine)
-        for attempt_id, count in self.decoders[engine].abort(attempt_ids).items():
+    def _abort(self, command: do.Abort) -> None:
+        self._catch_up(command.engine)
+        for attempt_id, count in self.decoders[command.engine].abort(command.attempt_ids).items():
             attempt = self._running.pop(attempt_id).attempt
             self._append(attempt, count)
-            self._events.append(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
+            self._pump.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
 
     def _catch_up(self, engine: str) -> None:
         """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
         for finished in self.decoders[engine].advance(self.now):
-            self._ended(finished.request_id, queue=True)
+            self._ended(finished.request_id)
 
-    def _ended(self, attempt_id: str, queue: bool = False) -> None:
+    def _ended(self, attempt_id: str) -> None:
         running = self._running.pop(attempt_id)
         self._append(running.attempt, running.count)
         finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
-        event = ev.AttemptEnded.of(running.attempt, finish)
-        if queue:
-            self._events.append(event)
-        else:
-            self._post(event)
+        self._pump.post(ev.AttemptEnded.of(running.attempt, finish))
 
     def _length(self, sample: SampleId) -> int:
         row = self._group_lengths.get(sample.group)

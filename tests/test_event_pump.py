@@ -1,0 +1,143 @@
+"""One pump for all who drive a core; every event and every command is known wherever it can occur."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from core_machine import CoreMachine, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.event_pump import EventPump
+from april.core.state import RolloutCore
+
+PACKAGE = Path(__file__).parent.parent / "april"
+EVENTS = {t.__name__ for t in get_args(ev.Event)}
+COMMANDS = {t.__name__ for t in get_args(do.Command)}
+
+FOR_OTHER_HOSTS = {"EngineStale", "EngineFailed"}
+"""Told by hosts that look after their engines themselves (see ProbeEngine); the coordinator never finds it out."""
+
+
+def calls(tree: ast.AST) -> set[str]:
+    """Names of all that is called, with or without what stands before a dot; of ``X.of(...)`` the X."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Attribute) and function.attr == "of":
+                function = function.value
+            found.add(function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", ""))
+    return found
+
+
+def records(module: Any) -> set[str]:
+    """Names of the dataclasses that a module defines."""
+    here = {name: thing for name, thing in vars(module).items() if isinstance(thing, type)}
+    return {name for name, thing in here.items() if is_dataclass(thing) and thing.__module__ == module.__name__}
+
+
+def test_the_unions_name_everything_there_is() -> None:
+    """No event and no command stands beside the union that the other tests go by."""
+    assert records(ev) == EVENTS
+    assert records(do) == COMMANDS
+
+
+def test_the_core_handles_every_event() -> None:
+    """One handler for each type, and none for anything else."""
+    core = CoreMachine(settings(), lambda g, i: 5).core
+    assert {t.__name__ for t in core._handlers} == EVENTS
+
+
+def test_every_event_is_told_and_every_command_is_given_by_somebody() -> None:
+    """An event that nobody posts, or a command that the core never gives, is dead."""
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    told = set().union(*(calls(tree) for path, tree in trees.items() if path.parent.name != "core"))
+    given = set().union(*(calls(tree) for path, tree in trees.items() if path.parent.name == "core"))
+    assert told | FOR_OTHER_HOSTS >= EVENTS
+    assert given >= COMMANDS
+
+
+def test_everybody_who_drives_a_core_does_it_by_the_pump() -> None:
+    """Commands are carried out in one place; a record passes events on, a replay of one carries out nothing."""
+    callers = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "handle"
+    }
+    assert callers == {"event_pump.py", "recorder.py", "replay.py"}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_command_without_an_executor_is_noticed_at_once(name: str) -> None:
+    """Not when it comes for the first time, perhaps after hours; nor may two places claim it."""
+    core = CoreMachine(settings(), lambda g, i: 5).core
+    all_of_them = dict.fromkeys(get_args(do.Command), print)
+    executors = {t: run for t, run in all_of_them.items() if t.__name__ != name}
+    with pytest.raises(TypeError, match=f"exactly one executor: {name}$"):
+        EventPump(core, executors)
+    with pytest.raises(TypeError, match=f"exactly one executor: {name}$"):
+        EventPump(core, all_of_them, ignored=[getattr(do, name)])
+    EventPump(core, executors, ignored=[getattr(do, name)])
+
+
+class Scripted:
+    """Stands in for a core: each event, a number here, is answered by as many commands."""
+
+    def __init__(self) -> None:
+        self.handled: list[int] = []
+
+    def handle(self, event: Any) -> list[do.Command]:
+        """Remember it."""
+        self.handled.append(event)
+        return [do.DrawPrompts(event)] * event
+
+
+def test_what_an_executor_posts_comes_after_what_waits() -> None:
+    """The commands of one event are all carried out before the next event, in the order in which events came."""
+    core, seen = Scripted(), []
+
+    def draw(command: do.DrawPrompts) -> None:
+        seen.append(command.count)
+        pump.post(command.count - 1)
+
+    pump = EventPump(core, {do.DrawPrompts: draw}, set(get_args(do.Command)) - {do.DrawPrompts})
+    pump.post(2)
+    assert core.handled == [2, 1, 1, 0, 0]
+    assert seen == [2, 2, 1, 1]
+
+
+def test_an_error_ends_the_run_of_the_pump_and_the_next_event_begins_anew() -> None:
+    """It reaches whoever posted; what waited behind it is dropped, and nothing hangs."""
+    core, fails = Scripted(), [True]
+
+    def draw(command: do.DrawPrompts) -> None:
+        pump.post(0)
+        if fails.pop():
+            raise OSError("gone")
+
+    pump = EventPump(core, {do.DrawPrompts: draw}, set(get_args(do.Command)) - {do.DrawPrompts})
+    with pytest.raises(OSError, match="gone"):
+        pump.post(1)
+    fails.append(False)
+    pump.post(1)
+    assert core.handled == [1, 1, 0]
+
+
+def test_a_pump_reads_as_little_of_the_core_as_its_way_in() -> None:
+    """Whoever wraps ``handle`` of a core, to record it or to break it, is heard."""
+    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 5)
+    seen: list[ev.Event] = []
+
+    def recorded(event: ev.Event) -> list[do.Command]:
+        seen.append(event)
+        return RolloutCore.handle(m.core, event)
+
+    m.core.handle = recorded  # type: ignore[method-assign]
+    m.post(ev.StepRequested())
+    assert [type(event) for event in seen] == [ev.StepRequested, ev.PromptsDrawn, ev.CallMade]
