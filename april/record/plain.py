@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +24,11 @@ LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "st
 LEFT_OUT_TEXT = "(left out)"
 _WHAT_RAISED = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
+_AS_IT_IS = (int, float, bool, type(None))
+
 T = TypeVar("T")
+Text = Callable[[str], str]
+Form = Callable[[Any, Text, bool], Any]
 
 
 def no_text(text: str) -> str:
@@ -39,38 +42,66 @@ def what_raised(text: str) -> str:
     return found[1] if found else LEFT_OUT_TEXT if text else ""
 
 
-def plain(value: Any, of: Callable[[str], str] = no_text, *, named: bool = False) -> Any:
+def plain(value: Any, of: Text = no_text, *, named: bool = False) -> Any:
     """``value`` without what is left out; arrays are their lengths (masks: their sums), samples and groups their ids.
 
     ``of`` is what becomes of text, where it is not ``named``. Raises TypeError for a value of unknown kind.
     """
-    if value is None or type(value) in (int, bool, float):
-        return value
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, str):
-        return value if named else of(value)
-    if isinstance(value, (Sample, Group)):
-        return value.id
-    if isinstance(value, GenerateCall):
-        return value.owner
-    if isinstance(value, np.ndarray):
-        return int(value.sum()) if value.dtype == np.uint8 else {"length": len(value)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {}
-        for name, default in _parts(type(value)):
-            part = getattr(value, name)
-            if part is not default and not (type(part) is type(default) and _is_equal(part, default)):
-                parts[name] = plain(part, of, named=name in NAMES)
-        return parts
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, of, named=named) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", None)
-        return [plain(item, of, named=names[i] in NAMES if names else named) for i, item in enumerate(value)]
-    raise TypeError(f"a {type(value).__name__} has no plain form")
+    return _FORMS[type(value)](value, of, named)
+
+
+def _form(kind: type) -> Form:
+    """How values of this type are made plain."""
+    if kind in _AS_IT_IS:
+        return lambda value, of, named: value
+    if issubclass(kind, Enum):
+        return lambda value, of, named: value.value
+    if issubclass(kind, str):
+        return lambda value, of, named: value if named else of(value)
+    if issubclass(kind, (Sample, Group)):
+        return lambda value, of, named: value.id
+    if issubclass(kind, GenerateCall):
+        return lambda value, of, named: value.owner
+    if issubclass(kind, np.ndarray):
+        return lambda value, of, named: int(value.sum()) if value.dtype == np.uint8 else {"length": len(value)}
+    if issubclass(kind, np.generic):
+        return lambda value, of, named: value.item()
+    if issubclass(kind, Mapping):
+        return lambda value, of, named: {str(key): plain(item, of, named=named) for key, item in value.items()}
+    if is_dataclass(kind):
+        parts = [(f.name, f.default, f.name in NAMES) for f in fields(kind) if f.name not in LEFT_OUT]
+        return lambda value, of, named: _parts(value, of, parts)
+    if names := getattr(kind, "_fields", None):
+        are_names = [name in NAMES for name in names]
+        return lambda value, of, named: [_FORMS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
+    if issubclass(kind, (list, tuple)):
+        return lambda value, of, named: [_FORMS[type(item)](item, of, named) for item in value]
+    raise TypeError(f"a {kind.__name__} has no plain form")
+
+
+class _Forms(dict[type, Form]):
+    """By type, made when first needed."""
+
+    def __missing__(self, kind: type) -> Form:
+        self[kind] = form = _form(kind)
+        return form
+
+
+_FORMS = _Forms()
+
+
+def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str, Any]:
+    """The fields of a dataclass that are not as their defaults."""
+    out = {}
+    for name, default, is_name in parts:
+        part = getattr(value, name)
+        kind = type(part)
+        if kind in _AS_IT_IS:
+            if part != default or default is MISSING:
+                out[name] = part
+        elif part is not default:
+            out[name] = _FORMS[kind](part, of, is_name)
+    return out
 
 
 def back(parts: Any, kind: type[T]) -> T:
@@ -105,12 +136,3 @@ def _array(kind: Any, parts: Any) -> Any:
     array = np.zeros(length, np.int32)
     array[parts.get("differs_at", length) :] = 1
     return array
-
-
-@cache
-def _parts(kind: Any) -> list[tuple[str, Any]]:
-    return [(f.name, f.default) for f in fields(kind) if f.name not in LEFT_OUT]
-
-
-def _is_equal(part: Any, default: Any) -> bool:
-    return default is not MISSING and bool(part == default)

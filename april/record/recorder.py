@@ -29,6 +29,7 @@ FORMAT = 1
 """Of records; grows when an older april could not replay them."""
 HEAD, STATE, OVER, CLOSED = "Record", "State", "Over", "Closed"
 """Lines that are no events."""
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class Decisions:
@@ -127,4 +128,4 @@ class Recorder:
 
     def _line(self, what: str, parts: Any) -> bytes:
         line = [round(self._now() - self._began, 6), what, parts, self._decisions.digest]
-        return json.dumps(line, separators=(",", ":"))[:-1].encode()
+        return _JSON.encode(line)[:-1].encode()
