@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from april.config.mistakes import Mistake, Named, contradiction
 from april.config.server_key import checked_key
 from april.config.server_url import checked_url
 from april.config.values import (
@@ -103,9 +104,9 @@ class ServerEngineConfig(Model):
     def _one_of_each(self) -> Self:
         double = sorted({url for url in self.urls if self.urls.count(url) > 1})
         if double:
-            raise ValueError(f"engine.urls names {double[0]} twice; each server is one engine")
+            raise Mistake(Named("engine.urls"), f" names {double[0]} twice; each server is one engine")
         if self.api_key is not None and self.api_key_env is not None:
-            raise ValueError("engine.api_key and engine.api_key_env are both given; leave out api_key")
+            raise contradiction(self, "engine.api_key and {engine.api_key_env} are both given; leave out api_key")
         return self
 
 

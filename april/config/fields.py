@@ -18,9 +18,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from april.config.settings import Config
+from april.config.values import LISTS, shown
 
 SCALARS = (str, int, float, Enum, Path)
-LISTS = (tuple, list, set, frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +117,6 @@ def _sentence(info: FieldInfo) -> str:
     if info.is_required():
         return f"{text} (required)".lstrip()
     return f"{text} (default: {shown(info.get_default(call_default_factory=True))})".lstrip()
-
-
-def shown(value: Any) -> str:
-    """A value as one would type it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, LISTS):
-        return " ".join(shown(item) for item in value) or "none"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "none" if value is None else str(value.value if isinstance(value, Enum) else value)
 
 
 def flag_options(setting: Setting) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from april.config.fields import Setting, choices, flag_options, settings_of, shown, typed_as
+from april.config.fields import Setting, flag_options, settings_of, typed_as
+from april.config.mistakes import Named, WrongSettings
 from april.config.settings import Config, read_yaml
-from april.config.values import without_contents
+from april.config.values import shown, without_contents
 from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
@@ -113,9 +114,10 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
                 raise ConfigError(f"{flags[path]} belongs to {flags[chooser]} {' or '.join(kinds)}, not to {kind}")
     try:
         return Config.from_mapping(values)
-    except ConfigError as error:
-        flags = {path: f for path, f in flags.items() if path in typed or _look_up(values, path) is None}
-        text = _with_flags(str(error), settings, flags, set(mark["trainer"]))
+    except WrongSettings as error:
+        # what stands in the file is named as it stands there
+        named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
+        text = error.told(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
 
 
@@ -128,7 +130,7 @@ def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[
     return None
 
 
-# ---------------------------------------------------------------- values and sentences
+# ---------------------------------------------------------------- values, and what they are called
 
 
 def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -153,32 +155,15 @@ def _place(values: dict[str, Any], path: str, value: Any) -> None:
     (values.setdefault(section, {}) if section else values)[name] = value
 
 
-def _with_flags(
-    sentence: str, settings: Mapping[str, Setting], flags: Mapping[str, str], of_trainer: set[str]
+def _as_typed(
+    setting: Named, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
 ) -> str:
-    """The same sentence with flags for the names of settings: ``top_p: 1`` becomes ``--sampling-top-p 1``."""
-    names = {path: path for path in flags}
-    for path in flags:
-        leaf = path.rpartition(".")[2]
-        if sum(other.rpartition(".")[2] == leaf for other in settings) == 1:
-            names[leaf] = path
-    words = {"true", "false"}.union(*(choices(s.annotation) for s in settings.values()))
-    value = "|".join([*sorted(map(re.escape, words), key=len, reverse=True), r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"])
-    name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-
-    def flag_for(match: re.Match[str]) -> str:
-        path, given = names[match["name"]], match["value"]
-        flag = flags[path]
-        if given is None:
-            # a word like "seed" may be just a word
-            known = match["name"] == path and (re.search("[._]", path) or sentence[match.end() :][:1] == ":")
-            return flag if known else match[0]
-        if typed_as(settings[path].annotation) != "switch":
-            return f"{flag} {given}"
-        if given == "true":
-            return flag
-        return f"leaving out {flag}" if path in of_trainer else f"--no-{flag[2:]}"
-
-    # an unknown name stands in the file, and so should the one that was meant
-    known_name = rf"(?<!do you mean )(?<![\w.-])(?P<name>{name})(?![\w-])(?:(?:=|: )(?P<value>{value})(?![\w-]))?"
-    return re.sub(known_name, flag_for, sentence)
+    """``sampling.top_p=0.5`` on a command line: ``--sampling-top-p 0.5``; without a flag, as in a file."""
+    flag = flags.get(setting.path)
+    if flag is None or setting.value is None:
+        return flag or str(setting)
+    if typed_as(settings[setting.path].annotation) != "switch":
+        return f"{flag} {setting.value}"
+    if setting.value == "true":
+        return flag
+    return f"leaving out {flag}" if setting.path in of_trainer else f"--no-{flag[2:]}"

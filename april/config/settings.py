@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
+from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
 from april.config.unsupported_options import REFUSED
 from april.config.values import (
     Model,
@@ -133,60 +134,59 @@ class Config(Model):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_sentences(error)) from None
+            raise WrongSettings(map(_mistake, error.errors(include_url=False))) from None
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        n, over = self.rollout_batch_size, self.over_sampling_batch_size or self.rollout_batch_size
-        if over > n and not self.partial_rollout:
-            raise ValueError(
-                f"over_sampling_batch_size={over} starts more groups than rollout_batch_size={n}, and "
-                "partial_rollout=false would throw their tokens away; set partial_rollout: true"
-            )
-        bound = min(self.max_staleness, self.age_limit)
-        if self.on_stale is OnStale.FINISH and over > (bound + 1) * n:
-            which = "max_staleness" if bound == self.max_staleness else "max_age"
-            raise ValueError(
-                f"over_sampling_batch_size={over} holds more groups than {which}={bound} lets "
-                f"april deliver in time, which is {(bound + 1) * n}; raise {which} or set on_stale"
-            )
-        if self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP:
-            raise ValueError(f"epochs={self.epochs} ends, and on_data_end=wrap never does; leave out one of them")
-        if self.refill is not Refill.NONE and not self.partial_rollout:
-            raise ValueError(
-                f"refill={self.refill} leaves unfinished responses at the end of a step, and partial_rollout=false "
-                "would throw them away; set partial_rollout: true or refill: none"
-            )
-        if self.sampling.min_tokens >= self.max_response_len:
-            raise ValueError(
-                f"sampling.min_tokens={self.sampling.min_tokens} must be below max_response_len={self.max_response_len}"
-            )
-        if self.abort_resend_s > self.abort_deadline_s:
-            raise ValueError(
-                f"abort_resend_s={self.abort_resend_s:g} is longer than abort_deadline_s={self.abort_deadline_s:g}"
-            )
-        if self.abort_deadline_s / self.abort_resend_s > MOST_ASKED:
-            raise ValueError(
-                f"abort_resend_s={self.abort_resend_s:g} would ask {self.abort_deadline_s / self.abort_resend_s:.0e} "
-                f"times within abort_deadline_s={self.abort_deadline_s:g}; {MOST_ASKED:,} times are the most"
-            )
-        if self.sampling.top_p < 1 and not self.allow_mismatch:
-            raise ValueError(
-                f"sampling.top_p={self.sampling.top_p:g} is not part of the log-probabilities that a trainer "
-                "recomputes (log_softmax(logits / T)), so its ratios would be wrong; set top_p: 1, or "
-                "allow_mismatch: true if your trainer accounts for it"
-            )
-        if self.sampling.min_tokens > 0 and not self.allow_mismatch:
-            raise ValueError(
-                f"sampling.min_tokens={self.sampling.min_tokens} forbids EOS at first, which the log-probabilities "
-                "that a trainer recomputes do not know; set min_tokens: 0, or allow_mismatch: true"
-            )
-        if self.sampling.temperature == 0 and not self.allow_mismatch:
-            raise ValueError(
-                "sampling.temperature=0 makes all samples of a group equal and has no log-probability to train on; "
-                "use a positive temperature, or allow_mismatch: true"
-            )
+        for wrong, template in self._contradictions():
+            if wrong:
+                raise contradiction(self, template)
         return self
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Whether something is wrong, and what; each may take for granted that those before it are right."""
+        n, over = self.rollout_batch_size, self.over_sampling_batch_size or self.rollout_batch_size
+        yield over > n and not self.partial_rollout, (
+            "{over_sampling_batch_size=} starts more groups than {rollout_batch_size=}, and {partial_rollout=} would "
+            "throw their tokens away; set {partial_rollout: true}"
+        )
+        bound = min(self.max_staleness, self.age_limit)
+        which = "max_staleness" if bound == self.max_staleness else "max_age"
+        yield self.on_stale is OnStale.FINISH and over > (bound + 1) * n, (
+            f"{{over_sampling_batch_size=}} holds more groups than {{{which}=}} lets april deliver in time, which is "
+            f"{(bound + 1) * n}; raise {{{which}}} or set {{on_stale}}"
+        )
+        yield self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP, (
+            "{epochs=} ends, and {on_data_end=} never does; leave out one of them"
+        )
+        yield self.refill is not Refill.NONE and not self.partial_rollout, (
+            "{refill=} leaves unfinished responses at the end of a step, and {partial_rollout=} would throw them away; "
+            "set {partial_rollout: true} or {refill: none}"
+        )
+        yield self.sampling.min_tokens >= self.max_response_len, (
+            "{sampling.min_tokens=} must be below {max_response_len=}"
+        )
+        yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
+        times = self.abort_deadline_s / self.abort_resend_s
+        yield times > MOST_ASKED, (
+            f"{{abort_resend_s=}} would ask {times:.0e} times within {{abort_deadline_s=}}; {MOST_ASKED:,} times are "
+            "the most"
+        )
+        if self.allow_mismatch:
+            return
+        yield self.sampling.top_p < 1, (
+            "{sampling.top_p=} is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / "
+            "T)), so its ratios would be wrong; set {sampling.top_p: 1}, or {allow_mismatch: true} if your trainer "
+            "accounts for it"
+        )
+        yield self.sampling.min_tokens > 0, (
+            "{sampling.min_tokens=} forbids EOS at first, which the log-probabilities that a trainer recomputes do not "
+            "know; set {sampling.min_tokens: 0}, or {allow_mismatch: true}"
+        )
+        yield self.sampling.temperature == 0, (
+            "{sampling.temperature=} makes all samples of a group equal and has no log-probability to train on; use a "
+            "positive temperature, or {allow_mismatch: true}"
+        )
 
     @property
     def groups_in_work(self) -> int:
@@ -297,39 +297,40 @@ def _why_no_yaml(error: Exception) -> str:
     return " ".join(f"{getattr(error, 'problem', None)} in line {mark.line + 1}".split())
 
 
-def _sentences(error: ValidationError) -> str:
-    """One sentence per mistake: where, what is wrong, what is possible. Values of secrets are never shown."""
-    lines = []
-    for item in error.errors(include_url=False):
-        loc, kind = item["loc"], None
-        if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
-            kind, loc = str(loc[1]), ("engine", *loc[2:])
-        where = ".".join(str(part) for part in loc)
-        got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
-        match item["type"]:
-            case "extra_forbidden":
-                lines.append(_why_unknown(where, kind))
-            case "missing" | "too_short" if kind is not None:
-                meaning = str(_ENGINES[kind].model_fields[str(loc[-1])].description).partition(";")[0]
-                lines.append(f"{where} is required for engine.kind {kind}: {meaning[0].lower()}{meaning[1:]}")
-            case "missing":
-                lines.append(f"{where}: is required")
-            case "union_tag_invalid":
-                ctx = item["ctx"]
-                near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
-                meant = f"; do you mean {near[0]}?" if near else ""
-                lines.append(f"{where}.kind: april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
-            case "model_attributes_type" | "model_type" | "dict_type":
-                hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
-                lines.append(f"{where}: expected a mapping of settings{got}{hint}")
-            case "union_tag_not_found":
-                lines.append(f"{where}.kind: is required")
-            case "value_error":
-                error_text = str(item["ctx"]["error"])
-                lines.append(f"{where}: {error_text}" if where and not error_text.startswith("engine.") else error_text)
-            case _:
-                lines.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}{got}")
-    return "; ".join(lines)
+def _mistake(item: Any) -> Mistake:
+    """Where, what is wrong, what is possible. Values of secrets are never shown."""
+    loc, kind = item["loc"], None
+    if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
+        kind, loc = str(loc[1]), ("engine", *loc[2:])
+    where = Named(".".join(str(part) for part in loc))
+    got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
+    match item["type"]:
+        case "extra_forbidden":
+            return _why_unknown(where, kind)
+        case "missing" | "too_short" if kind is not None:
+            return Mistake(where, " is required for ", _KIND, f" {kind}: {_REQUIRED}")
+        case "missing":
+            return Mistake(where, ": is required")
+        case "union_tag_invalid":
+            ctx = item["ctx"]
+            near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
+            meant = f"; do you mean {near[0]}?" if near else ""
+            return Mistake(_KIND, f": april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
+        case "model_attributes_type" | "model_type" | "dict_type":
+            hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
+            return Mistake(where, f": expected a mapping of settings{got}{hint}")
+        case "union_tag_not_found":
+            return Mistake(_KIND, ": is required")
+        case "value_error":
+            error = item["ctx"]["error"]
+            return error if isinstance(error, Mistake) else Mistake(where, f": {error}")
+        case _:
+            return Mistake(where, f": {item['msg'][0].lower()}{item['msg'][1:]}{got}")
+
+
+_KIND = Named("engine.kind")
+_REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
+"""What engine.urls is, the only setting that an engine must have."""
 
 
 def _is_kind(value: Any) -> bool:
@@ -347,26 +348,31 @@ _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "en
 """What servers and their clients call a setting of an engine."""
 
 
-def _why_unknown(where: str, kind: str | None) -> str:
+def _why_unknown(where: Named, kind: str | None) -> Mistake:
     """Why there is no such setting, and which one may be meant; ``kind`` of the engine, for settings of engines."""
-    name = where.rpartition(".")[2]
+    name = where.path.rpartition(".")[2]
     if kind is not None:
-        return f"{where}{_why_unknown_in_engine(name, kind)}"
+        return _why_unknown_in_engine(where, name, kind)
     if name in REFUSED and name not in _OTHER_NAMES:
-        return f"{where}: {REFUSED[name]}"
+        return Mistake(where, f": {REFUSED[name]}")
     engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
     near = [path for path in known if path.rpartition(".")[2] == name]
-    near = near or ([_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where, known, 1, 0.75))
-    return f"{where}: unknown setting; {f'do you mean {near[0]}?' if near else 'see april.Config for the names'}"
+    near = near or (
+        [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where.path, known, 1, 0.75)
+    )
+    # the unknown name stands in a file, and so should the one that was meant
+    advice = f"do you mean {near[0]}?" if near else "see april.Config for the names"
+    return Mistake(where, f": unknown setting; {advice}")
 
 
-def _why_unknown_in_engine(name: str, kind: str) -> str:
+def _why_unknown_in_engine(where: Named, name: str, kind: str) -> Mistake:
     others = [other for other, engine in _ENGINES.items() if name in engine.model_fields]
     if others:
-        return f" belongs to engine.kind {' or '.join(others)}, not to {kind}"
+        return Mistake(where, " belongs to ", _KIND, f" {' or '.join(others)}, not to {kind}")
     known = [field for field in _ENGINES[kind].model_fields if field != "kind"]
     near = [_ENGINE_NAMES[name]] if _ENGINE_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
-    advice = f"do you mean engine.{near[0]}?" if near else f"engine.kind {kind} has {', '.join(known)}"
-    return f": unknown setting; {advice}"
+    if near:
+        return Mistake(where, f": unknown setting; do you mean engine.{near[0]}?")
+    return Mistake(where, ": unknown setting; ", _KIND, f" {kind} has {', '.join(known)}")

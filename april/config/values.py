@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -16,6 +17,20 @@ def _no_bool(value: Any) -> Any:
 def one_or_more(value: Any) -> Any:
     """A single word stands for a list of one."""
     return (value,) if isinstance(value, str) else value
+
+
+LISTS = (tuple, list, set, frozenset)
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, LISTS):
+        return " ".join(shown(item) for item in value) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value.value if isinstance(value, Enum) else value)
 
 
 def without_contents(value: Any) -> str:
