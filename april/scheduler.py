@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from april.config.engine_fit import misfits
+from april.config.engine_fit import why_unfit
 from april.config.settings import Config
 from april.config.values import MOST, without_contents
 from april.core.batch import Batch
@@ -514,5 +514,5 @@ def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")
-    for sentence in misfits(config, {e.name: e.capabilities for e in engines}):
+    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}):
         raise ConfigError(sentence)

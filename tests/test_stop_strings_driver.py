@@ -14,7 +14,7 @@ import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
 from april.config.settings import Config
-from april.config.unsupported_options import REFUSED
+from april.config.unsupported_options import UNSUPPORTED
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
@@ -495,7 +495,7 @@ def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
     assert sampling_of_call(stop=[]).stop == ()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
     """In a call and in the configuration; none of these names is an argument after all."""
     known = list(inspect.signature(LLM.generate).parameters)[1:-1]
@@ -504,7 +504,7 @@ def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
         run_virtual(LLM(SampleId(0, 0), SamplingParams(max_tokens=5), None).generate(**{name: 1}))  # type: ignore[arg-type]
     # what is only called otherwise in a call may be called otherwise again in the configuration
     other_names = {"max_new_tokens": "max_response_len", "stop_strings": "sampling.stop"}
-    reason = REFUSED[name] if name not in other_names else f"unknown setting; do you mean {other_names[name]}?"
+    reason = UNSUPPORTED[name] if name not in other_names else f"unknown setting; do you mean {other_names[name]}?"
     with pytest.raises(ConfigError, match=f"^sampling.{name}: {re.escape(reason)}$"):
         Config(rollout_batch_size=1, max_response_len=9, sampling={name: 1})
 

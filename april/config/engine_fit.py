@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from april.engines.protocol import Capabilities
 
 
-def misfits(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[str]:
+def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[str]:
     """What stands against running ``config`` on ``engines`` (by name), one sentence each; none if they fit."""
     if not config.allow_mismatch:
         yield from _wrong_logprobs(config.sampling.temperature, engines)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
-from april.config.unsupported_options import REFUSED
+from april.config.unsupported_options import UNSUPPORTED
 from april.config.values import (
     Model,
     NonNegativeFloat,
@@ -353,8 +353,8 @@ def _why_unknown(where: Named, kind: str | None) -> Mistake:
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)
-    if name in REFUSED and name not in _OTHER_NAMES:
-        return Mistake(where, f": {REFUSED[name]}")
+    if name in UNSUPPORTED and name not in _OTHER_NAMES:
+        return Mistake(where, f": {UNSUPPORTED[name]}")
     engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]

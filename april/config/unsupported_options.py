@@ -13,7 +13,7 @@ _IMAGES = "april resumes by token ids alone, and multimodal input would be lost;
 _STOP_TEXT = "is fixed: the token that completes a stop string is kept, with its log-probability"
 _LOGPROBS = "the log-probability of every sampled token always comes with it, and no others"
 
-REFUSED: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("n", "best_of", "num_return_sequences"), _N),
     **dict.fromkeys(("top_k", "min_p", "typical_p"), _OTHER_DISTRIBUTION),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _OTHER_DISTRIBUTION),

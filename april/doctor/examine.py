@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from april.config.engine_fit import misfits
+from april.config.engine_fit import why_unfit
 from april.config.engines import ServerEngineConfig, SglangEngineConfig
 from april.config.settings import Config
 from april.doctor.abilities import abilities
@@ -70,7 +70,7 @@ async def examine_config(config: Config, patience: Patience) -> Report:
     report = Report([e.found for e in [*examinations, *routers]])
     report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
     engines = {e.name: e.facts.capabilities for e in examinations if e.facts is not None}
-    report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in misfits(config, engines)]
+    report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in why_unfit(config, engines)]
     report.seconds = time.monotonic() - began
     return report
 

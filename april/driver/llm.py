@@ -14,7 +14,7 @@ from typing import Any, Never
 
 import numpy as np
 
-from april.config.unsupported_options import REFUSED
+from april.config.unsupported_options import UNSUPPORTED
 from april.core.sampling import SamplingParams, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
@@ -142,7 +142,7 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
 def refused_argument(name: str) -> str:
     """Why ``llm.generate`` has no such argument."""
     known = "token_ids, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
-    return f"llm.generate: {name}: {REFUSED.get(name, 'unknown argument')}; april supports {known}"
+    return f"llm.generate: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:

@@ -206,5 +206,3 @@ def read_lengths(path: Path, seed: int) -> TraceLengths:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); give one JSON value per line") from None
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None

@@ -179,7 +179,10 @@ class TraceLengths(ResponseLengths):
                         f"got {line.strip()[:60]}"
                     )
                 rows.append(row)
-        return cls(rows, cap, seed)
+        try:
+            return cls(rows, cap, seed)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
         if not self._grouped:

@@ -40,7 +40,7 @@ def semantics_matrix(reports: Sequence[Report]) -> str:
     for row in _union(list(r.capabilities) for r in reports):
         lines.append(f"| {row} | " + " | ".join(r.capabilities.get(row, "") for r in reports) + " |")
     lines.append("| **promise** |" + " |" * len(reports))
-    notes: list[str] = []
+    numbers: dict[str, int] = {}
     promises: dict[str, str] = {}
     for check in _union([v.check for v in r.verdicts] for r in reports):
         cells = []
@@ -53,13 +53,10 @@ def semantics_matrix(reports: Sequence[Report]) -> str:
             promises[check] = verdict.promise
             cell = SHOWN[verdict.outcome]
             if verdict.detail:
-                note = f"{verdict.check}: {verdict.detail}"
-                if note not in notes:
-                    notes.append(note)
-                cell += f" [{notes.index(note) + 1}]"
+                cell += f" [{numbers.setdefault(f'{verdict.check}: {verdict.detail}', len(numbers) + 1)}]"
             cells.append(cell)
         lines.append(f"| {check} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    lines += ["", *(f"{number}. {note}" for note, number in numbers.items())]
     lines += ["", *(f"* `{check}`: {promise}" for check, promise in promises.items())]
     return "\n".join(lines).rstrip() + "\n"
 
