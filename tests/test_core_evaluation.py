@@ -21,6 +21,7 @@ from april.core.state import RolloutCore
 from april.core.timers import TimerKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish, Prompt, SampleId
 from april.core.versions import PolicyVersion
+from april.errors import InvariantError
 
 ENGINES = tuple(EngineLimits(name, 4096, None, (EOS,), remote=True) for name in "ab")
 ENGINE_CALLS = (do.PauseEngine, do.LoadEngine, do.ResumeEngine)
@@ -396,3 +397,40 @@ def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
         m.in_flight.clear()
         m.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
     assert "ended a request that april wanted" in getattr(m.results[0], "error", "")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    """A number that is in use, and no prompts; a prompt without room fails the evaluation by name."""
+    m = Machine()
+    m.evaluate(1, 1)
+    for wrong in (m.requested[0], replace(m.requested[0], evaluation=7, prompts=[])):
+        with pytest.raises(InvariantError, match="was requested twice, or without prompts"):
+            m.core.handle(wrong)
+    m = Machine()
+    m.evaluate(prompts=[Prompt(np.array([7], np.int32)), Prompt(np.zeros(4096, np.int32))])
+    words = "evaluation prompt 1: it has 4096 tokens, which leaves no room for a response"
+    assert m.results[0] == do.EvaluationFailed(0, words, None)
+
+
+BROKEN: dict[str, Any] = {
+    "counted in flight": lambda m, e: setattr(e, "in_flight", 9),
+    "its ledger says": lambda m, e: e.tokens.observe(3),
+    "functions and": lambda m, e: setattr(e, "functions", 0),
+    "groups, not": lambda m, e: setattr(e, "unfinished", 0),
+    "weights changed or training went on": lambda m, e: setattr(e, "version", PolicyVersion(0, 9)),
+    "are evaluated": lambda m, e: e.fail("without giving anything up"),
+    "tokens of other versions": lambda m, e: e.groups[0].samples[0].tape.add_environment(
+        np.array([1], np.int32), PolicyVersion(0, 9)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_the_books_of_an_evaluation_are_checked(words: str) -> None:
+    """Each of its indices against a recount."""
+    m = Machine()
+    m.evaluate()
+    m.core.validate()
+    BROKEN[words](m, m.running[0])
+    with pytest.raises(InvariantError, match=words):
+        m.core.validate()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from awaited_calls import awaited
 from gate_engine import TAIL, GateEngine
 from real_schedulers import config, scheduler
 from virtual_rollouts import Rollouts, now, table, virtual
@@ -490,7 +491,7 @@ async def test_only_so_many_plain_functions_run_at_once(monkeypatch: pytest.Monk
             inside[0] -= 1
         return number
 
-    tasks = [asyncio.create_task(calls.call(function, i, where=i)) for i in range(6)]
+    tasks = [asyncio.create_task(awaited(calls, function, i, where=i)) for i in range(6)]
     await asyncio.sleep(0)
     tasks[3].cancel()
     tasks[0].cancel()  # this one runs: its place is taken until it ends

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from awaited_calls import awaited
 
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.time_limits import TimeLimits
@@ -32,7 +33,7 @@ async def call_user(function: Callable[[], object]) -> object:
     threads = WorkerThreads()
     try:
         calls = UserCalls(TimeLimits(None), threads, asyncio.get_running_loop().create_task)
-        return await calls.call(function, where="the test")
+        return await awaited(calls, function, where="the test")
     finally:
         threads.close()
 

@@ -194,7 +194,7 @@ class RolloutCore:
             self._outage = False
         if self.context.evaluations:
             self._advance_evaluations()
-        if self.updates.running or not self._evaluations.come_first(held=self.held):
+        if not self.context.evaluations or self.updates.running or not self._evaluations.come_first(held=self.held):
             self.updates.go_on(held=self.held)
         if self._pause_asked and not self.attempts and not self.updates.running and not any(self._evaluations.running):
             self._pause_asked = False

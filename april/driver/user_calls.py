@@ -20,8 +20,6 @@ from april.errors import RolloutError
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 """Plain reward functions and filters that run at the same time; those past their time limit are not counted."""
-CLEAN_UP_S = 10.0
-"""How long the end of a cancelled function is waited for, where somebody waits."""
 
 Answered = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -30,16 +28,13 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class Call:
     """One call of a user's function."""
 
-    __slots__ = ("_answered", "_calls", "_function", "_timed", "_where", "task")
+    __slots__ = ("_answered", "_calls", "_function", "_where", "task")
 
-    def __init__(
-        self, calls: UserCalls, function: Callable[..., Any], where: object, answered: Answered, timed: bool
-    ) -> None:
+    def __init__(self, calls: UserCalls, function: Callable[..., Any], where: object, answered: Answered) -> None:
         self._calls = calls
         self._function = function
         self._where = where
         self._answered: Answered | None = answered
-        self._timed = timed
         self.task: asyncio.Task[None] | None = None
         """What runs it on the loop, where something does."""
 
@@ -53,8 +48,7 @@ class Call:
         answered, self._answered = self._answered, None
         if answered is None:
             return
-        if self._timed:
-            self._calls.limits.stop(self)
+        self._calls.limits.stop(self)
         answered(value, error)
 
     def late(self) -> None:
@@ -78,12 +72,11 @@ class Call:
 
     def stop_clock(self) -> None:
         """What follows is not the function's time."""
-        if self._timed:
-            self._calls.limits.stop(self)
+        self._calls.limits.stop(self)
 
     def start_clock(self) -> None:
         """The function goes on, with the whole time before it."""
-        if self._timed and not self.over:
+        if not self.over:
             self._calls.limits.start(self)
 
 
@@ -109,27 +102,19 @@ class UserCalls:
         """
         if is_async(function):
             return self.begin_async(function, args, where, answered)
-        call = Call(self, function, where, answered, True)
+        call = Call(self, function, where, answered)
         self._waiting.append((call, function, args))
         self._start_threads()
         return call
 
     def begin_async(
-        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered, timed: bool = True
+        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered
     ) -> Call:
-        """:meth:`begin` for a function that is known to be async; not ``timed``: it may take as long as it likes."""
-        call = Call(self, function, where, answered, timed)
+        """:meth:`begin` for a function that is known to be async."""
+        call = Call(self, function, where, answered)
         call.task = self._spawn(self._on_the_loop(call, function, args))
         call.task.set_name(f"{name_of(function)} for {where}")
         return call
-
-    async def call(self, function: Callable[..., Any], *args: Any, where: object) -> Any:
-        """:meth:`begin`, and wait for the answer.
-
-        Raises whatever the function raises, and RolloutError if it takes too long.
-        """
-        pending = PendingCall()
-        return await pending.wait(self.begin(function, args, where, pending.answered))
 
     def leave(self, call: Call) -> None:
         """If it holds a place, the next may have it."""
@@ -206,32 +191,6 @@ class UserCalls:
             call.task.add_done_callback(lambda _: outcome.close())
         else:
             call.answer(outcome.take(), error)
-
-
-class PendingCall:
-    """Waits for the answer of one call."""
-
-    def __init__(self) -> None:
-        self._future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def answered(self, value: Any, error: BaseException | None) -> None:
-        """For :meth:`UserCalls.begin`."""
-        if self._future.done():
-            return
-        if error is None:
-            self._future.set_result(value)
-        else:
-            self._future.set_exception(harmless(error))
-
-    async def wait(self, call: Call) -> Any:
-        """The answer of ``call``. If this is cancelled, so is the call; its end is waited for CLEAN_UP_S at most."""
-        try:
-            return await self._future
-        except asyncio.CancelledError:
-            call.cancel()
-            if call.task is not None:
-                await asyncio.wait([call.task], timeout=CLEAN_UP_S)
-            raise
 
 
 def _marked(function: Callable[..., Any], *args: Any) -> Any:
