@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
+    from april.engine_limits import Limit, LimitCode
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
     from april.engines.transformers.engine import TransformersEngine
     from april.engines.vllm.in_process import VllmInProcessEngine
@@ -57,6 +58,7 @@ _HOMES = {
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
+    "april.engine_limits": ("Limit", "LimitCode"),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
     "april.engines.transformers.engine": ("TransformersEngine",),
     "april.engines.vllm.in_process": ("VllmInProcessEngine",),
@@ -83,9 +85,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
     "ConfigError", "DataExhausted", "DeliveredSample", "DropReason", "Engine", "EngineError", "EngineFinish",
-    "EvaluationResult", "FinishReason", "Health", "InvariantError", "Ledger", "LogprobKind", "PolicyVersion",
-    "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
-    "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
+    "EvaluationResult", "FinishReason", "Health", "InvariantError", "Ledger", "Limit", "LimitCode", "LogprobKind",
+    "PolicyVersion", "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId",
+    "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
     "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
     "partial_rollout", "rewards_differ", "to_torch",
 ]  # fmt: skip

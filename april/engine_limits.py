@@ -125,5 +125,5 @@ def tied_embeddings(where: str = "The server runs on a CPU:") -> Limit:
         LimitCode.TIED_EMBEDDINGS,
         f"{where} vLLM does not reload a model with tied embeddings rightly there (log-probabilities were wrong by "
         "0.35 to 1.2 nats after an update of its weights)",
-        "save the model with tie_word_embeddings false and start the server with that, or do not update its weights",
+        "save the model with tie_word_embeddings false and start with that, or do not update its weights",
     )

@@ -38,6 +38,7 @@ _TOKENS_AT_END = Limit(
     "Tokens come at the end of a request: if vLLM dies, those of running requests are lost",
     "stream=True bounds that",
 )
+_TIED_EMBEDDINGS = tied_embeddings("This AsyncLLM runs on a CPU:")
 _RAW_LOGPROBS = raw_logprobs("make the AsyncLLM with logprobs_mode='processed_logprobs'")
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
@@ -190,7 +191,7 @@ class VllmInProcessEngine(ServerEngine):
         """
         self.require_idle()
         if path is not None and not self._capabilities.updates_from_disk:
-            raise EngineError(f"engine {self._name} loads no weights from a directory: {tied_embeddings().sentence}")
+            raise EngineError(f"engine {self._name} loads no weights from a directory: {_TIED_EMBEDDINGS.sentence}")
         if path is not None and (why := why_unloadable(path)) is not None:
             raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
         self._torn = f"engine {self._name}: {_BETWEEN}"
@@ -288,7 +289,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         (True, _UPDATES_END_ALL),
         (not stream, _TOKENS_AT_END),
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
-        (not reloads, tied_embeddings()),
+        (not reloads, _TIED_EMBEDDINGS),
     )
     return Capabilities(
         kind,
