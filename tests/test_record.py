@@ -439,6 +439,7 @@ def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: 
     config = april.Config(rollout_batch_size=1, max_response_len=5)
     for wrong, sentence in [
         (tmp_path / "no" / "run.jsonl", "cannot be written: No such file or directory"),
+        (tmp_path, "cannot be written: File exists"),
         (7, "record must be the name of a file or an april.RunRecord, got 7"),
     ]:
         with pytest.raises(ConfigError, match=sentence):

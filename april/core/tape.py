@@ -65,7 +65,8 @@ class AttemptCounts(NamedTuple):
     @property
     def tokens(self) -> int:
         """Those that belong to the response."""
-        return sum([count for _, count in self.spans])
+        spans = self.spans
+        return spans[0][1] if len(spans) == 1 else sum([count for _, count in spans])
 
 
 NOTHING_CAME = AttemptCounts()

@@ -279,7 +279,8 @@ class Attempt:
         tape = self.tape
         if not tape.count:
             return NOTHING_CAME
-        ends = tape.stopped or (tape.count > self.sampling.min_tokens and tape.last_token in self.end_ids)
+        ids = self.end_ids
+        ends = tape.stopped or (bool(ids) and tape.count > self.sampling.min_tokens and tape.last_token in ids)
         return AttemptCounts(tuple(tape.spans), ends, tape.after_stop)
 
     @property

@@ -28,7 +28,7 @@ LAST_LINE = 256
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Where a run is recorded, and how much of it.
+    """Where a run is recorded, and how much of it; raises ConfigError for what cannot be.
 
     Attributes:
         path: of the file; what is there already is kept as ``path`` + ".1".
@@ -51,36 +51,32 @@ class RecordFile:
     """A new file of mode 0600; raises ConfigError if it cannot be made."""
 
     def __init__(self, path: Path, limit: int) -> None:
-        self.path = path
-        self._limit = limit - LAST_LINE
         try:
-            if path.exists():
+            if path.is_file():
                 path.replace(f"{path}.1")
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
-        self._lines: deque[bytes] = deque()
-        self._check = self._size = self._written = 0
+        self.path = path
         self.over = False
         """Nothing is taken any more."""
+        self._limit = limit
+        self._lines: deque[bytes] = deque()
+        self._check = self._size = self._written = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="april-record", daemon=True)
         self._thread.start()
 
-    def add(self, line: bytes) -> str:
-        """Take a line, a JSON array without its end: a check of it and all before. Why not, if it does not."""
-        if self._size + len(line) > self._limit:
-            return f"it has reached its limit of {(self._limit + LAST_LINE) >> 20} MiB"
-        if self._size - self._written > MOST_WAITING:
+    def add(self, line: bytes, *, last: bool = False) -> str:
+        """Take a line, a JSON array without its end, which will be a check of it and all before. Why not, if not."""
+        if not last and self._size + len(line) > self._limit - LAST_LINE:
+            return f"it has reached its limit of {self._limit >> 20} MiB"
+        if not last and self._size - self._written > MOST_WAITING:
             return "the disk does not keep up"
-        self.put(line)
-        return ""
-
-    def put(self, line: bytes) -> None:
-        """Take a line, whatever the limit is."""
         self._check = zlib.crc32(line, self._check)
         self._lines.append(b'%b,"%08x"]\n' % (line, self._check))
         self._size += len(line) + 13
+        return ""
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most."""

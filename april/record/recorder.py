@@ -124,7 +124,7 @@ class Recorder:
         if why:
             self._file.over = True
             log.warning("the record %s ends here, the run goes on: %s", self._file.path, why)
-            self._file.put(self._line(OVER, {"why": why}))
+            self._file.add(self._line(OVER, {"why": why}), last=True)
 
     def _line(self, what: str, parts: Any) -> bytes:
         line = [round(self._now() - self._began, 6), what, parts, self._decisions.digest]
