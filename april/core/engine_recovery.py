@@ -110,6 +110,8 @@ class EngineRecovery:
         same_weights, same_step = self._calls.answered(event)
         if self._updates.checks(name):
             self._updates.checked(event)
+            if state.quarantined and not state.look:  # it was being probed, and that answer is void now
+                self._ask_again(name)
         elif state.quarantined:
             if not event.answered:
                 self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))

@@ -1,0 +1,114 @@
+"""Weight updates as a plan in the core: whatever engines and trainers do, no token is of wrong weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from update_player import UpdatePlayer
+
+from april.core import events as ev
+from april.core.engine_table import EngineWeights
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.weight_updates import Phase
+
+SEEDS = range(120)
+_seen: Counter[str] = Counter()
+
+
+def play(seed: int) -> UpdatePlayer:
+    """A run of 250 random events, with everything checked after each, and its end."""
+    player = UpdatePlayer(seed, engines=1 + seed % 3, silent=seed % 2 == 1)
+    for _ in range(250):
+        player.one_event()
+    player.end_well()
+    return player
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_random_events(block: int) -> None:
+    """After every event the books agree; no request goes to an engine with other weights; every update ends."""
+    for seed in SEEDS[block::8]:
+        try:
+            _seen.update(play(seed).seen)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_random_events_reach_all_of_it() -> None:
+    """Each trouble has happened in each phase that it can happen in."""
+    if not _seen:
+        for seed in SEEDS:
+            _seen.update(play(seed).seen)
+    wanted = {f"{call} {result}" for call in ("PauseEngine", "LoadEngine", "ResumeEngine")
+              for result in ("done", "refused", "busy", "unreachable")}  # fmt: skip
+    phases = ("it waits", "stopping", "pausing", "handing over", "loading", "resuming")
+    wanted |= {f"cancelled while {phase}" for phase in phases}
+    wanted |= {f"dies while {p}" for p in ("idle", "stopping", "handing over")}
+    wanted |= {f"dies while {p} and is called" for p in ("pausing", "loading", "resuming", "idle")}
+    wanted |= {"says yes and did not", "refused and torn", "second update meanwhile", "transfer broken=True"}
+    assert wanted <= set(_seen), wanted - set(_seen)
+
+
+def quarantined(engines: int = 2) -> UpdatePlayer:
+    """A player whose e0 has failed and is just being probed."""
+    player = UpdatePlayer(0, engines)
+    player.post(ev.EngineFailed("e0"))
+    player.post(ev.TimerFired(player.timers.pop()))
+    assert [probe.engine for probe in player.probes] == ["e0"]
+    return player
+
+
+def test_an_answer_of_before_an_update_says_nothing_of_after() -> None:
+    """A probe is sent, the engine gets new weights, and then it is heard that it had lost the old ones."""
+    player = quarantined()
+    (old,) = player.probes
+    player.ask_update(transfers=False)
+    player.calm(lambda: not player.updates)
+    assert player.failed is None
+    player.post(ev.EngineProbed(engine="e0", probe=old.probe, answered=True, ok=True, current=False))
+    assert player.core.counters["stale_engines"] == 0
+    assert player.core.engines.states["e0"].version == player.core.clock.current
+    player.end_well()
+
+
+def test_a_refusing_engine_is_asked_before_it_is_used_again() -> None:
+    """Only one engine, and it refuses: it gets nothing until it has said that its weights are whole."""
+    player = UpdatePlayer(0, 1)
+    player.post(ev.StepRequested())
+    player.ask_update(transfers=False)
+    player.finish_aborts()
+    pause, player.servers["e0"].open = player.calls["e0"], False
+    player.post(ev.EngineCallEnded("e0", pause.call, ev.CallResult.DONE))
+    load = player.calls["e0"]
+    player.post(ev.EngineCallEnded("e0", load.call, ev.CallResult.REFUSED, "no such directory"))
+    state = player.core.engines.states["e0"]
+    assert (state.weights, state.version, player.core.updates.phase) == (EngineWeights.HALF, None, Phase.CHECKING)
+    player.post(ev.EngineProbed(engine="e0", probe=player.probes.pop().probe, answered=True, ok=True, current=True))
+    assert (state.weights, state.version) == (EngineWeights.CONFIRMED, FIRST_VERSION)
+    player.servers["e0"].open = True
+    player.post(ev.EngineCallEnded("e0", player.calls["e0"].call, ev.CallResult.DONE))
+    assert player.failed == load.call
+    assert len(player.in_flight) == 4
+
+
+def test_the_state_of_an_update_is_plain_data() -> None:
+    """Everything that the plan knows could be written down, and read by another process."""
+    player = play(4)
+    plain = (str, int, bool, type(None), PolicyVersion, ev.UpdateRequested, ev.EngineCallEnded)
+
+    def check(value: Any) -> None:
+        if isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                check(item)
+        elif isinstance(value, dict):
+            check(list(value.items()))
+        else:
+            assert isinstance(value, plain), value
+
+    for owner in (player.core.updates, player.core._recovery, player.core._calls):
+        for name, value in vars(owner).items():
+            if name not in ("_context", "_calls", "_updates", "_adopt"):
+                check(value)

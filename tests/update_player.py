@@ -1,0 +1,329 @@
+"""Plays servers and a trainer around the core's weight updates, with all that goes wrong there, from a seed.
+
+What a server really has (its weights, its gate) is kept here and never read from the core: whatever the core sends to a
+server is checked against it at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from core_machine import EOS, CoreMachine, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.settings import EngineLimits
+from april.core.timers import Timer, TimerKind
+from april.core.types import AttemptFailure
+from april.core.versions import FIRST_VERSION
+
+Call = do.PauseEngine | do.LoadEngine | do.ResumeEngine
+START = "start"
+
+
+@dataclass
+class Server:
+    """The truth about one engine."""
+
+    weights: str = START
+    open: bool = True
+    alive: bool = True
+    lost: bool = False
+    """It has other weights than it was given, and says so when it is asked."""
+    unseen: bool = False
+    """It has lost them without a word, and the core has had no chance to find out."""
+
+
+@dataclass
+class Update:
+    """One that was asked for and has not ended."""
+
+    weights: str
+    transfers: bool
+    cancelled: bool = False
+    loads: int = 0
+    """Engines that were asked to load for it."""
+
+
+class UpdatePlayer(CoreMachine):
+    """``silent``: servers may also lose their weights without a word."""
+
+    def __init__(self, seed: int, engines: int, *, silent: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.silent = silent
+        limits = tuple(EngineLimits(f"e{i}", 4096, None, (EOS,), remote=True) for i in range(engines))
+        self.servers = {e.name: Server() for e in limits}
+        self.contents = {FIRST_VERSION: START}
+        """What each version stands for."""
+        self.calls: dict[str, Call] = {}
+        self.probes: list[do.ProbeEngine] = []
+        self.timers: list[Timer] = []
+        self.updates: dict[int, Update] = {}
+        self.asked = 0
+        self.handing: int | None = None
+        self.failed: int | None = None
+        """Of the update that ended last."""
+        self.seen: Counter[str] = Counter()
+        """What has happened, so that a test can say that it did."""
+        super().__init__(
+            settings(n=2, samples=2, max_attempt_failures=50, abort_deadline_s=2.0, max_staleness=9),
+            lambda g, i: 4 + (3 * g + i) % 9, engines=limits,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- what the core asks for
+
+    def _execute(self, command: do.Command) -> None:
+        super()._execute(command)
+        current = self.core.clock.current
+        match command:
+            case do.Submit(attempt):
+                server = self.servers[attempt.engine]
+                assert server.open, "sent to an engine that is paused"
+                assert server.unseen or (server.weights, server.lost) == (self.contents[current], False), (
+                    f"sent under {self.contents[current]} to an engine with {server.weights}"
+                )
+            case do.PauseEngine() | do.ResumeEngine():
+                self.calls[command.engine] = command
+            case do.LoadEngine(engine, _, _, version, path):
+                assert not self.servers[engine].open, "weights are written under an engine that is open"
+                assert not any(a.engine == engine for a in self.in_flight.values())
+                if version > current:
+                    assert not self.in_flight
+                    update = self.updates[min(self.updates)]
+                    assert not update.cancelled, "an update that was cancelled in time loads all the same"
+                    update.loads += 1
+                    self.contents[version] = update.weights
+                else:
+                    assert path is None or path == self.contents[version]
+                self.calls[engine] = command
+            case do.ProbeEngine():
+                self.probes.append(command)
+            case do.StartTimer(timer, seconds):
+                assert seconds > 0
+                self.timers.append(timer)
+            case do.HandOver(update):
+                assert self.handing is None
+                assert update == min(self.updates)
+                assert not self.updates[update].cancelled
+                assert not self.in_flight
+                self.handing = update
+            case do.UpdateEnded(number, version, failed):
+                update, self.failed = self.updates.pop(number), failed
+                assert version == current
+                if update.loads and self.failed is None and not update.cancelled:
+                    assert self.contents[version] == update.weights
+                if not update.loads:
+                    assert self.contents[version] != update.weights, "new weights that no engine has loaded"
+                    assert update.cancelled or self.failed is not None
+                self.handing = None if self.handing == number else self.handing
+                self.seen[f"ended: cancelled={update.cancelled}, failed={self.failed is not None}"] += 1
+
+    # ---------------------------------------------------------------- what may happen
+
+    def one_event(self) -> None:
+        """Something happens."""
+        possible = {
+            self.ask_batch: self.core.step is None and self.core.updates.half_updated is None,
+            self.attempt: self.in_flight,
+            self.abort_answered: self.abort_asked,
+            self.ask_update: len(self.updates) < 3,
+            self.cancel: self.updates and self.rng.random() < 0.3,
+            self.hand_over: self.handing is not None,
+            self.answer: self.calls,
+            self.probe_answered: self.probes,
+            self.fire: self.timers and self.rng.random() < 0.5,
+            self.die: self.rng.random() < 0.15,
+            self.revive: not all(s.alive for s in self.servers.values()) and self.rng.random() < 0.4,
+            self.lose_weights: self.silent and self.rng.random() < 0.2,
+            self.late: self.rng.random() < 0.1,
+            self.hold: self.rng.random() < 0.1,
+        }
+        if events := [event for event, now in possible.items() if now]:
+            self.rng.choice(events)()
+
+    def ask_batch(self) -> None:
+        """The trainer wants a batch; it has trained on those before."""
+        for batch in list(self.core.leased)[: self.rng.randint(0, 3)]:
+            self.post(ev.BatchCommitted(batch))
+        self.post(ev.StepRequested())
+
+    def attempt(self) -> None:
+        """A request goes on, ends, or breaks off with its server."""
+        attempt_id = self.rng.choice(sorted(self.in_flight))
+        attempt = self.in_flight[attempt_id]
+        if not self.servers[attempt.engine].alive or self.rng.random() < 0.05:
+            del self.in_flight[attempt_id]
+            self.abort_asked.discard(attempt_id)
+            kind = self.rng.choice([AttemptFailure.BROKE_OFF, AttemptFailure.BUSY])
+            self.post(ev.AttemptFailed.of(attempt, "reset", kind))
+        elif self.tokens(attempt_id, self.rng.randint(1, 4)):
+            self.end(attempt_id, 0)
+
+    def abort_answered(self) -> None:
+        """A request that was asked to end does."""
+        attempt_id = self.rng.choice(sorted(self.abort_asked))
+        if self.servers[self.in_flight[attempt_id].engine].alive:
+            self.end(attempt_id, self.rng.randint(0, 1))
+
+    def ask_update(self, *, transfers: bool | None = None) -> None:
+        """New weights, from a directory or by a transfer, perhaps while another update runs."""
+        self.asked += 1
+        self.seen["second update meanwhile"] += bool(self.updates)
+        transfers = self.rng.random() < 0.3 if transfers is None else transfers
+        weights = f"transfer {self.asked}" if transfers else f"/{self.asked}"
+        self.updates[self.asked] = Update(weights, transfers)
+        path = None if transfers else weights
+        trained = min(self.core.leased, default=None)
+        self.post(ev.UpdateRequested(update=self.asked, path=path, transfers=transfers, trained=trained))
+
+    def cancel(self) -> None:
+        """Nobody waits for an update any more."""
+        number = self.rng.choice(sorted(self.updates))
+        running = number == min(self.updates)
+        self.seen[f"cancelled while {self.core.updates.phase if running else 'it waits'}"] += 1
+        self.updates[number].cancelled |= not self.updates[number].loads
+        self.post(ev.UpdateCancelled(number))
+
+    def hand_over(self, *, well: bool = False) -> None:
+        """The trainer writes its weights into all servers, or breaks off in the middle."""
+        number, self.handing = self.handing, None
+        assert number is not None
+        states = self.core.engines.states
+        assert all(not s.open or states[name].quarantined for name, s in self.servers.items()), "written while open"
+        broken = not well and self.rng.random() < 0.3
+        for server in self.servers.values():
+            if server.alive and (self.rng.random() < 0.5 or not (broken or server.open)):
+                server.weights = "half" if broken else self.updates[number].weights
+        self.seen[f"transfer broken={broken}"] += 1
+        self.post(ev.HandedOver(number, "no route" if broken else None))
+
+    def answer(self, *, well: bool = False) -> None:
+        """A call of an engine ends, or is lost."""
+        name = self.rng.choice(sorted(self.calls))
+        command, server = self.calls.pop(name), self.servers[name]
+        results = list(ev.CallResult)
+        result = ev.CallResult.DONE if well or self.rng.random() < 0.7 else self.rng.choice(results)
+        if not server.alive:
+            result = ev.CallResult.UNREACHABLE
+        done, lost = result is ev.CallResult.DONE, result is ev.CallResult.UNREACHABLE
+        if isinstance(command, do.LoadEngine):
+            self._load(command, server, result, well=well)
+        elif done or (lost and self.rng.random() < 0.5):
+            server.open = isinstance(command, do.ResumeEngine)
+        self.seen[f"{type(command).__name__} {result}"] += 1
+        self.post(ev.EngineCallEnded(name, command.call, result, "" if done else f"{name}: {result}"))
+
+    def _load(self, command: do.LoadEngine, server: Server, result: ev.CallResult, *, well: bool) -> None:
+        here = server.weights
+        if result is ev.CallResult.DONE:
+            lies = self.silent and not well and self.rng.random() < 0.1
+            server.lost = server.unseen = lies
+            server.weights = "old ones" if lies else command.path or here
+            self.seen["says yes and did not"] += lies
+        elif result is ev.CallResult.UNREACHABLE:
+            server.lost = True
+            server.weights = self.rng.choice([here, "half", command.path or here])
+        elif result is ev.CallResult.REFUSED and command.path is not None and self.rng.random() < 0.5:
+            server.lost, server.weights = True, "half"
+            self.seen["refused and torn"] += 1
+
+    def probe_answered(self, *, well: bool = False) -> None:
+        """A server says how it is, perhaps late."""
+        probe = self.probes.pop(self.rng.randrange(len(self.probes)))
+        name, server = probe.engine, self.servers[probe.engine]
+        answered = server.alive and (well or self.rng.random() < 0.9)
+        ok = well or self.rng.random() < 0.9
+        self.post(ev.EngineProbed(engine=name, probe=probe.probe, answered=answered, ok=ok, current=not server.lost))
+        if not self.core.engines.states[name].loaded:
+            server.unseen = False
+
+    def fire(self) -> None:
+        """A timer runs out, in any order."""
+        timer = self.timers.pop(self.rng.randrange(len(self.timers)))
+        if timer.kind is not TimerKind.OUTAGE:
+            self.post(ev.TimerFired(timer))
+
+    def die(self) -> None:
+        """A server dies with all it has; the next process has the weights of the start, and no label."""
+        name = self.rng.choice(sorted(self.servers))
+        server = self.servers[name]
+        call = self.calls.get(name)
+        self.seen[f"dies while {self.core.updates.phase}{' and is called' if call else ''}"] += 1
+        if self.silent or any(a.engine == name for a in self.in_flight.values()) or not self._used(name):
+            server.alive, server.weights, server.lost = False, START, True
+            server.unseen = self._used(name)
+
+    def _used(self, name: str) -> bool:
+        state = self.core.engines.states[name]
+        return not state.quarantined and self.core.clock.current in state.loaded
+
+    def revive(self) -> None:
+        """It is there again."""
+        self.rng.choice([s for s in self.servers.values() if not s.alive]).alive = True
+
+    def lose_weights(self) -> None:
+        """Somebody else changes the weights of a server."""
+        server = self.rng.choice(list(self.servers.values()))
+        server.weights, server.lost, server.unseen = "of others", True, True
+
+    def late(self) -> None:
+        """Answers to calls, probes and updates that are over: nothing happens."""
+        name = self.rng.choice(sorted(self.servers))
+        for event in (
+            ev.EngineCallEnded(name, -1, ev.CallResult.DONE),
+            ev.EngineProbed(engine=name, probe=-1, answered=True, ok=True, current=True),
+            ev.HandedOver(-1), ev.UpdateCancelled(-1), ev.TimerFired(Timer(TimerKind.PROBE, -1, name)),
+        ):  # fmt: skip
+            assert self.post(event) == []
+
+    def hold(self) -> None:
+        """Somebody pauses generation, or lets it go on."""
+        self.post(ev.Resumed() if self.core.held else ev.PauseRequested())
+
+    # ---------------------------------------------------------------- when troubles are over
+
+    def calm(self, until: object) -> None:
+        """Everybody answers, truthfully, until a condition holds."""
+        assert callable(until)
+        self.silent = False
+        if self.core.held:
+            self.post(ev.Resumed())
+        for server in self.servers.values():
+            server.alive = True
+        for _ in range(2000):
+            if until():
+                return
+            if self.handing is not None:
+                self.hand_over(well=True)
+            elif self.calls:
+                self.answer(well=True)
+            elif self.probes:
+                self.probe_answered(well=True)
+            elif self.abort_asked:
+                self.end(min(self.abort_asked), 0)
+            elif self.in_flight and self.rng.random() < 0.7:
+                self.attempt()
+            elif self.timers:
+                self.fire()
+        raise AssertionError(f"it never comes to an end: {self.core!r} {self.core.updates.phase}")
+
+    def end_well(self) -> None:
+        """All updates end; one more reaches every engine; a batch comes, and every engine is used under its version."""
+        self.calm(lambda: not self.updates)
+        self.ask_update(transfers=False)
+        self.calm(lambda: not self.updates)
+        assert self.failed is None
+        assert self.core.updates.half_updated is None
+        for _ in range(2):
+            batches = len(self.batches)
+            for batch in list(self.core.leased):
+                self.post(ev.BatchCommitted(batch))
+            if self.core.step is None:
+                self.post(ev.StepRequested())
+            self.calm(lambda batches=batches: len(self.batches) > batches)
+        self.calm(lambda: all(map(self._used, self.servers)))
+        present = self.contents[self.core.clock.current]
+        assert {(s.weights, s.open, s.lost) for s in self.servers.values()} == {(present, True, False)}
+        self.check_ledger()
