@@ -10,6 +10,7 @@ from update_player import UpdatePlayer
 
 from april.core import events as ev
 from april.core.engine_table import EngineWeights
+from april.core.timers import TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.weight_updates import Phase
 
@@ -18,9 +19,9 @@ _seen: Counter[str] = Counter()
 
 
 def play(seed: int) -> UpdatePlayer:
-    """A run of 250 random events, with everything checked after each, and its end."""
+    """A run of 400 random events, with everything checked after each, and its end."""
     player = UpdatePlayer(seed, engines=1 + seed % 3, silent=seed % 2 == 1)
-    for _ in range(250):
+    for _ in range(400):
         player.one_event()
     player.end_well()
     return player
@@ -112,3 +113,21 @@ def test_the_state_of_an_update_is_plain_data() -> None:
         for name, value in vars(owner).items():
             if name not in ("_context", "_calls", "_updates", "_adopt"):
                 check(value)
+
+
+def test_an_engine_that_comes_back_is_not_touched_before_its_requests_have_ended() -> None:
+    """They would go on under other weights: pause and load come after the last of them."""
+    player = UpdatePlayer(0, 1)
+    player.ask_update(transfers=False)
+    player.calm(lambda: not player.updates)
+    player.post(ev.StepRequested())
+    look = player.probes.pop()
+    player.post(ev.EngineProbed(engine="e0", probe=look.probe, answered=True, ok=True, current=False))
+    assert len(player.abort_asked) == len(player.in_flight) == 4
+    for ended in (False, True):
+        if ended:
+            player.finish_aborts()
+        player.post(ev.TimerFired(next(t for t in player.timers[::-1] if t.kind is TimerKind.PROBE)))
+        probe = player.probes.pop()
+        player.post(ev.EngineProbed(engine="e0", probe=probe.probe, answered=True, ok=True, current=False))
+        assert bool(player.calls) is ended

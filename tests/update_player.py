@@ -127,18 +127,18 @@ class UpdatePlayer(CoreMachine):
         possible = {
             self.ask_batch: self.core.step is None and self.core.updates.half_updated is None,
             self.attempt: self.in_flight,
-            self.abort_answered: self.abort_asked,
-            self.ask_update: len(self.updates) < 3,
-            self.cancel: self.updates and self.rng.random() < 0.3,
+            self.abort_answered: self.abort_asked and self.rng.random() < 0.7,
+            self.ask_update: len(self.updates) < 3 and self.rng.random() < 0.2,
+            self.cancel: self.updates and self.rng.random() < 0.1,
             self.hand_over: self.handing is not None,
             self.answer: self.calls,
             self.probe_answered: self.probes,
             self.fire: self.timers and self.rng.random() < 0.5,
-            self.die: self.rng.random() < 0.15,
+            self.die: self.rng.random() < 0.1,
             self.revive: not all(s.alive for s in self.servers.values()) and self.rng.random() < 0.4,
-            self.lose_weights: self.silent and self.rng.random() < 0.2,
+            self.lose_weights: self.silent and self.rng.random() < 0.1,
             self.late: self.rng.random() < 0.1,
-            self.hold: self.rng.random() < 0.1,
+            self.hold: self.rng.random() < (0.4 if self.core.held else 0.05),
         }
         if events := [event for event, now in possible.items() if now]:
             self.rng.choice(events)()
@@ -184,6 +184,7 @@ class UpdatePlayer(CoreMachine):
         running = number == min(self.updates)
         self.seen[f"cancelled while {self.core.updates.phase if running else 'it waits'}"] += 1
         self.updates[number].cancelled |= not self.updates[number].loads
+        self.handing = None if self.handing == number else self.handing  # a transfer that had not begun never will
         self.post(ev.UpdateCancelled(number))
 
     def hand_over(self, *, well: bool = False) -> None:
@@ -196,6 +197,7 @@ class UpdatePlayer(CoreMachine):
         for server in self.servers.values():
             if server.alive and (self.rng.random() < 0.5 or not (broken or server.open)):
                 server.weights = "half" if broken else self.updates[number].weights
+                server.lost &= broken
         self.seen[f"transfer broken={broken}"] += 1
         self.post(ev.HandedOver(number, "no route" if broken else None))
 
@@ -207,13 +209,15 @@ class UpdatePlayer(CoreMachine):
         result = ev.CallResult.DONE if well or self.rng.random() < 0.7 else self.rng.choice(results)
         if not server.alive:
             result = ev.CallResult.UNREACHABLE
-        done, lost = result is ev.CallResult.DONE, result is ev.CallResult.UNREACHABLE
+        done, unheard = result is ev.CallResult.DONE, result is ev.CallResult.UNREACHABLE
         if isinstance(command, do.LoadEngine):
+            if done and command.path is None and server.lost and server.weights != self.contents[command.version]:
+                result = ev.CallResult.REFUSED  # it was started anew since the transfer, and sees that
             self._load(command, server, result, well=well)
-        elif done or (lost and self.rng.random() < 0.5):
+        elif done or (unheard and self.rng.random() < 0.5):
             server.open = isinstance(command, do.ResumeEngine)
         self.seen[f"{type(command).__name__} {result}"] += 1
-        self.post(ev.EngineCallEnded(name, command.call, result, "" if done else f"{name}: {result}"))
+        self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}"))
 
     def _load(self, command: do.LoadEngine, server: Server, result: ev.CallResult, *, well: bool) -> None:
         here = server.weights
@@ -224,7 +228,7 @@ class UpdatePlayer(CoreMachine):
             self.seen["says yes and did not"] += lies
         elif result is ev.CallResult.UNREACHABLE:
             server.lost = True
-            server.weights = self.rng.choice([here, "half", command.path or here])
+            server.weights = here if command.path is None else self.rng.choice([here, "half", command.path])
         elif result is ev.CallResult.REFUSED and command.path is not None and self.rng.random() < 0.5:
             server.lost, server.weights = True, "half"
             self.seen["refused and torn"] += 1
@@ -251,9 +255,9 @@ class UpdatePlayer(CoreMachine):
         server = self.servers[name]
         call = self.calls.get(name)
         self.seen[f"dies while {self.core.updates.phase}{' and is called' if call else ''}"] += 1
-        if self.silent or any(a.engine == name for a in self.in_flight.values()) or not self._used(name):
-            server.alive, server.weights, server.lost = False, START, True
-            server.unseen = self._used(name)
+        believed = bool(self.core.engines.states[name].loaded)
+        if self.silent or any(a.engine == name for a in self.in_flight.values()) or not believed:
+            server.alive, server.weights, server.lost, server.unseen = False, START, True, believed
 
     def _used(self, name: str) -> bool:
         state = self.core.engines.states[name]
@@ -264,7 +268,9 @@ class UpdatePlayer(CoreMachine):
         self.rng.choice([s for s in self.servers.values() if not s.alive]).alive = True
 
     def lose_weights(self) -> None:
-        """Somebody else changes the weights of a server."""
+        """Somebody else changes the weights of a server; before the first update its start's are taken for granted."""
+        if self.core.clock.current == FIRST_VERSION:
+            return
         server = self.rng.choice(list(self.servers.values()))
         server.weights, server.lost, server.unseen = "of others", True, True
 

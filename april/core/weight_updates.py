@@ -225,6 +225,8 @@ class WeightUpdates:
                 self._take_over()
             return
         done = [name for name, e in self._answers.items() if e.result is ev.CallResult.DONE]
+        for name in done:  # the next update has the same version, of other weights
+            self._context.engines.states[name].lose(EngineWeights.HALF)
         if done or self._update.transfers:
             why = "; ".join(f"{name}: {event.error}" for name, event in failed.items())
             self.half_updated = (
@@ -302,6 +304,9 @@ class WeightUpdates:
             part = self.running and self.phase is not Phase.STOPPING and name not in self._left_out
             if bool(state.call) != (state.taken_back or (self.phase is not Phase.CHECKING and name in self._awaited)):
                 return f"engine {name} is called, and nobody waits for it, or the other way round"
+            usable = self._context.clock.current in state.loaded and not state.quarantined
+            if not self.running and usable and state.gate is not EngineGate.OPEN:
+                return f"engine {name} is well, and nobody opens its gate, which is {state.gate}"
             writing = self.phase in (Phase.HANDING_OVER, Phase.LOADING, Phase.RESTORING)
             if part and writing and state.gate is not EngineGate.CLOSED:
                 return f"engine {name} takes part in an update that is {self.phase}, and its gate is {state.gate}"
