@@ -161,7 +161,7 @@ def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: fl
         await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=stops)
 
     async def program() -> None:
-        old = new(rollout=rollout)
+        old = new(rollout=rollout, prompts=prompts())
         await old.driver.next_batch()
         await old.driver.update_weights()
         waiter = asyncio.create_task(old.driver.next_batch())
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: fl
         state = saved(old.driver.state_dict(None))
         await waiter
         await old.close()
-        again = new(rollout=rollout, record=RunRecord(path))
+        again = new(rollout=rollout, prompts=prompts(), record=RunRecord(path))
         await again.driver.load_state_dict(state)
         for _ in range(3):
             await again.driver.next_batch()
@@ -181,6 +181,7 @@ def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: fl
 
     virtual(program)
     assert [line[1] for line in lines_of(path)].count("State") == 1
+    assert SECRET not in path.read_text()
 
 
 def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Path) -> None:
@@ -456,12 +457,13 @@ from pathlib import Path
 sys.path.insert(0, "tests")
 from april.record import file
 file.WRITE_EVERY_S = 0.001
-from test_record import eventful
+from test_record import eventful, prompts
 from virtual_rollouts import virtual
 async def program():
     path = Path(sys.argv[1])
     await eventful(path, steps=2)
-    again = asyncio.create_task(eventful(path, steps=400))
+    again = asyncio.create_task(eventful(path, steps=4000, prompts=prompts() * 25))
+    await asyncio.sleep(1)
     while path.stat().st_size < 50_000:
         await asyncio.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
