@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from responses import chunks_of, openai_reader, sglang_reader, vllm_reader
 
-from april.core.versions import FIRST_VERSION
+from april.engines.openai.wire import TokenShape
 from april.engines.protocol import Chunk
 from april.engines.sglang import wire as sglang_wire
-from april.engines.vllm import wire as vllm_wire
 from april.errors import WireError
 
 
@@ -21,42 +21,44 @@ def sglang_event(token: int, count: int) -> bytes:
     return b'{"output_ids":[%d],"meta_info":%b}' % (token, meta)
 
 
-def vllm_reader() -> vllm_wire.ReplyReader:
-    return vllm_wire.ReplyReader(vllm_wire.TOKEN_ROUTE, "a", FIRST_VERSION, labels=None)
+def openai_event(token: int, count: int) -> bytes:
+    return b'{"choices":[{"token_ids":[%d],"logprobs":{"token_logprobs":[-1.0]}}]}' % token
 
 
-def sglang_reader() -> sglang_wire.ReplyReader:
-    return sglang_wire.ReplyReader("a", FIRST_VERSION, incremental=True, labels=None)
-
-
-SERVERS = [(vllm_reader, vllm_event), (sglang_reader, sglang_event)]
+SERVERS = [
+    (vllm_reader, vllm_event), (sglang_reader, sglang_event),
+    (lambda: openai_reader(TokenShape.DETOKENIZE), openai_event),
+]  # fmt: skip
+KINDS = ["vllm", "sglang", "openai"]
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.tokens.tolist()]
 
 
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
 def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyped-def]
     """The same tokens, in one chunk."""
     events = [event(token, token - 6) for token in (7, 8, 9)]
-    together, alone = reader().read_all(events), reader()
+    together, alone = chunks_of(reader(), *events), reader()
     assert len(together) == 1
-    assert tokens_of(together) == [7, 8, 9] == tokens_of([chunk for e in events for chunk in alone.read(e)])
+    assert tokens_of(together) == [7, 8, 9] == tokens_of([chunk for e in events for chunk in chunks_of(alone, e)])
 
 
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
 def test_two_answers_in_one_event(reader, event) -> None:  # type: ignore[no-untyped-def]
     """No token is passed over without a word: what came before counts, and the broken event is an error."""
     read = reader()
-    assert tokens_of(read.read_all([event(1, 1), event(2, 2) + b"," + event(3, 3), event(4, 4)])) == [1]
+    read.read([event(1, 1), event(2, 2) + b"," + event(3, 3), event(4, 4)])
+    assert tokens_of(read.take()) == [1]
     assert isinstance(read.failure, WireError)
 
 
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang"])
+@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
 def test_one_answer_in_two_events(reader, event) -> None:  # type: ignore[no-untyped-def]
     """Halves that make one answer when put together are still none."""
     first, second = event(2, 2).split(b":", 1)
     read = reader()
-    assert tokens_of(read.read_all([event(1, 1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])) == [1]
+    read.read([event(1, 1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])
+    assert tokens_of(read.take()) == [1]
     assert isinstance(read.failure, WireError)

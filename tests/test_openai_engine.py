@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from openai_servers import PROMPT, ask, connected, greedy, logprobs_of
+from responses import chunks_of, openai_reader
 
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.openai.wire import CompletionStream, TokenShape
+from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
@@ -125,7 +126,7 @@ def test_no_request_lives_through_a_weight_update() -> None:
             running = [asyncio.create_task(ask(engine, f"a{i}", [*PROMPT, i + 3])) for i in range(5)]
             await server.until_sent(4, 5)
             await engine.pause()
-            assert not engine._open
+            assert not engine._endpoint.open
             late, unwanted = asyncio.create_task(ask(engine, "b0")), asyncio.create_task(ask(engine, "b1"))
             await asyncio.sleep(0)
             await engine.abort(["b1"])
@@ -177,8 +178,8 @@ def test_weights_from_disk_are_refused() -> None:
         (OpenAIFaultKind.WRONG_USAGE, WireError, 50),
         (OpenAIFaultKind.ENDS_TWICE, WireError, 50),
         (OpenAIFaultKind.EARLY_STOP, WireError, 7),
-        (OpenAIFaultKind.NO_FINISH, EngineError, 50),
-        (OpenAIFaultKind.NO_DONE, EngineError, 50),
+        (OpenAIFaultKind.NO_FINISH, EngineUnreachable, 50),
+        (OpenAIFaultKind.NO_DONE, EngineUnreachable, 50),
         (OpenAIFaultKind.ERROR_EVENT, EngineError, 6),
         (OpenAIFaultKind.CLIPPED, WireError, 7),
         (OpenAIFaultKind.REDIRECT, EngineError, 0),
@@ -291,12 +292,14 @@ def test_an_abort_skips_no_check_of_an_answer_that_has_ended() -> None:
             tokens = (await anext(chunks)).tokens.tolist()
             server.release()
             await server.until_closed()
-            while not engine._open["a1"]._reader.done():  # noqa: ASYNC110 - on this loop, by its turns
+            content = engine._endpoint.open["a1"]._body._response.content
+            while not content.is_eof():  # noqa: ASYNC110 - on this loop, by its turns
                 await asyncio.sleep(0)
             await engine.abort()
-            tokens += (await anext(chunks)).tokens.tolist()
+            rest = [chunk async for chunk in chunks]
+            tokens += [token for chunk in rest for token in chunk.tokens.tolist()]
             assert tokens[-1] == 300
-            assert (await anext(chunks)).finish is EngineFinish.STOP
+            assert rest[-1].finish is EngineFinish.STOP
 
     run(test())
 
@@ -308,10 +311,10 @@ def test_an_abort_skips_no_check_of_an_answer_that_has_ended() -> None:
 )  # fmt: skip
 def test_an_error_inside_of_a_stream_has_its_type(code: int | None, error: type[EngineError]) -> None:
     """By its code, as a status has; only 400, 413 and 422 are the request's own fault."""
-    stream = CompletionStream(TokenShape.RETURN_TOKEN_IDS, np.array(PROMPT, np.int32))
+    reader = openai_reader(TokenShape.RETURN_TOKEN_IDS, PROMPT)
     said = {"message": "said so"} | ({} if code is None else {"code": code})
     with pytest.raises(EngineError, match="said so") as caught:
-        stream.read(json.dumps({"error": said}).encode())
+        chunks_of(reader, json.dumps({"error": said}).encode())
     assert type(caught.value) is error
 
 

@@ -272,13 +272,13 @@ def test_a_look_that_says_no_says_it_to_all(said: bool | None) -> None:
 
         confirmation = server_process.Confirmation(look, "one")
         now_s = asyncio.get_running_loop().time()
-        waiting = (confirmation.since(now_s, patience_s=0.0) for _ in range(50))
+        waiting = (confirmation.since(now_s, broken=lambda: True) for _ in range(50))
         errors = await asyncio.gather(*waiting, return_exceptions=True)
         assert {type(error) for error in errors} == {EngineError}
         assert looks == 1
         # one that begins afterwards has a look of its own
         with pytest.raises(EngineError):
-            await confirmation.since(asyncio.get_running_loop().time() + 1e-9, patience_s=0.0)
+            await confirmation.since(asyncio.get_running_loop().time() + 1e-9, broken=lambda: True)
         assert looks == 2
 
     run(program)

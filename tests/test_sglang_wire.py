@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from responses import chunks_of, sglang_reader
 
 from april.core.versions import PolicyVersion
+from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import Chunk, EngineFinish
-from april.engines.sglang.wire import ReplyReader, rid_of
+from april.engines.sglang.wire import rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 from april.testing.servers.sglang.answers import answer
 from april.testing.servers.sglang.runs import FakeRun, fake_sglang_response
@@ -28,8 +30,8 @@ LABELS.present = PolicyVersion(0, 1)
 OLD, NEW = LABELS.of(V0), LABELS.of(PolicyVersion(0, 1))
 
 
-def reader(incremental: bool = True, labels: WeightLabels | None = LABELS) -> ReplyReader:
-    return ReplyReader(RID, V0, incremental=incremental, labels=labels)
+def reader(incremental: bool = True, labels: WeightLabels | None = LABELS) -> ResponseReader:
+    return sglang_reader(RID, V0, incremental=incremental, labels=labels)
 
 
 def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeRun:
@@ -63,9 +65,9 @@ def test_any_cut_of_any_answer_gives_every_token_once(
     run = a_run(count)
     read, chunks = reader(incremental), []
     for upto in sorted(c for c in cuts if c <= count - late):
-        chunks += read.read(said(run, upto, incremental))
+        chunks += chunks_of(read, said(run, upto, incremental))
     run.finish, run.queue_abort = (QUEUED, True) if queued else (ABORTED, False)
-    chunks += read.read(said(run, count, incremental))
+    chunks += chunks_of(read, said(run, count, incremental))
     assert together(chunks) == (run.ids, run.logprobs)
     assert chunks[-1].finish is EngineFinish.ABORT
     assert all(chunk.finish is None for chunk in chunks[:-1])
@@ -80,9 +82,9 @@ def test_versions_are_those_of_the_spans(switch: int, cuts: set[int], seen_from:
     for upto in sorted(cuts):
         # an event says the label at the time when it was sent
         label = NEW if upto > switch or upto >= seen_from else OLD
-        chunks += read.read(said(run, upto, True, label))
+        chunks += chunks_of(read, said(run, upto, True, label))
     run.finish = {"type": "length", "length": 30}
-    chunks += read.read(said(run, 30, True, NEW))
+    chunks += chunks_of(read, said(run, 30, True, NEW))
     assert together(chunks)[0] == run.ids
     assert [c.version.n for c in chunks for _ in c.tokens] == [0] * switch + [1] * (30 - switch)
 
@@ -98,7 +100,7 @@ def test_damaged_answers_raise_nothing_but_engine_errors(data: st.DataObject) ->
     payload[at] = data.draw(st.integers(0, 255))
     end = data.draw(st.sampled_from([len(payload), at]))
     try:
-        chunks = reader().read(bytes(payload[:end]))
+        chunks = chunks_of(reader(), bytes(payload[:end]))
     except EngineError:
         return
     assert sum(len(chunk.tokens) for chunk in chunks) in (0, 12)
@@ -118,7 +120,7 @@ def test_damaged_answers_raise_nothing_but_engine_errors(data: st.DataObject) ->
 )
 def test_errors_come_as_events_too(event: Any, error: type[EngineError]) -> None:
     with pytest.raises(error) as raised:
-        reader().read(json.dumps(event).encode())
+        chunks_of(reader(), json.dumps(event).encode())
     assert type(raised.value) is error
 
 
@@ -153,8 +155,9 @@ def test_tokens_under_other_labels_are_refused(label: str) -> None:
     }[label]  # fmt: skip
     run = a_run(30, [(labels.of(sent), 0, 12), (said_label, 12, 30)])
     run.finish = {"type": "length", "length": 30}
-    read = ReplyReader(RID, sent, incremental=True, labels=labels)
-    chunks = read.read_all([said(run, 30, True, said_label)])
+    read = sglang_reader(RID, sent, labels=labels)
+    read.read([said(run, 30, True, said_label)])
+    chunks = read.take()
     assert together(chunks)[0] == run.ids[:12]
     assert {chunk.version for chunk in chunks} == {sent}
     assert said_label in str(read.failure)

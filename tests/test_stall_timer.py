@@ -36,9 +36,11 @@ STALL_S = 10.0
 class _Pile(Piling):
     """An answer by a table of (seconds after the one before, tokens of the piece); then silence until it is closed."""
 
+    over = False
+
     def __init__(self, pieces: list[tuple[float, int]]) -> None:
         self.pieces = list(pieces)
-        self.over, self.waiting, self.ended = False, 0, asyncio.Event()
+        self.waiting, self.ended = 0, asyncio.Event()
         self._arrived: list[int] = []
         self._done = False
 

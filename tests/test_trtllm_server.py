@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from openai_servers import PROMPT, ask, config_for, connected, greedy, logprobs_of
 from real_schedulers import assert_nothing_is_left, endless, reward
+from responses import chunks_of, openai_reader
 from test_openai_scheduler import Served
 from test_openai_scheduler import config as scheduler_config
 
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import PolicyVersion
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report
 from april.engines.http.http_client import failure_of
 from april.engines.http.metrics_page import parse_metrics
-from april.engines.openai.wire import CompletionStream, TokenShape
+from april.engines.http.response_reader import Progress
+from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused
 from april.scheduler import RolloutScheduler
@@ -49,14 +51,14 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_its_exchange_is_read() -> None:
     """Word by word as its route writes it."""
-    stream = CompletionStream(TokenShape.DETOKENIZE, np.array([1, 4, 7], np.int32))
+    reader = openai_reader(TokenShape.DETOKENIZE, [1, 4, 7])
     for payload in EXCHANGE:
-        stream.read(payload)
-    chunk = stream.take(FIRST_VERSION)
-    assert chunk is not None
-    assert chunk.tokens.tolist() == [217, 482]
-    assert chunk.logprobs.tolist() == np.array([-2.6949213948, -0.5], np.float32).tolist()
-    assert (stream.finish, stream.done) == (EngineFinish.LENGTH, True)
+        reader.read([payload])
+    chunks = reader.take(last=True)
+    assert np.concatenate([chunk.tokens for chunk in chunks]).tolist() == [217, 482]
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    assert logprobs.tolist() == np.array([-2.6949213948, -0.5], np.float32).tolist()
+    assert (chunks[-1].finish, reader.progress) == (EngineFinish.LENGTH, Progress.DONE)
 
 
 def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
@@ -179,10 +181,10 @@ def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
 
 def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
     """By the code that newer servers have for it; the same request would be refused again."""
-    stream = CompletionStream(TokenShape.DETOKENIZE, np.array(PROMPT, np.int32))
+    reader = openai_reader(TokenShape.DETOKENIZE, PROMPT)
     said = {"message": "This model's maximum context length is 100 tokens", "code": "context_length_exceeded"}
     with pytest.raises(RequestRefused, match="maximum context length is 100"):
-        stream.read(json.dumps({"error": said}).encode())
+        chunks_of(reader, json.dumps({"error": said}).encode())
 
 
 def test_a_server_that_still_loads_is_busy() -> None:

@@ -132,11 +132,13 @@ class Piling:
 
     __slots__ = ()
 
-    over: bool
-    """The answer is here, whole: nothing but :meth:`take` is left to do."""
-
     waiting: int
     """Pieces that have arrived and were not taken."""
+
+    @property
+    def over(self) -> bool:
+        """The answer is here, whole: nothing but :meth:`take` is left to do."""
+        raise NotImplementedError
 
     async def arrived(self) -> bool:
         """Wait until more may be there to :meth:`take`; False: the request has ended and all was taken.

@@ -6,8 +6,7 @@ aiohttp's defaults are wrong for long generations; each setting here says why it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -20,7 +19,6 @@ import msgspec
 from april.config.server_key import checked_key
 from april.config.server_url import checked_url
 from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_sent_events import EventSplitter
 from april.engines.http.wire_errors import error_text, failure_of
 from april.errors import EngineError, EngineUnreachable, WireError
 from april.server_text import said, without_keys
@@ -78,9 +76,9 @@ class HttpClient:
         self._closed = False
         self._callers: set[asyncio.Task[Any]] = set()
         """Tasks that wait for this server at the moment, those that read an answer left out."""
-        self._answers: set[Answer] = set()
+        self._open: set[ResponseBytes] = set()
         self._cut: dict[asyncio.Task[Any], int] = {}
-        """Those that :meth:`close` has cancelled, and how often others had done so before."""
+        """Those that were cut off, and how often others had cancelled them before."""
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
@@ -141,7 +139,8 @@ class HttpClient:
             response.release()
             return Reply(status, content, None if status == 200 else _retry_after_s(response))
         except asyncio.CancelledError:
-            self._raise_if_cut(task)
+            if self._was_cut(task):
+                raise self._closed_early() from None
             raise
         finally:
             self._callers.discard(task)
@@ -165,34 +164,8 @@ class HttpClient:
         except NotJson as error:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
-    @asynccontextmanager
-    async def events(
-        self, route: str, body: bytes, limit: int | None = None
-    ) -> AsyncIterator[AsyncIterator[list[bytes]]]:
-        """POST, and the payloads of the server-sent events as they come, in lists of one or more; see :meth:`post`.
-
-        ``limit``: bytes of one event; None: MAX_EVENT_BYTES of the splitter.
-
-        Raises:
-            WireError: the stream is no event stream, or ends inside an event.
-        """
-        answer = await self.post(route, body)
-        try:
-            yield self._payloads(answer, limit)
-        finally:
-            answer.close()
-
-    async def _payloads(self, answer: Answer, limit: int | None) -> AsyncIterator[list[bytes]]:
-        splitter = EventSplitter(limit)
-        while piece := await answer.read():
-            events = splitter.feed(piece)
-            if events:
-                yield events
-        if rest := splitter.end():
-            yield rest
-
-    async def post(self, route: str, body: bytes) -> Answer:
-        """POST JSON; the answer has begun with status 200, and is read piece by piece. It must be closed.
+    async def post(self, route: str, body: bytes) -> ResponseBytes:
+        """POST JSON; the response has begun with status 200, and is read piece by piece. It must be closed.
 
         Raises:
             RequestRefused, EngineBusy, EngineError: the status is not 200.
@@ -211,13 +184,14 @@ class HttpClient:
                 finally:
                     response.close()
         except asyncio.CancelledError:
-            self._raise_if_cut(task)
+            if self._was_cut(task):
+                raise self._closed_early() from None
             raise
         except _BROKEN as error:
             raise self._unreachable("POST", route, error) from None
         finally:
             self._callers.discard(task)
-        return Answer(self, route, response)
+        return ResponseBytes(self, route, response)
 
     def require_ok(self, reply: Reply, route: str) -> None:
         """Raise the error that a status other than 200 means."""
@@ -229,19 +203,30 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; calls in flight break. Idempotent."""
         self._closed = True
-        for task in (self._callers | {a.task for a in self._answers if a.reading and a.task}) - self._cut.keys():
-            # aiohttp lets readers of a closed session wait for ever
-            self._cut[task] = task.cancelling()
-            task.cancel()
+        # aiohttp lets readers of a closed session wait for ever
+        for task in self._callers | {b.task for b in self._open if b.reading and b.task}:
+            self._cut_off(task)
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    def _raise_if_cut(self, task: asyncio.Task[Any] | None) -> None:
-        """Raise EngineUnreachable if it was :meth:`close` that has cancelled this task, and nobody else."""
+    def cut(self, task: asyncio.Task[Any]) -> None:
+        """The call of this task, if there is one on its way, breaks off with EngineUnreachable."""
+        if task in self._callers:
+            self._cut_off(task)
+
+    def _cut_off(self, task: asyncio.Task[Any]) -> None:
+        if task not in self._cut:
+            self._cut[task] = task.cancelling()
+            task.cancel()
+
+    def _was_cut(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether it was cut off, and nobody else has cancelled it."""
         before = self._cut.pop(task, None) if task is not None else None
-        if task is not None and before is not None and task.uncancel() <= before:
-            raise EngineUnreachable(f"engine {self.name} was closed while a call was on its way") from None
+        return task is not None and before is not None and task.uncancel() <= before
+
+    def _closed_early(self) -> EngineUnreachable:
+        return EngineUnreachable(f"engine {self.name} was closed while a call was on its way")
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -305,20 +290,30 @@ class HttpClient:
         return EngineUnreachable(what, why=why, distrusted=distrusted)
 
 
-class Answer:
-    """The answer to one POST, as it comes; for the task that asked."""
+async def _nothing() -> bytes:
+    return b""
 
-    __slots__ = ("_client", "_more", "_response", "_route", "reading", "task")
+
+class ResponseBytes:
+    """The response to one POST, as it comes; for the task that asked."""
+
+    __slots__ = ("_client", "_more", "_response", "_route", "_stopped", "reading", "task")
 
     def __init__(self, client: HttpClient, route: str, response: aiohttp.ClientResponse) -> None:
         self._client = client
         self._route = route
         self._response = response
-        self._more = response.content.readany
+        self._more: Callable[[], Awaitable[bytes]] = response.content.readany
         self.task = asyncio.current_task()
         self.reading = False
         """Its task waits for more."""
-        client._answers.add(self)
+        self._stopped = False
+        client._open.add(self)
+
+    @property
+    def broken(self) -> bool:
+        """The connection has broken, whether all before that was read or not."""
+        return self._response.content.exception() is not None
 
     async def read(self) -> bytes:
         """What has come since, at least one byte; nothing at the end.
@@ -326,21 +321,34 @@ class Answer:
         Raises EngineUnreachable when the connection breaks.
         """
         if self._client._closed:
-            raise EngineUnreachable(f"engine {self._client.name} was closed while a call was on its way")
-        self.reading = True
+            raise self._client._closed_early()
+        self.reading = not self._stopped
         try:
-            return await self._more()
-        except asyncio.CancelledError:
-            self._client._raise_if_cut(self.task)
-            raise
+            if self.reading:
+                try:
+                    return await self._more()
+                except asyncio.CancelledError:
+                    if not self._client._was_cut(self.task):
+                        raise
+                    if not self._stopped:
+                        raise self._client._closed_early() from None
+            self._stopped, self._more = False, _nothing
+            await asyncio.sleep(0)  # for bytes that are here, and that the loop has not looked at
+            return self._response.content.read_nowait()
         except _BROKEN as error:
             raise self._client._unreachable("POST", self._route, error) from None
         finally:
             self.reading = False
 
+    def stop(self) -> None:
+        """No more is wanted: :meth:`read` gives what is here already, and then nothing."""
+        self._stopped = True
+        if self.reading and self.task is not None:
+            self._client._cut_off(self.task)
+
     def close(self) -> None:
-        """The connection is used again if the answer was read to its end."""
-        self._client._answers.discard(self)
+        """The connection is used again if the response was read to its end."""
+        self._client._open.discard(self)
         if self._response.content.is_eof():
             self._response.release()
         else:

@@ -96,7 +96,9 @@ class Confirmation:
     of a stream, and for all streams that had begun by then, whatever it says.
     """
 
-    def __init__(self, check: Check, name: str) -> None:
+    def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
+        self.needed = needed
+        """Whether answers have to wait at all."""
         self._check = check
         self._name = name
         self._confirmed_s = -math.inf
@@ -107,15 +109,14 @@ class Confirmation:
         """What came of it."""
         self._one = asyncio.Lock()
 
-    async def since(self, began_s: float, *, patience_s: float | None = None) -> None:
+    async def since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
         """Until it was seen, by a check that began at ``began_s`` (loop time) or later.
 
         Raises:
-            EngineError: it has other weights, or did not say which for ``patience_s`` (None: PATIENCE_S).
+            EngineError: it has other weights, or does not say which, for PATIENCE_S or once the answer is ``broken``.
         """
         loop = asyncio.get_running_loop()
-        patience_s = PATIENCE_S if patience_s is None else patience_s
-        deadline, heard_s = loop.time() + patience_s, -math.inf
+        deadline, heard_s = loop.time() + PATIENCE_S, -math.inf
         while True:
             async with self._one:
                 if self._confirmed_s >= began_s:
@@ -130,9 +131,9 @@ class Confirmation:
                     f"engine {self._name} was started anew and has not the weights that it was given; its answers are "
                     "not used"
                 )
-            if same is None and loop.time() >= deadline:
+            if same is None and (loop.time() >= deadline or broken()):
                 raise EngineError(
-                    f"engine {self._name} has not said for {patience_s:g} s whether it is still the process that was "
+                    f"engine {self._name} has not said whether it is still the process that was "
                     "given the present weights (its metrics fail); answers of unknown weights are not used"
                 )
             if same is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,17 @@ from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engine_limits import IT, UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
+from april.engines.http.admission import Admission
 from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import has_metrics, read_metrics
+from april.engines.http.response_reader import ResponseReader
+from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_json import NotJson, read_json
 from april.engines.http.server_probe import ServerFacts, get_json
+from april.engines.http.weight_labels import WeightLabels
 from april.engines.openai.known_servers import KnownServer, known_server
-from april.engines.openai.wire import ROUTE, CompletionStream, TokenShape, completion_body
-from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Request
+from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
+from april.engines.protocol import AbortMeans, Capabilities, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.server_text import said
 
@@ -143,7 +148,7 @@ SEVERAL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Generated:
     tokens: list[int]
     logprobs: list[float]
     finish: EngineFinish | None
@@ -157,18 +162,22 @@ class _Probe:
     model: str
     shape: TokenShape
 
-    async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Answer:
+    async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Generated:
         """The whole answer to one short request."""
         request = Request("probe", np.array(_PROMPTS[prompt], np.int32), sampling)
-        stream = CompletionStream(self.shape, request.token_ids)
-        async with self.client.events(ROUTE, completion_body(self.model, self.shape, request, **changes)) as pieces:
-            async for payloads in pieces:
-                for payload in payloads:
-                    stream.read(payload)
-        chunk: Chunk | None = stream.take(FIRST_VERSION)
-        if chunk is None:
-            return _Answer([], [], stream.finish)
-        return _Answer(chunk.tokens.tolist(), chunk.logprobs.tolist(), stream.finish)
+        reader = ResponseReader(CompletionParser(self.shape, request), FIRST_VERSION, None, len(request.token_ids))
+        endpoint = Endpoint(
+            client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),
+            prepare=lambda *_: (reader, completion_body(self.model, self.shape, request, **changes)),
+            abort_means=AbortMeans.CLOSE, marks_end=False,
+        )  # fmt: skip
+        async with aclosing(ResponseStream(endpoint, request, streamed=True)) as stream:
+            chunks = [chunk async for chunk in stream]
+        return _Generated(
+            [token for chunk in chunks for token in chunk.tokens.tolist()],
+            [logprob for chunk in chunks for logprob in chunk.logprobs.tolist()],
+            reader.finish,
+        )
 
 
 async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
@@ -210,7 +219,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
     try:
         answer = await probe.ask(replace(greedy, max_tokens=2, stop_token_ids=(token,)))
     except WireError:  # it counts a token that it did not hand over
-        answer = _Answer([], [], EngineFinish.STOP)
+        answer = _Generated([], [], EngineFinish.STOP)
     if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
         what = "keeps the stop token back" if not answer.tokens else "does not stop at the ids in stop_token_ids"
         raise ConfigError(
@@ -225,7 +234,7 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
     try:
         answer = await probe.ask(sampling, logit_bias={str(eos): _EOS_BIAS})
     except WireError:
-        answer = _Answer([], [], EngineFinish.STOP)
+        answer = _Generated([], [], EngineFinish.STOP)
     except EngineError:
         return None
     if answer.finish is not EngineFinish.STOP:

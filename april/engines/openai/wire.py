@@ -13,12 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from april.core.versions import PolicyVersion
-from april.engines.http.server_json import NotJson, read_with
-from april.engines.http.wire_arrays import chunk_of
-from april.engines.http.wire_errors import failure_said
-from april.engines.protocol import Chunk, EngineFinish, Int32, Request
-from april.errors import EngineError, WireError
+from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.protocol import EngineFinish, Int32, Request
+from april.errors import EngineError
 from april.server_text import quoted
 
 ROUTE = "/v1/completions"
@@ -61,7 +58,6 @@ _FINISHES = {
     "cancelled": EngineFinish.ABORT,
     "timeout": EngineFinish.ABORT,
 }
-_DONE = b"[DONE]"
 _ID_PREFIX = "token_id:"
 
 
@@ -86,7 +82,7 @@ def completion_body(model: str, shape: TokenShape, request: Request, **changes: 
 
 
 class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float] = []
+    token_logprobs: list[float] | None = None
 
 
 class _NamedLogprobs(_Logprobs):
@@ -106,122 +102,79 @@ class _NamedChoice(_Choice):
     logprobs: _NamedLogprobs | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
+    """The server's own counts."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _NamedEvent(msgspec.Struct):
     choices: list[_NamedChoice] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Event)
-_NAMED_DECODER = msgspec.json.Decoder(_NamedEvent)
+_DECODERS = msgspec.json.Decoder(_Event), msgspec.json.Decoder(list[_Event])
+_NAMED_DECODERS = msgspec.json.Decoder(_NamedEvent), msgspec.json.Decoder(list[_NamedEvent])
 
 
-class CompletionStream:
-    """One answer, event by event. What it has read is taken as chunks; an event that cannot be true adds nothing.
+_NOTHING = _Choice()
 
-    Args:
-        prompt: ids that were sent, [P] int32; compared with what the server repeats, where it does.
-    """
 
-    def __init__(self, shape: TokenShape, prompt: Int32) -> None:
-        self._decoder: msgspec.json.Decoder[Any] = (
-            _NAMED_DECODER if shape is TokenShape.STRINGS else _DECODER
-        )
-        self._prompt = prompt
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self.count = 0
-        """Tokens read so far."""
-        self.finish: EngineFinish | None = None
-        """Why generation ended, once the server has said it."""
-        self.stopped_at: int | str | None = None
-        """What it stopped at, where it says so."""
-        self.done = False
-        """The server has said that nothing more comes."""
+def counted(piece: Piece, usage: Usage) -> Piece:
+    """The same piece, with the server's own counts."""
+    piece.prompt_tokens, piece.total = usage.prompt_tokens, usage.completion_tokens
+    return piece
 
-    def read(self, payload: bytes) -> None:
-        """One event.
 
-        Raises:
-            WireError: it is no such event, has numbers that cannot be true, or comes after the end.
-            EngineError: the server says that it failed.
-        """
-        if self.done:
-            raise WireError("an event came after [DONE]")
-        if payload == _DONE:
-            self.done = True
-            return
-        try:
-            event = read_with(self._decoder, payload)
-        except NotJson as error:
-            raise WireError(f"an event of {len(payload)} bytes is no completion: {error}") from None
-        if event.choices is None and event.usage is None:
-            raise failure_said(payload, "the stream was broken off")
-        for choice in event.choices or ():
-            self._choice(choice)
-        if event.usage is not None:
-            self._check_usage(event.usage)
+def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
+    """Why the response ended; an error where april knows no such reason."""
+    known = _FINISHES.get(reason)
+    if known is None:
+        return EngineError(f"attempt {attempt_id}: the server ended the response for the reason {quoted(reason)}")
+    return known
 
-    def take(self, version: PolicyVersion) -> Chunk | None:
-        """What was read since the last call, if anything."""
-        if not self._tokens:
-            return None
-        tokens, logprobs = self._tokens, self._logprobs
-        self._tokens, self._logprobs = [], []
-        return chunk_of(tokens, logprobs, version)
 
-    def _choice(self, choice: _Choice) -> None:
-        tokens = _token_ids(choice)
-        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        if len(tokens) != len(logprobs):
-            raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
-        if choice.index:
-            raise WireError(f"a response number {choice.index} came where one was asked for")
-        if self.finish is not None and (tokens or choice.finish_reason is not None):
-            again = "" if choice.finish_reason is None else "another end and "
-            raise WireError(f"{again}{len(tokens)} tokens came after the finish reason {self.finish}")
+class CompletionParser(Parser[_Event | _NamedEvent]):
+    """Of the completions route. The prompt's ids are compared with what the server repeats, where it does."""
+
+    __slots__ = ("_prompt",)
+
+    def __init__(self, shape: TokenShape, request: Request) -> None:
+        super().__init__(request.attempt_id, *(_NAMED_DECODERS if shape is TokenShape.STRINGS else _DECODERS))
+        self._prompt = request.token_ids
+
+    def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> Piece:
+        """See :class:`Parser`."""
+        choices, usage = event.choices, event.usage
+        if choices is None and usage is None:
+            raise self.failed(payload)
+        choice: _Choice = choices[0] if choices else _NOTHING
+        if choice.index or (choices and len(choices) > 1):
+            raise self.several()
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
-            raise WireError("the server generated from other prompt ids than it was sent")
-        if tokens:
-            self._tokens += tokens
-            self._logprobs += logprobs
-            self.count += len(tokens)
+            raise self.wrong("goes on from other prompt ids than were sent")
+        logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
+        piece = Piece(self._ids(choice), logprobs)
         if choice.finish_reason is not None:
-            finish = _FINISHES.get(choice.finish_reason)
-            if finish is None:
-                raise EngineError(f"the server ended the response for the reason {quoted(choice.finish_reason)}")
-            self.finish, self.stopped_at = finish, choice.stop_reason
+            piece.end = End(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason)
+        return piece if usage is None else counted(piece, usage)
 
-    def _check_usage(self, usage: _Usage) -> None:
-        asked, said = usage.prompt_tokens, usage.completion_tokens
-        if asked is not None and asked != len(self._prompt):
-            raise WireError(f"the server answers a prompt of {asked} tokens, and {len(self._prompt)} were sent")
-        if said is not None and self.finish is not None and said != self.count:
-            raise WireError(
-                f"the server made {said} tokens and handed over {self.count}; does it keep the EOS or stop token back?"
-            )
+    def _ids(self, choice: _Choice) -> list[int]:
+        if isinstance(choice, _NamedChoice) and choice.logprobs is not None:
+            return [self._named_id(name) for name in choice.logprobs.tokens]
+        return choice.token_ids or []
 
-
-def _token_ids(choice: _Choice) -> list[int]:
-    if isinstance(choice, _NamedChoice) and choice.logprobs is not None:
-        return [_named_id(name) for name in choice.logprobs.tokens]
-    return choice.token_ids or []
-
-
-def _named_id(name: str) -> int:
-    digits = name.removeprefix(_ID_PREFIX)
-    if digits == name or not digits.isdecimal():
-        raise WireError(f"a token must be named token_id:<number>, got {len(name)} characters of text")
-    return int(digits)
+    def _named_id(self, name: str) -> int:
+        digits = name.removeprefix(_ID_PREFIX)
+        if digits == name or not digits.isdecimal():
+            raise self.wrong(f"must name a token token_id:<number>, and has {len(name)} characters of text")
+        return int(digits)
 
 
 def _equal(ids: Sequence[int], prompt: Int32) -> bool:

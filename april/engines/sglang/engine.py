@@ -13,14 +13,15 @@ from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
+from april.engines.http.response_reader import ResponseReader
+from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import client_of, connect_all
-from april.engines.http.server_stream import ServerStream
 from april.engines.http.weight_directories import why_unloadable
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.engines.sglang.router import common_facts, require_same_workers
-from april.engines.sglang.wire import ReplyReader, request_body, rid_of
+from april.engines.sglang.wire import ReplyParser, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker
 from april.errors import EngineError, EngineUnreachable
 from april.server_text import quoted
@@ -56,14 +57,27 @@ class SglangEngine(ServerEngine):
         self.workers = tuple(workers)
         self.facts = facts
         self._max_token_loss = max_token_loss
+        self._endpoint = Endpoint(
+            client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=False,
+        )  # fmt: skip
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
         """Label of each worker's process that was paused for an update; None: it did not say."""
 
     # ---------------------------------------------------------------- requests
 
-    def generate(self, request: Request) -> ServerStream:
+    def generate(self, request: Request) -> ResponseStream:
         """One call of ``/generate``; raises RequestRefused for what the server must not be asked."""
-        return _SglangStream(self, request, self._interval(request))
+        return ResponseStream(self._endpoint, request, streamed=self._interval(request) > 0)
+
+    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+        self._check(request)
+        facts = self.facts
+        parser = ReplyParser(request.attempt_id, incremental=streamed and facts.incremental)
+        labels = self._labels if facts.label is not None else None
+        reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
+        interval = self._interval(request) if streamed and facts.stream_interval else None
+        return reader, request_body(request, stream=streamed, stream_interval=interval, seed=self._seed(request))
 
     def _interval(self, request: Request) -> int:
         """Tokens per event; 0: one answer at the end."""
@@ -178,40 +192,6 @@ class SglangEngine(ServerEngine):
     async def adopt(self) -> None:
         """Tell every worker what april calls the weights that it has."""
         await _all(worker.set_label(self._labels.of(self._version)) for worker in self.workers)
-
-
-class _SglangStream(ServerStream):
-    """One request; ``interval``: tokens per event, 0 for one answer at the end."""
-
-    __slots__ = ("_engine", "_interval")
-
-    def __init__(self, engine: SglangEngine, request: Request, interval: int) -> None:
-        super().__init__(
-            engine._requests, engine._admission, request, "/generate", stream=interval > 0, needs_done=False
-        )
-        self._engine = engine
-        self._interval = interval
-
-    def _prepare(self) -> tuple[ReplyReader, bytes]:
-        engine, request, facts, interval = self._engine, self._request, self._engine.facts, self._interval
-        engine._check(request)
-        body = request_body(
-            request,
-            stream=self._stream,
-            stream_interval=interval if facts.stream_interval and interval else None,
-            seed=engine._seed(request),
-        )
-        reader = ReplyReader(
-            request.attempt_id,
-            engine._version,
-            incremental=self._stream and facts.incremental,
-            labels=engine._labels if facts.label is not None else None,
-            prompt_tokens=len(request.token_ids),
-        )
-        return reader, body
-
-    def _weights(self) -> PolicyVersion:
-        return self._engine._version
 
 
 async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:

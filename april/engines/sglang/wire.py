@@ -1,7 +1,7 @@
 """What SGLang servers say, as typed values: answers of ``/generate`` become chunks, or a sentence on what is wrong.
 
-Invariant: ``ReplyReader.count`` tokens were handed over, each once. An answer is read from that offset on: what the
-server repeats (cumulative streams, the echo of the last token at an abort) is dropped; what it takes back is an error.
+An answer is read from the tokens on that came before: what the server repeats (cumulative streams, the echo of the last
+token at an abort) is dropped; what it takes back is an error.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from typing import Any
 
 import msgspec
 
-from april.core.versions import PolicyVersion
-from april.engines.http.reply_reader import AnswerReader
-from april.engines.http.weight_labels import WeightLabels
-from april.engines.http.wire_errors import failure_of, failure_said
-from april.engines.protocol import Chunk, EngineFinish, Request
-from april.errors import WireError
+from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.wire_errors import failure_of
+from april.engines.protocol import EngineFinish, Request
+from april.errors import EngineError, WireError
 from april.server_text import quoted, said
 
 
@@ -37,7 +35,7 @@ class Span(msgspec.Struct, gc=False):
     end: int
 
 
-class Scored(msgspec.Struct, array_like=True, gc=False):
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     """One token; what follows in the list (its text) is not looked at."""
 
     logprob: float
@@ -53,7 +51,7 @@ class Meta(msgspec.Struct):
     completion_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
-    output_token_logprobs: list[Scored] = []
+    output_token_logprobs: list[TokenLogprob] = []
 
 
 class Reply(msgspec.Struct):
@@ -108,61 +106,48 @@ def request_body(request: Request, *, stream: bool, stream_interval: int | None,
     return msgspec.json.encode(body)
 
 
-class ReplyReader(AnswerReader[Reply]):
-    """Reads the answers to one request, in order.
+class ReplyParser(Parser[Reply]):
+    """Of ``/generate``.
 
     Args:
         attempt_id: which the answers must name.
         incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
     """
 
-    __slots__ = ("_held_ids", "_held_logprobs", "_incremental")
+    __slots__ = ("_incremental", "_rid")
 
-    def __init__(
-        self, attempt_id: str, version: PolicyVersion, *, incremental: bool, labels: WeightLabels | None,
-        prompt_tokens: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(attempt_id, version, labels, DECODER, _LIST_DECODER, prompt_tokens)
+    count_may_follow = False
+
+    def __init__(self, attempt_id: str, *, incremental: bool) -> None:
+        super().__init__(attempt_id, DECODER, _LIST_DECODER)
+        self._rid = rid_of(attempt_id)
         self._incremental = incremental
-        # tokens that came under another label than the request was sent with: the last event says whose they are.
-        # They are not in ``count`` yet
-        self._held_ids: list[int] = []
-        self._held_logprobs: list[float] = []
 
-    def _reply(self, reply: Reply, payload: bytes, chunks: list[Chunk]) -> None:
-        meta = reply.meta_info
+    def piece(self, event: Reply, payload: bytes, had: int) -> Piece:
+        """See :class:`Parser`."""
+        meta = event.meta_info
         if meta is None:
-            raise failure_said(payload, f"attempt {self._attempt_id}")
-        if meta.id != rid_of(self._attempt_id):
-            raise WireError(f"attempt {self._attempt_id} got the answer of {quoted(meta.id)}")
-        if self.finish is not None or self.failure is not None:
-            raise WireError(f"attempt {self._attempt_id}: an answer came after the one that ended the request")
-        self._check_prompt(meta.prompt_tokens)
-        ids, logprobs = self._fresh(reply, meta)
-        if meta.finish_reason is not None:
-            self._flush(chunks)
-            chunks += self._end(meta, meta.finish_reason, ids, logprobs)
-        elif self._held_ids or (self._label and meta.weight_version not in (None, self._label)):
-            self._held_ids += ids
-            self._held_logprobs += logprobs
-        else:
-            self._gather(ids, logprobs)
+            raise self.failed(payload)
+        if meta.id != self._rid:
+            raise WireError(f"attempt {self.attempt_id} got the answer of {quoted(meta.id)}")
+        ids, logprobs = self._fresh(event, meta, had)
+        end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta.weight_versions)
+        return Piece(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
 
-    def _fresh(self, reply: Reply, meta: Meta) -> tuple[list[int], list[float]]:
+    def _fresh(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
         """Token ids and log-probabilities behind those that were read before."""
         ids, scored = reply.output_ids, meta.output_token_logprobs
-        had = self.count + len(self._held_ids)
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
         if total is None:
             # old servers do not count for requests aborted in the queue, where nothing new comes; without a count
             # nobody could tell new tokens from repeated ones
             if not aborted:
-                raise self._wrong("does not say how many tokens there are")
+                raise self.wrong("does not say how many tokens there are")
             total = had if self._incremental else len(ids)
         new = total - had
         if new < 0:
-            raise self._wrong(f"had {had} tokens and now has {total}")
+            raise self.wrong(f"had {had} tokens and now has {total}")
         if not self._incremental:
             # an event of the stream repeats everything
             ids, scored = (ids[had:], scored[had:]) if had else (ids, scored)
@@ -173,43 +158,23 @@ class ReplyReader(AnswerReader[Reply]):
             # and all log-probabilities once more, even where the stream is incremental
             scored = scored[:new]
         if len(ids) != new or len(scored) != new:
-            raise self._wrong(
+            raise self.wrong(
                 f"says {total} tokens, {had} of them known, and came with {len(ids)} ids and {len(scored)} "
                 "log-probabilities of new ones"
             )
         if not new:
             return [], []
         if [one.token for one in scored] != ids:
-            raise self._wrong("has log-probabilities of other tokens than its ids")
+            raise self.wrong("has log-probabilities of other tokens than its ids")
         return ids, [one.logprob for one in scored]
 
-    def _end(self, meta: Meta, finish: Finish, ids: list[int], logprobs: list[float]) -> list[Chunk]:
-        """The last tokens, split by the weights that made them."""
-        if self._held_ids:
-            ids, logprobs = self._held_ids + ids, self._held_logprobs + logprobs
-        chunks = self._by_version(meta, ids, logprobs)
-        self.count += len(ids)
-        if self.failure is not None:
-            return chunks
-        status = finish.status_code
+    def _end(self, finish: Finish, spans: list[Span] | None) -> End:
+        status, matched = finish.status_code, finish.matched
+        reason: EngineFinish | EngineError | None = _FINISHES.get(finish.type)
         if finish.type == "abort" and status is not None and 400 <= status < 600:
-            self.failure = failure_of(
+            reason = failure_of(
                 status, f"the server gave the request up ({status}): {said(finish.message or 'nothing')}"
             )
-            return chunks
-        reason = _FINISHES.get(finish.type)
-        if reason is None:
-            self.failure = WireError(f"attempt {self._attempt_id}: unknown finish reason {quoted(finish.type)}")
-            return chunks
-        matched = finish.matched
-        return self._end_with(chunks, reason, None if isinstance(matched, list) else matched)
-
-    def _by_version(self, meta: Meta, ids: list[int], logprobs: list[float]) -> list[Chunk]:
-        if not ids and not self.count:
-            return []
-        if self._labels is not None and meta.weight_versions:
-            return self._in_spans(meta.weight_versions, ids, logprobs)
-        if self._labels is not None and (meta.weight_version not in (None, self._label) or self._held_ids):
-            self.failure = self._foreign(meta.weight_version or "none")
-            return []
-        return self._whole(ids, logprobs)
+        elif reason is None:
+            reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")
+        return End(reason, None if isinstance(matched, list) else matched, spans or None)

@@ -17,12 +17,13 @@ from april.config.engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import read_metrics
+from april.engines.http.response_reader import ResponseReader
+from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pause import while_paused
 from april.engines.http.server_pool import connect_all
 from april.engines.http.server_probe import ServerFacts
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
-from april.engines.http.server_stream import ServerStream
 from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
 from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import another_process, marked
@@ -30,9 +31,9 @@ from april.engines.http.wire_errors import error_text
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
-from april.engines.protocol import AbortMeans, Engine, EngineFinish, Health, Request
+from april.engines.protocol import AbortMeans, Engine, Health, Request
 from april.engines.vllm.probe import VllmFacts, probe_vllm
-from april.engines.vllm.wire import ReplyReader, engine_id, request_body
+from april.engines.vllm.wire import engine_id, parser_of, request_body
 from april.errors import EngineError
 from april.server_text import quoted
 
@@ -59,18 +60,31 @@ class VllmEngine(ServerEngine):
         self.facts = facts
         self._stream = stream
         self._process = ServerProcess(client, "/metrics", facts.started_s)
-        self._confirmation = Confirmation(self._has_weights, self.name)
+        self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
+        self._endpoint = Endpoint(
+            client=client, route=facts.route, admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
+        )  # fmt: skip
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
-        # aborts that somebody asked for; the server's pause ends others along with them
-        self._unwanted: set[str] = set()
         self._pausing = asyncio.Lock()
 
     # ---------------------------------------------------------------- requests
 
-    def generate(self, request: Request) -> ServerStream:
+    def generate(self, request: Request) -> ResponseStream:
         """One call; raises RequestRefused for what the server must not be asked."""
-        return _VllmStream(self, request, stream=self._stream or request.stream)
+        return ResponseStream(self._endpoint, request, streamed=self._stream or request.stream)
+
+    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+        self._check(request)
+        facts, capabilities = self.facts, self._capabilities
+        labels = self._labels if capabilities.version_spans else None
+        reader = ResponseReader(parser_of(facts.route, request), self._version, labels, len(request.token_ids))
+        body = request_body(
+            facts.route, facts.model, request, stream=streamed, priority=facts.priorities,
+            seeds=capabilities.honours_seeds,
+        )  # fmt: skip
+        return reader, body
 
     # ---------------------------------------------------------------- aborts
 
@@ -83,7 +97,7 @@ class VllmEngine(ServerEngine):
         if not ids:
             return
         if self._capabilities.abort_means is AbortMeans.PAUSE:
-            self._unwanted.update(ids)
+            self._endpoint.abort(ids)  # the server's pause ends others along with them
             async with self._paused_server("abort"):
                 return
         route = self.facts.abort_route
@@ -288,54 +302,6 @@ def _reloaded(said: object) -> bool:
     """How a server says that its workers have reloaded their weights: each of them returned nothing."""
     results = said.get("results") if isinstance(said, dict) else None
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
-
-
-class _VllmStream(ServerStream):
-    """One request."""
-
-    __slots__ = ("_engine", "_replies")
-
-    def __init__(self, engine: VllmEngine, request: Request, *, stream: bool) -> None:
-        super().__init__(
-            engine._client, engine._admission, request, engine.facts.route, stream=stream, needs_done=True
-        )
-        self._engine = engine
-
-    def _prepare(self) -> tuple[ReplyReader, bytes]:
-        engine, request, facts = self._engine, self._request, self._engine.facts
-        engine._check(request)
-        self._replies = ReplyReader(
-            facts.route, request.attempt_id, engine._version,
-            labels=engine._labels if engine.capabilities.version_spans else None,
-            prompt_tokens=len(request.token_ids),
-        )  # fmt: skip
-        body = request_body(
-            facts.route, facts.model, request, stream=self._stream, priority=facts.priorities,
-            seeds=engine.capabilities.honours_seeds,
-        )
-        return self._replies, body
-
-    def _again(self) -> bool:
-        """A pause has ended this request before its first token, and nobody wanted that."""
-        engine, replies = self._engine, self._replies
-        return (
-            replies.finish is EngineFinish.ABORT
-            and replies.count == 0
-            and engine._capabilities.abort_means is AbortMeans.PAUSE
-            and self._request.attempt_id not in engine._unwanted
-        )
-
-    async def _confirm(self) -> None:
-        """A whole answer with spans says itself whose tokens it has, the events of a stream only at its end."""
-        engine = self._engine
-        if (self._stream or not engine.capabilities.version_spans) and not engine._process.keeps_weights:
-            await engine._confirmation.since(asyncio.get_running_loop().time())
-
-    def _left(self) -> None:
-        self._engine._unwanted.discard(self._request.attempt_id)
-
-    def _weights(self) -> PolicyVersion:
-        return self._engine._version
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:

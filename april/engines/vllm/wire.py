@@ -1,7 +1,6 @@
 """What vLLM servers are sent and say: the token route with version spans, and the completions route without.
 
-Invariant: ``ReplyReader.count`` tokens were handed over, each once, under weights that the server confirms where it
-has a word for them.
+The completions route is the one that other servers have, too.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ from typing import Any
 
 import msgspec
 
-from april.core.versions import PolicyVersion
-from april.engines.http.reply_reader import AnswerReader
-from april.engines.http.weight_labels import WeightLabels
-from april.engines.http.wire_errors import failure_said
-from april.engines.protocol import Chunk, EngineFinish, Request
-from april.errors import EngineError
-from april.server_text import quoted
+from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.openai.wire import CompletionParser, TokenShape, Usage, counted, finish_of
+from april.engines.protocol import Request
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 COMPLETIONS_ROUTE = "/v1/completions"
-_FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
 def engine_id(route: str, attempt_id: str) -> str:
@@ -72,17 +66,13 @@ class _Span(msgspec.Struct, gc=False):
     end: int
 
 
-class _Scored(msgspec.Struct, gc=False):
+class _TokenLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
 
 
-class _TokenLogprobs(msgspec.Struct):
-    content: list[_Scored] | None = None
-
-
-class _TextLogprobs(msgspec.Struct):
-    token_logprobs: list[float] | None = None
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -91,100 +81,53 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[_Span] | None = None
+    logprobs: _Logprobs | None = None
 
 
-class _TokenChoice(_Choice):
-    logprobs: _TokenLogprobs | None = None
+class TokenReply(msgspec.Struct):
+    """One answer of the token route, or one event of its stream."""
+
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
 
 
-class _TextChoice(_Choice):
-    logprobs: _TextLogprobs | None = None
+TOKEN_DECODER = msgspec.json.Decoder(TokenReply)
+_TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+_NOTHING = _Choice()
 
 
-class _TokenReply(msgspec.Struct):
-    choices: list[_TokenChoice] | None = None
-    usage: _Usage | None = None
+def parser_of(route: str, request: Request) -> Parser[Any]:
+    """For the answers of either route; version spans come with the last event of the token route."""
+    if route == TOKEN_ROUTE:
+        return TokenParser(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
+    return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request)
 
 
-class _TextReply(msgspec.Struct):
-    choices: list[_TextChoice] | None = None
-    usage: _Usage | None = None
-
-
-TOKEN_DECODER = msgspec.json.Decoder(_TokenReply)
-_TOKEN_LIST_DECODER = msgspec.json.Decoder(list[_TokenReply])
-_TEXT_DECODER = msgspec.json.Decoder(_TextReply)
-_TEXT_LIST_DECODER = msgspec.json.Decoder(list[_TextReply])
-
-
-class ReplyReader(AnswerReader[_TokenReply | _TextReply]):
-    """Reads the answer to one request of either route; version spans come with the last event."""
+class TokenParser(Parser[TokenReply]):
+    """Of the token route."""
 
     __slots__ = ()
 
-    def __init__(
-        self, route: str, attempt_id: str, version: PolicyVersion, *, labels: WeightLabels | None,
-        prompt_tokens: int | None = None,
-    ) -> None:  # fmt: skip
-        decoder: msgspec.json.Decoder[Any] = TOKEN_DECODER if route == TOKEN_ROUTE else _TEXT_DECODER
-        together: msgspec.json.Decoder[Any] = _TOKEN_LIST_DECODER if route == TOKEN_ROUTE else _TEXT_LIST_DECODER
-        super().__init__(attempt_id, version, labels, decoder, together, prompt_tokens)
-
-    def _reply(self, reply: _TokenReply | _TextReply, payload: bytes, chunks: list[Chunk]) -> None:
-        if reply.choices is None:
-            raise failure_said(payload, f"attempt {self._attempt_id}")
-        for choice in reply.choices:
-            self._choice(choice, chunks)
-        if reply.usage is not None:
-            self._check_prompt(reply.usage.prompt_tokens)
-            said = reply.usage.completion_tokens
-            if said is not None and self.finish is not None and self.failure is None and said != self.count:
-                raise self._wrong(f"says {said} tokens and came with {self.count}")
-
-    def _choice(self, choice: _TokenChoice | _TextChoice, chunks: list[Chunk]) -> None:
+    def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
+        """See :class:`Parser`."""
+        choices, usage = event.choices, event.usage
+        if choices is None:
+            raise self.failed(payload)
+        choice = choices[0] if choices else _NOTHING
+        if choice.index or len(choices) > 1:
+            raise self.several()
         ids = choice.token_ids or []
-        if choice.index:
-            raise self._wrong(f"has a response number {choice.index}, and one was asked for")
-        if self.finish is not None and (ids or choice.finish_reason is not None):
-            again = "" if choice.finish_reason is None else "another end and "
-            raise self._wrong(f"has {again}{len(ids)} tokens more after it ended")
-        logprobs = self._logprobs(choice, ids)
-        if choice.finish_reason is None:
-            self._gather(ids, logprobs)
+        content = choice.logprobs.content or [] if choice.logprobs is not None else []
+        if len(content) == 1:  # as in nearly all events, where loops would cost most of the time
+            named, logprobs = [content[0].token_id], [content[0].logprob]
         else:
-            self._flush(chunks)
-            chunks += self._end(choice, ids, logprobs)
-
-    def _logprobs(self, choice: _TokenChoice | _TextChoice, ids: list[int]) -> list[float]:
-        """Of these ids; none where the server has sent none."""
-        said = choice.logprobs
-        if isinstance(said, _TokenLogprobs):
-            content = said.content or []
-            if len(content) == len(ids) and [scored.token_id for scored in content] != ids:
-                raise self._wrong("has log-probabilities of other tokens than its ids")
-            logprobs = [scored.logprob for scored in content]
-        else:
-            logprobs = (said.token_logprobs if said is not None else None) or []
-        if len(ids) != len(logprobs):
-            raise self._wrong(f"has {len(ids)} tokens with {len(logprobs)} log-probabilities")
-        return logprobs
-
-    def _end(self, choice: _Choice, ids: list[int], logprobs: list[float]) -> list[Chunk]:
-        finish = _FINISHES.get(choice.finish_reason or "")
-        spans = choice.weight_versions or []
-        chunks = self._whole(ids, logprobs) if self._labels is None else self._in_spans(spans, ids, logprobs)
-        self.count += len(ids)
-        if self.failure is not None:
-            return chunks
-        if finish is None:
-            self.failure = EngineError(
-                f"attempt {self._attempt_id}: the server ended the response for the reason "
-                f"{quoted(choice.finish_reason)}"
-            )
-            return chunks
-        return self._end_with(chunks, finish, choice.stop_reason)
+            named, logprobs = [one.token_id for one in content], [one.logprob for one in content]
+        if named != ids and len(named) == len(ids):
+            raise self.wrong("has log-probabilities of other tokens than its ids")
+        piece = Piece(ids, logprobs)
+        if choice.finish_reason is not None:
+            reason = finish_of(self.attempt_id, choice.finish_reason)
+            piece.end = End(reason, choice.stop_reason, choice.weight_versions or [])
+        return piece if usage is None else counted(piece, usage)

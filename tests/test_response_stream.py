@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from responses import sglang_reader
 
 from april.core.sampling import SamplingParams
-from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.admission import Admission
-from april.engines.http.server_stream import Reader, ServerStream
-from april.engines.protocol import EngineFinish, Request
-from april.engines.sglang.wire import ReplyReader, rid_of
+from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.protocol import AbortMeans, EngineFinish, Request
+from april.engines.sglang.wire import rid_of
 from april.errors import EngineUnreachable
 
 REQUEST = Request("0" * 32, np.array([1, 2], np.int32), SamplingParams(8))
@@ -32,6 +33,7 @@ class _Breaks:
     """The client and its answer: the pieces, then a broken connection."""
 
     url = "http://127.0.0.1:1"
+    broken = False
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = list(pieces)
@@ -48,17 +50,14 @@ class _Breaks:
         pass
 
 
-class _Stream(ServerStream):
-    def _prepare(self) -> tuple[Reader, bytes]:
-        return ReplyReader(REQUEST.attempt_id, FIRST_VERSION, incremental=True, labels=None), b"{}"
-
-    def _weights(self) -> PolicyVersion:
-        return FIRST_VERSION
-
-
 async def read(client: Any, *, needs_done: bool) -> tuple[list[int], EngineFinish | None, bool]:
     """Tokens, finish, and whether the break was raised."""
-    stream = _Stream(client, Admission(), REQUEST, "/generate", stream=True, needs_done=needs_done)
+    endpoint = Endpoint(
+        client=client, route="/generate", admission=Admission(), labels=WeightLabels(),
+        prepare=lambda *_: (sglang_reader(REQUEST.attempt_id), b"{}"), abort_means=AbortMeans.BY_ID,
+        marks_end=needs_done,
+    )  # fmt: skip
+    stream = ResponseStream(endpoint, REQUEST, streamed=True)
     tokens: list[int] = []
     finish = None
     try:

@@ -1,0 +1,279 @@
+"""The one reader of responses, whole or event by event: whether they can be true, and which weights made which token.
+
+A kind of server has a parser of its own, which makes pieces of what it says. Of events that are read together, those
+before a wrong one count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from april.core.versions import PolicyVersion
+from april.engines.http.server_json import NotJson, read_with
+from april.engines.http.weight_labels import Span, WeightLabels, cover, foreign_weights
+from april.engines.http.wire_arrays import chunk_of, empty_chunk
+from april.engines.http.wire_errors import failure_said
+from april.engines.protocol import Chunk, EngineFinish
+from april.errors import EngineError, WireError
+
+E = TypeVar("E")
+"""One event of a stream, or one whole answer, as it is decoded."""
+_DONE = b"[DONE]"
+
+
+class End(msgspec.Struct, gc=False):
+    """Why generation has ended, as the server says it; an error is raised once the tokens are handed over."""
+
+    reason: EngineFinish | EngineError
+    stopped_at: int | str | None = None
+    spans: Sequence[Span] | None = None
+    """The weights of all tokens; None: they have the label of the piece."""
+
+
+class Piece(msgspec.Struct, gc=False):
+    """What one event, or one whole answer, has brought."""
+
+    ids: list[int]
+    """Those that did not come before."""
+    logprobs: list[float]
+    end: End | None = None
+    label: str | None = None
+    """Of the weights that made the ids; None: it does not say."""
+    prompt_tokens: int | None = None
+    total: int | None = None
+    """Tokens of the whole response, by the server's count."""
+
+
+class Parser(Generic[E]):
+    """Makes pieces of what one kind of server says about one attempt."""
+
+    __slots__ = ("attempt_id", "decoder", "list_decoder")
+
+    count_may_follow = True
+    """The server's count of tokens, and events that say nothing, may come after the end."""
+
+    def __init__(
+        self, attempt_id: str, decoder: msgspec.json.Decoder[Any], list_decoder: msgspec.json.Decoder[Any]
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.decoder = decoder
+        self.list_decoder = list_decoder
+
+    def piece(self, event: E, payload: bytes, had: int) -> Piece:
+        """Of one event; ``payload`` is what it was decoded from, ``had`` how many tokens came before.
+
+        Raises:
+            WireError: the event cannot be true.
+            RequestRefused, EngineBusy, EngineError: the server says that it failed.
+        """
+        raise NotImplementedError
+
+    def wrong(self, what: str) -> WireError:
+        """For what cannot be true."""
+        return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
+
+    def several(self) -> WireError:
+        """For more responses than the one that was asked for."""
+        return self.wrong("has a second response, and one was asked for")
+
+    def failed(self, payload: bytes) -> EngineError:
+        """For an event without tokens."""
+        return failure_said(payload, f"attempt {self.attempt_id}")
+
+
+class Progress(StrEnum):
+    """How far a response has been read."""
+
+    TOKENS = "tokens"
+    ENDED = "ended"
+    """The server has said why generation ended."""
+    DONE = "done"
+    """And that nothing more follows."""
+    WRONG = "wrong"
+    """``failure`` says why; nothing more is read."""
+
+
+_TOKENS = Progress.TOKENS
+
+class ResponseReader:
+    """Reads the response to one request.
+
+    Args:
+        version: of the weights when the request was sent.
+        labels: of the engine, where the server says which weights made which token; otherwise all tokens are
+            ``version``'s.
+        prompt_tokens: how many were sent; compared with what the server says of them. None: not looked at.
+    """
+
+    __slots__ = (
+        "_held_ids", "_held_logprobs", "_ids", "_label", "_labels", "_last", "_logprobs", "_parser",
+        "_prompt_tokens", "_stopped_at", "_version", "count", "failure", "finish", "progress",
+    )  # fmt: skip
+
+    def __init__(
+        self, parser: Parser[Any], version: PolicyVersion, labels: WeightLabels | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        self._parser = parser
+        self._version = version
+        self._labels = labels
+        self._label = labels.of(version) if labels is not None else ""
+        self._prompt_tokens = prompt_tokens
+        # tokens that were not taken: those before the end, and the last ones, split by the weights that made them
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._last: list[tuple[list[int], list[float], PolicyVersion]] = []
+        # tokens under another label than the request was sent with: the end says whose they are
+        self._held_ids: list[int] = []
+        self._held_logprobs: list[float] = []
+        self.progress = Progress.TOKENS
+        self.count = 0
+        """Tokens whose weights are known."""
+        self.finish: EngineFinish | None = None
+        """Why generation ended, once the server has said it."""
+        self._stopped_at: int | str | None = None
+        self.failure: EngineError | None = None
+        """To be raised once the chunks that came with it are handed over."""
+
+    @property
+    def says_weights(self) -> bool:
+        """Whether the end says which weights made which token."""
+        return self._labels is not None
+
+    def read(self, payloads: list[bytes]) -> None:
+        """Several events in order, or one whole answer; what is wrong becomes ``failure``."""
+        if self.progress is Progress.WRONG or not payloads:
+            return
+        try:
+            if self.progress is Progress.DONE:
+                raise self._parser.wrong("goes on after [DONE]")
+            done = payloads[-1] == _DONE
+            if done:
+                payloads = payloads[:-1]
+            parse, add, held = self._parser.piece, self._add, self._held_ids
+            for payload, event in zip(payloads, self._decoded(payloads), strict=False):
+                add(parse(event, payload, self.count + len(held)))
+            if done:
+                self.progress = Progress.DONE
+        except EngineError as error:
+            self.fail(error)
+
+    def take(self, *, last: bool = False) -> list[Chunk]:
+        """What was read since the last call; ``last``: nothing more comes, and the last chunk has the finish.
+
+        The tokens that came with an end wait until nothing can take it back.
+        """
+        chunks: list[Chunk] = []
+        runs = [(self._ids, self._logprobs, self._version)] if self._ids else []
+        self._ids, self._logprobs = [], []
+        if last or self.progress is not Progress.ENDED:
+            runs += self._last
+            self._last = []
+        try:
+            for run in runs:
+                chunks.append(chunk_of(*run))
+        except WireError as error:
+            self.fail(error)
+        if last and self.failure is None:
+            end = chunks.pop() if chunks else empty_chunk(self._version, None)
+            chunks.append(replace(end, finish=self.finish, stopped_at=self._stopped_at))
+        return chunks
+
+    def fail(self, error: EngineError) -> None:
+        """Nothing more is read; what was read before counts. The first failure stays."""
+        self.progress, self.failure = Progress.WRONG, self.failure or error
+
+    def cut(self) -> None:
+        """The response ends here, because april has closed its stream."""
+        self.progress, self.finish = Progress.DONE, EngineFinish.ABORT
+
+    # ---------------------------------------------------------------- inside
+
+    def _decoded(self, payloads: list[bytes]) -> Iterable[Any]:
+        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
+        if len(payloads) > 1:
+            try:
+                events: list[Any] = read_with(self._parser.list_decoder, b"[%b]" % b",".join(payloads))
+            except NotJson:
+                events = []
+            if len(events) == len(payloads):  # a broken one may be two values, or half of one
+                return events
+        return map(self._decode, payloads)
+
+    def _decode(self, payload: bytes) -> Any:
+        try:
+            return read_with(self._parser.decoder, payload)
+        except NotJson as error:
+            raise self._parser.wrong(f"cannot be read: {error}") from None
+
+    def _add(self, piece: Piece) -> None:
+        ids, logprobs = piece.ids, piece.logprobs
+        count = len(ids)
+        if self.progress is not _TOKENS:
+            self._require_silence(piece)
+        if count != len(logprobs):
+            raise self._parser.wrong(f"has {count} tokens with {len(logprobs)} log-probabilities")
+        if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
+            # shortened, or with a token before it: it goes on from something else than was asked
+            sent = self._prompt_tokens
+            raise self._parser.wrong(f"is to a prompt of {piece.prompt_tokens} tokens, and {sent} were sent")
+        if piece.end is not None:
+            self._end(piece, piece.end)
+        elif self._held_ids or (self._label and piece.label not in (None, self._label)):
+            self._held_ids += ids
+            self._held_logprobs += logprobs
+        else:
+            self.count += count
+            self._ids += ids
+            self._logprobs += logprobs
+        total = piece.total
+        if total is not None and self.finish is not None and total != self.count:
+            if total < self.count:
+                self._last = []  # one of them was never made
+            raise self._parser.wrong(
+                f"says {total} tokens and came with {self.count}; does the server keep the EOS or stop token back?"
+            )
+
+    def _require_silence(self, piece: Piece) -> None:
+        if not self._parser.count_may_follow:
+            raise self._parser.wrong("goes on after the event that ended it")
+        if piece.ids or piece.end is not None:
+            again = "" if piece.end is None else "another end and "
+            raise self._parser.wrong(f"has {again}{len(piece.ids)} tokens more after it ended")
+
+    def _end(self, piece: Piece, end: End) -> None:
+        """The last tokens, split by the weights that made them."""
+        ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
+        labels, total = self._labels, self.count + len(ids)
+        if labels is not None and total and end.spans is not None:
+            self._add_spans(labels, end.spans, ids, logprobs)
+        elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):
+            raise self._foreign(piece.label or "none")
+        elif ids:
+            self._last.append((ids, logprobs, self._version))
+        self.count = total
+        if isinstance(end.reason, EngineError):
+            raise end.reason
+        self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
+
+    def _add_spans(self, labels: WeightLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
+        """Those before the last tokens must be of the version at submission."""
+        had, total = self.count, self.count + len(ids)
+        if not cover(spans, total):
+            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
+        for span in spans:
+            known = span.version == self._label
+            version = self._version if known else labels.version_of(span.version, self._version)
+            if version is None or (span.start < had and version != self._version and span.end > span.start):
+                raise self._foreign(span.version, too_late=span.start < had)
+            start, end = max(span.start - had, 0), span.end - had
+            if end > start:
+                self._last.append((ids[start:end], logprobs[start:end], version))
+
+    def _foreign(self, label: str, *, too_late: bool = False) -> EngineError:
+        return foreign_weights(self._parser.attempt_id, self._label, label, too_late=too_late)

@@ -1,0 +1,348 @@
+"""One request at a server, from the gate to its end: its response read as it comes, made into chunks when wanted.
+
+An event of one token costs far more to look at by itself than among others. So who drives a stream may let pieces
+of the response pile up here and take them together; what has arrived can be taken at any time.
+
+Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from april.engines.http.admission import Admission
+from april.engines.http.answer_size import answer_bytes
+from april.engines.http.http_client import HttpClient, ResponseBytes
+from april.engines.http.response_reader import Progress, ResponseReader
+from april.engines.http.server_process import Confirmation
+from april.engines.http.server_sent_events import EventSplitter
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.http.wire_arrays import empty_chunk
+from april.engines.protocol import AbortMeans, Chunk, EngineFinish, Piling, Request
+from april.errors import EngineError, EngineUnreachable
+
+
+class StreamState(StrEnum):
+    """Where a request stands; what is read of its response is the reader's :class:`Progress`."""
+
+    WAITING = "waiting"
+    """It was not let in yet."""
+    SENDING = "sending"
+    """It was let in; the response has not begun."""
+    HELD = "held"
+    """The response comes, and its tokens are held until the server has confirmed its weights."""
+    READING = "reading"
+    """What comes is handed over."""
+    ENDED = "ended"
+    """Nothing more comes: its finish is with the last chunk."""
+    FAILED = "failed"
+    """Nothing more comes: an error is raised after the last chunk."""
+    CLOSED = "closed"
+    """Whoever read it has left."""
+
+
+# looked at for every piece
+_HELD, _READING = StreamState.HELD, StreamState.READING
+_OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
+TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
+    # ended: aborted before it was let in
+    StreamState.WAITING: (StreamState.SENDING, *_OVER),
+    StreamState.SENDING: (StreamState.HELD, StreamState.READING, *_OVER),
+    # sent once more: a pause that was for others has ended it before its first token
+    StreamState.HELD: (StreamState.READING, StreamState.SENDING, *_OVER),
+    StreamState.READING: (StreamState.SENDING, *_OVER),
+    StreamState.ENDED: (StreamState.CLOSED,),
+    StreamState.FAILED: (StreamState.CLOSED,),
+    StreamState.CLOSED: (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the requests of one engine go, and what its streams share."""
+
+    client: HttpClient
+    route: str
+    admission: Admission
+    labels: WeightLabels
+    prepare: Callable[[Request, bool], tuple[ResponseReader, bytes]]
+    """Reader and body of a request, which is streamed or not; raises EngineError for what must not be sent."""
+    abort_means: AbortMeans
+    marks_end: bool
+    """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
+    confirmation: Confirmation | None = None
+    """Of the weights, where responses do not say them before their end."""
+    open: dict[str, ResponseStream] = field(default_factory=dict)
+    """Requests that were let in and have not ended, by attempt."""
+
+    def abort(self, attempt_ids: Iterable[str]) -> None:
+        """The ends of these are wanted; see :meth:`ResponseStream.abort`."""
+        for attempt_id in attempt_ids:
+            if (stream := self.open.get(attempt_id)) is not None:
+                stream.abort()
+
+
+class ResponseStream(Piling):
+    """An iterator of chunks (one event at a time), or :meth:`arrived` and :meth:`take` for who can wait.
+
+    Must be closed with :meth:`aclose`.
+
+    Args:
+        streamed: the response comes as server-sent events, not as one answer.
+    """
+
+    __slots__ = (
+        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pieces", "_reader", "_request", "_splitter",
+        "_streamed", "_task", "state", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, endpoint: Endpoint, request: Request, *, streamed: bool) -> None:
+        self._endpoint = endpoint
+        self._request = request
+        self._streamed = streamed
+        self.state = StreamState.WAITING
+        self._abort_wanted = False
+        self._failure: EngineError | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._reader: ResponseReader | None = None
+        self._body: ResponseBytes | None = None
+        self._splitter: EventSplitter | None = None
+        self._pieces: list[bytes] = []
+        self._chunks: list[Chunk] = []
+        self.waiting = 0
+
+    def __repr__(self) -> str:
+        return f"<ResponseStream {self._request.attempt_id} {self.state}>"
+
+    @property
+    def over(self) -> bool:
+        """Nothing more comes."""
+        return self.state in _OVER
+
+    # ---------------------------------------------------------------- in two steps
+
+    async def arrived(self) -> bool:
+        """Wait until more is there to :meth:`take`; False: the request has ended, and everything was taken.
+
+        Raises:
+            EngineError: the request was refused, or broke off, or has answers that cannot be true; what came before
+                was there to be taken.
+        """
+        if self.state in _OVER:
+            return self._left_to_take()
+        try:
+            if self._body is None and not await self._send():
+                return True
+            assert self._body is not None
+            piece = await self._body.read()
+        except EngineError as error:
+            await self._settle(error)
+            return True
+        if not piece:
+            await self._settle(None)
+        elif self.state is _READING:
+            self._pieces.append(piece)
+            self.waiting += 1
+        elif self.state is _HELD:
+            self._pieces.append(piece)
+            await self._confirm(self._read().take())
+        return True
+
+    def take(self) -> list[Chunk]:
+        """The chunks of everything that has arrived; the last of a request has its finish."""
+        if self._pieces:
+            self._chunks += self._read().take()
+            self._next(_READING)
+        chunks, self._chunks, self.waiting = self._chunks, [], 0
+        return chunks
+
+    def abort(self) -> None:
+        """Its end is wanted. Where that closes the stream, what has come is still read; elsewhere the server is asked,
+        and says the end."""
+        self._abort_wanted = True
+        if self._endpoint.abort_means is AbortMeans.CLOSE:
+            if self._body is not None:
+                self._body.stop()
+            elif self._task is not None and self.state is StreamState.SENDING:
+                self._endpoint.client.cut(self._task)
+
+    # ---------------------------------------------------------------- as an iterator
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            while not self._chunks:
+                if not await self.arrived():
+                    raise StopAsyncIteration
+                if self._pieces:
+                    self._chunks = self.take()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self.waiting = 0
+        return self._chunks.pop(0)
+
+    async def aclose(self) -> None:
+        """End the request; the server drops what it has not sent."""
+        if self.state is not StreamState.CLOSED:
+            self._go(StreamState.CLOSED)
+        self._pieces, self.waiting = [], 0
+        self._leave()
+
+    # ---------------------------------------------------------------- inside
+
+    def _go(self, state: StreamState) -> None:
+        assert state in TRANSITIONS[self.state], f"a stream that is {self.state} cannot be {state}"
+        self.state = state
+
+    async def _send(self) -> bool:
+        """Let the request in and send it; False: it has ended, or is to be sent again."""
+        endpoint, request = self._endpoint, self._request
+        admission, attempt_id = endpoint.admission, request.attempt_id
+        if self.state is StreamState.WAITING:
+            if not admission.is_open and not await admission.wait(attempt_id):
+                self._chunks.append(empty_chunk(endpoint.labels.present, EngineFinish.ABORT))
+                self._go(StreamState.ENDED)
+                return False
+            admission.enter(attempt_id)
+            endpoint.open[attempt_id] = self
+            self._go(StreamState.SENDING)
+        self._task = asyncio.current_task()
+        self._reader, body = endpoint.prepare(request, self._streamed)
+        limit = answer_bytes(request)
+        if self._streamed:
+            self._splitter = EventSplitter(limit)
+            self._body = await endpoint.client.post(endpoint.route, body)
+            self._begin(self._reader)
+            return True
+        reply = await endpoint.client.call("POST", endpoint.route, body, timeout_s=None, limit=limit)
+        endpoint.client.require_ok(reply, endpoint.route)
+        self._begin(self._reader)
+        self._reader.read([reply.body])
+        await self._settle(None)
+        return False
+
+    def _begin(self, reader: ResponseReader) -> None:
+        """A whole answer may say itself whose tokens it has, the events of a stream only at its end."""
+        confirmation = self._endpoint.confirmation
+        held = confirmation is not None and confirmation.needed() and (self._streamed or not reader.says_weights)
+        self._go(StreamState.HELD if held else StreamState.READING)
+
+    def _read(self, *, to_the_end: bool = False) -> ResponseReader:
+        """What has piled up, by the reader; ``to_the_end``: nothing follows it."""
+        pieces, self._pieces = self._pieces, []
+        splitter, reader = self._splitter, self._reader
+        assert reader is not None
+        if splitter is not None:
+            try:
+                reader.read(splitter.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces)))
+                if to_the_end and not self._closing:  # closed by april, it may end in the middle of an event
+                    reader.read(splitter.end())
+            except EngineError as error:
+                reader.fail(error)
+        return reader
+
+    async def _settle(self, error: EngineError | None) -> None:
+        """Nothing more comes: the answer is here, or ``error`` has broken it off, or it was never begun.
+
+        What came before counts, and so does an end that nothing can follow.
+        """
+        reader = self._reader
+        if reader is None:
+            self._failure = error
+            self._go(StreamState.FAILED)
+            return
+        self._read(to_the_end=error is None)
+        self._judge(reader, error)
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+        if self._swept_along(reader):
+            self._reader = None
+            self._go(StreamState.SENDING)
+            return
+        await self._confirm(reader.take(last=True), StreamState.ENDED)
+
+    def _judge(self, reader: ResponseReader, error: EngineError | None) -> None:
+        """Whether what was read is the whole response."""
+        if reader.progress is Progress.WRONG:
+            return
+        sure = reader.progress is Progress.DONE or self._closing or not (self._streamed and self._endpoint.marks_end)
+        if reader.finish is not None and sure:
+            return
+        where = f"{self._endpoint.client.url}{self._endpoint.route}"
+        if self._closing:
+            reader.cut()
+        elif error is not None:
+            reader.fail(error)
+        elif reader.finish is None and sure:
+            reader.fail(EngineUnreachable(
+                f"{where} ended without a finish reason after {reader.count} tokens of attempt "
+                f"{self._request.attempt_id}; has the server died?"
+            ))  # fmt: skip
+        else:
+            reader.fail(EngineUnreachable(f"{where}: the stream broke off; has the server died?"))
+
+    @property
+    def _closing(self) -> bool:
+        """The stream was closed to end the request."""
+        return self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE
+
+    def _swept_along(self, reader: ResponseReader) -> bool:
+        """A pause that was for others has ended this request before its first token."""
+        aborted = reader.finish is EngineFinish.ABORT and reader.failure is None and not reader.count
+        return aborted and self._endpoint.abort_means is AbortMeans.PAUSE and not self._abort_wanted
+
+    async def _confirm(self, chunks: list[Chunk], then: StreamState | None = None) -> None:
+        """Hand chunks over, the first tokens once the server was seen to have the weights."""
+        if self.state is StreamState.HELD:
+            tokens = any(len(chunk.tokens) for chunk in chunks)
+            if tokens:
+                confirmation = self._endpoint.confirmation
+                assert confirmation is not None
+                try:
+                    await confirmation.since(asyncio.get_running_loop().time(), broken=self._is_broken)
+                except EngineError as error:
+                    self._failure = error
+                    self._go(StreamState.FAILED)
+                    return
+            then = then or (StreamState.READING if tokens else StreamState.HELD)
+        self._chunks += chunks
+        self.waiting += bool(chunks)
+        self._next(then or self.state)
+
+    def _is_broken(self) -> bool:
+        reader, body = self._reader, self._body
+        return (reader is not None and reader.failure is not None) or (body is not None and body.broken)
+
+    def _next(self, state: StreamState) -> None:
+        """The state after what was read, if it was good."""
+        reader = self._reader
+        if reader is not None and reader.failure is not None:
+            self._failure, state = reader.failure, StreamState.FAILED
+        if state is not self.state:
+            self._go(state)
+
+    def _left_to_take(self) -> bool:
+        if self._chunks:
+            return True
+        self._leave()
+        if self._failure is not None and self.state is StreamState.FAILED:
+            raise self._failure
+        return False
+
+    def _leave(self) -> None:
+        """The server is not asked for anything any more."""
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
+        endpoint, attempt_id = self._endpoint, self._request.attempt_id
+        if endpoint.open.get(attempt_id) is self:
+            del endpoint.open[attempt_id]
+            endpoint.admission.leave(attempt_id)

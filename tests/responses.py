@@ -1,0 +1,43 @@
+"""Responses read without a server: what a reader makes of an answer, and readers of each kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from april.core.sampling import SamplingParams
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.response_reader import ResponseReader
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.openai.wire import CompletionParser, TokenShape
+from april.engines.protocol import Chunk, Request
+from april.engines.sglang.wire import ReplyParser
+from april.engines.vllm.wire import TOKEN_ROUTE, parser_of
+
+
+def asked(attempt_id: str = "a", prompt: list[int] | None = None) -> Request:
+    return Request(attempt_id, np.array(prompt or [1], np.int32), SamplingParams(8))
+
+
+def vllm_reader(route: str = TOKEN_ROUTE, labels: WeightLabels | None = None) -> ResponseReader:
+    return ResponseReader(parser_of(route, asked()), FIRST_VERSION, labels)
+
+
+def sglang_reader(
+    attempt_id: str = "a", version: PolicyVersion = FIRST_VERSION, *, incremental: bool = True,
+    labels: WeightLabels | None = None,
+) -> ResponseReader:  # fmt: skip
+    return ResponseReader(ReplyParser(attempt_id, incremental=incremental), version, labels)
+
+
+def openai_reader(shape: TokenShape, prompt: list[int] | None = None) -> ResponseReader:
+    request = asked(prompt=prompt)
+    return ResponseReader(CompletionParser(shape, request), FIRST_VERSION, None, len(request.token_ids))
+
+
+def chunks_of(reader: ResponseReader, *payloads: bytes) -> list[Chunk]:
+    """Read together; the last chunk has the finish once the server has said it; raises what was wrong."""
+    reader.read(list(payloads))
+    chunks = reader.take(last=reader.finish is not None)
+    if reader.failure is not None:
+        raise reader.failure
+    return chunks
