@@ -1,6 +1,6 @@
 """A delivered batch: N finished groups with exact provenance, as ragged and padded arrays.
 
-Rows are samples, group by group: row ``g * n + i`` is sample ``i`` of the ``g``-th group.
+Rows are samples, group by group; each names its own: ``group_ids[row]``, ``sample_indices[row]``, ``samples[row].id``.
 Shapes: B rows, T longest response, P longest prompt.
 """
 
@@ -89,6 +89,11 @@ class Batch:
     def group_ids(self) -> NDArray[np.int64]:
         """int64 [B], number of the group as drawn."""
         return np.array([s.id.group for s in self.samples], np.int64)
+
+    @cached_property
+    def sample_indices(self) -> Int32:
+        """int32 [B], number of the sample in its group."""
+        return np.array([s.id.index for s in self.samples], np.int32)
 
     @property
     def off_policy_share(self) -> float:

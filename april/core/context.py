@@ -47,6 +47,7 @@ class CoreContext:
         self.counters: Counter[str] = Counter()
         """Totals over the run; the differences over a step are in its batch's metrics."""
         self.history = History()
+        self._log = self.history.log.append
         self.event_number = 0
         self.out: list[Command] = []
         self.last_timer = 0
@@ -100,7 +101,8 @@ class CoreContext:
         if state not in LEGAL[thing.state]:
             raise self.impossible(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
-        self.history.note(self.event_number, thing.owner, why)
+        group, index = thing.owner
+        self._log((self.event_number, group, index, why))
 
     def to_group(self, group: Group, state: GroupState, why: str) -> None:
         """A group changes its state, or is in the same anew."""

@@ -167,11 +167,12 @@ class EngineTable:
         ``avoid`` only if no other has; ``prefer`` if it is not much fuller than that one.
         """
         best: EngineState | None = None
+        best_is_avoided = False
         for name, state in self.states.items():
-            if version not in state.loaded or not state.has_room or (name == avoid and best is not None):
+            if best is not None and (name == avoid or not (state.in_flight < best.in_flight or best_is_avoided)):
                 continue
-            if best is None or best.limits.name == avoid or state.in_flight < best.in_flight:
-                best = state
+            if version in state.loaded and state.has_room:
+                best, best_is_avoided = state, name == avoid
         if best is None or not prefer or prefer == avoid:
             return best
         liked = self.states[prefer]

@@ -15,14 +15,14 @@ class History:
 
     def __init__(self, most: int | None = HISTORY_EVENTS) -> None:
         # flat, so that the garbage collector need not walk it
-        self._log: deque[tuple[int, int, int, str]] = deque(maxlen=most)
+        self.log: deque[tuple[int, int, int, str]] = deque(maxlen=most)
 
     def note(self, event_number: int, sample: SampleId, what: str) -> None:
         """Remember one transition."""
-        self._log.append((event_number, sample.group, sample.index, what))
+        self.log.append((event_number, sample.group, sample.index, what))
 
     def story(self, sample: SampleId) -> str:
         """One line per transition of this sample and of its group, oldest first."""
         own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
-        lines = [f"  event {n}: {what}" for n, *of, what in self._log if tuple(of) in (own, all_of_it)]
+        lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])

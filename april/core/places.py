@@ -7,15 +7,14 @@ can generate.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-
+from april.core.attempt_book import AttemptBook
 from april.core.types import Sample, SampleId
 
 
 class Places:
     """``max_in_flight`` of them."""
 
-    def __init__(self, total: int, attempts: Sized) -> None:
+    def __init__(self, total: int, attempts: AttemptBook) -> None:
         self._total = total
         self._attempts = attempts
         self.reserved: set[SampleId] = set()
@@ -24,7 +23,8 @@ class Places:
     @property
     def free(self) -> int:
         """How many requests may be sent, or functions started."""
-        return self._total - len(self._attempts) - len(self.reserved)
+        attempts = self._attempts
+        return self._total - len(attempts.in_flight) - len(attempts.of_evaluations) - len(self.reserved)
 
     def reserve(self, sample: Sample) -> None:
         """Its function is started."""

@@ -194,7 +194,7 @@ class RolloutCore:
             self._outage = False
         if self.context.evaluations:
             self._advance_evaluations()
-        if not self.context.evaluations or self.updates.running or not self._evaluations.come_first(held=self.held):
+        if self.updates.waits and (self.updates.running or not self._evaluations.come_first(held=self.held)):
             self.updates.go_on(held=self.held)
         if self._pause_asked and not self.attempts and not self.updates.running and not any(self._evaluations.running):
             self._pause_asked = False
@@ -327,7 +327,9 @@ class RolloutCore:
     def _start_waiting(self) -> None:
         """While there are evaluations, their samples, which go first; training waits."""
         context = self.context
-        while context.places.free > 0 and (work := self.over_sampler.first()) is not None:
+        for _ in range(min(context.places.free, self.over_sampler.waiting)):
+            work = self.over_sampler.first()
+            assert work is not None
             sample = work if isinstance(work, Sample) else work.sample
             if context.evaluations and (sample.evaluation is None or not sample.evaluation.may_start(work)):
                 return

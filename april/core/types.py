@@ -298,13 +298,15 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempts", "cached_on", "cached_under", "calls", "failures", "finish", "group", "id", "replay", "restarts",
-        "resumes", "retry", "reward", "state", "tape", "ticket",
+        "attempts", "cached_on", "cached_under", "calls", "evaluation", "failures", "finish", "group", "id", "replay",
+        "restarts", "resumes", "retry", "reward", "state", "tape", "ticket",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group, state: SampleState = SampleState.NEW) -> None:
         self.id = sample_id
         self.group = group
+        self.evaluation = group.evaluation
+        """Of which it is; None: it is for training."""
         self.state = state
         self.tape = TokenTape()
         self.calls: list[GenerateCall] = []
@@ -333,11 +335,6 @@ class Sample:
     def owner(self) -> SampleId:
         """Whose story tells of it."""
         return self.id
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """What it belongs to; None: training."""
-        return self.group.evaluation
 
     @property
     def key(self) -> SampleId:

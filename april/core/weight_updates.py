@@ -72,6 +72,11 @@ class WeightUpdates:
         """Whether an update has begun and not ended."""
         return self.phase is not Phase.IDLE
 
+    @property
+    def waits(self) -> bool:
+        """Whether an update waits for its time."""
+        return bool(self._requests) or self.phase is Phase.STOPPING
+
     def can_give(self, state: EngineState) -> bool:
         """Whether april can give an engine the present weights on its own.
 
