@@ -122,7 +122,7 @@ def replay(
     from april.record.replay import replay as run
 
     console = Console(markup=False, highlight=False)
-    named = re.fullmatch(r"g(\d{1,18})\.s(\d{1,9})", story or "g0.s0")
+    named = re.fullmatch(r"g(-?\d{1,18})\.s(\d{1,9})", story or "g0.s0")
     if named is None:
         raise typer.BadParameter(f"no sample is called {story!r}; the name of one is g3.s1: group 3, sample 1")
     try:

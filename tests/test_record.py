@@ -301,7 +301,10 @@ def test_a_change_is_found_in_its_line(tmp_path: Path) -> None:
     lines[number - 1][2]["sampling"]["max_tokens"] -= 1
     with pytest.raises(RecordError, match=rf"line {number} of .*\(CallMade, at 0 s\): the core decides otherwise than"):
         replay(written(path, lines))
-    lines[number - 1][1] = "AttemptForgotten"
+    lines[number - 1][0] = "soon"
+    with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
+        replay(written(path, lines))
+    lines[number - 1][:2] = 0.0, "AttemptForgotten"
     with pytest.raises(RecordError, match=f"line {number} of .* cannot be: KeyError"):
         replay(written(path, lines))
 

@@ -53,7 +53,7 @@ class Replay:
         count, core = sum(self.events.values()), self.core
         ledgers = {"tokens": core.tokens.as_dict(), "prompts": core.prompts.as_dict()}
         return {
-            "recorded": f"{self.head['began']}, april {self.head['april']}, {self.seconds:.1f} s",
+            "recorded": f"{self.head.get('began')}, april {self.head.get('april')}, {self.seconds:.1f} s",
             "events": f"{count}, all decided as in the run; ledgers and indices checked {self.checks} times",
             "steps": f"{self.events['StepRequested']} asked for, {core.context.batches} batches delivered",
             "version": str(core.clock.current),
@@ -89,7 +89,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
         run.core.context.history = History(None)
     for number, time_s, what, parts, digest in lines:
         if what == OVER:
-            run.end = f"the run went on, its record did not: {parts['why']}"
+            run.end = f"the run went on, its record did not: {parts.get('why')}"
             break
         where, broke = f"line {number} of {path} ({what}, at {time_s:g} s)", ""
         try:
@@ -102,7 +102,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
         run.seconds = time_s
         if run.decisions.digest != digest:
             why = broke or "the core decides otherwise than it did in the run"
-            raise RecordError(f"{where}: {why} (recorded by april {head['april']}, replayed by {__version__})")
+            raise RecordError(f"{where}: {why} (recorded by april {head.get('april')}, replayed by {__version__})")
         if broke:
             run.end = f"the run broke in line {number}: {broke}"
             break
@@ -153,6 +153,7 @@ def _lines(path: Path) -> Iterator[tuple[int, float, str, Any, str]]:
                 check = zlib.crc32(body, check)
                 try:
                     time_s, what, parts, digest = json.loads(body + b"]")
+                    time_s = float(time_s)
                     if end != b'%08x"]\n' % check or not isinstance(parts, dict) or (what == HEAD) is not (number == 0):
                         raise ValueError
                 except (ValueError, TypeError, RecursionError):
