@@ -107,9 +107,10 @@ class WeightUpdates:
     def go_on(self, *, held: bool) -> None:
         """Begin the next update, if its time has come; ``held``: somebody else has paused generation."""
         context = self._context
-        if not self.running and (request := next((r for r in self._requests if r.restores == held), None)):
-            self._requests.remove(request)
-            self._update, self.phase = request, Phase.STOPPING
+        ready = [r for r in self._requests if r.restores == held] if self._requests and not self.running else ()
+        if ready:
+            self._requests.remove(ready[0])
+            self._update, self.phase = ready[0], Phase.STOPPING
             self._failed, self._adopted = None, False
             self._calls.moves += 1
             context.stop(list(context.attempts.in_flight.values()), sweep=True)

@@ -31,7 +31,7 @@ class _Update:
     """A weight update that somebody waits for."""
 
     handing_over: asyncio.Future[None]
-    ended: asyncio.Future[do.UpdateEnded]
+    ended: asyncio.Future[PolicyVersion]
     restore: Callable[[], None]
 
 
@@ -88,15 +88,10 @@ class EngineCalls:
             except asyncio.CancelledError as cancellation:
                 cancelled, transfer = cancellation, None
                 self._post(ev.UpdateCancelled(number))
-        end = update.ended.result()
-        error = None if end.failed is None else self._errors[end.failed]
-        if not self._updates:
-            self._errors.clear()
-        if error is None:
-            error = cancelled
-        if error is not None:
-            raise error
-        return end.version
+        version = update.ended.result()
+        if cancelled is not None:
+            raise cancelled
+        return version
 
     async def _hand_over(self, number: int, transfer: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -120,8 +115,12 @@ class EngineCalls:
     def update_ended(self, command: do.UpdateEnded) -> None:
         """Whoever waits for it goes on."""
         update = self._updates.pop(command.update)
-        if not update.ended.done():
-            update.ended.set_result(command)
+        if not update.ended.done() and command.failed is not None:
+            update.ended.set_exception(self._errors[command.failed])
+        elif not update.ended.done():
+            update.ended.set_result(command.version)
+        if not self._updates:
+            self._errors.clear()
 
     def fail(self, error: BaseException) -> None:
         """Nothing goes on; whoever waits is told."""
