@@ -20,7 +20,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.driver.evaluation import Evaluator
 from april.driver.time_limits import TimeLimits
-from april.engines.protocol import Chunk, EngineFinish, Piling, Request
+from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
 from april.testing.servers.sglang.faults import KEEPS_ALIVE as SGLANG_KEEPS_ALIVE
@@ -33,7 +33,7 @@ from april.testing.virtual_clock import run_virtual
 STALL_S = 10.0
 
 
-class _Pile(Piling):
+class _Pile(BufferedStream):
     """An answer by a table of (seconds after the one before, tokens of the piece); then silence until it is closed."""
 
     over = False
@@ -76,7 +76,7 @@ class _Pile(Piling):
         pass
 
 
-class _PilingEngine(RecordingEngine):
+class _BufferingEngine(RecordingEngine):
     """Its first answer comes in pieces that pile up."""
 
     def __init__(self, *args: Any, pieces: list[tuple[float, int]], **options: Any) -> None:
@@ -117,7 +117,7 @@ def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: float) -> 
     """The moment at which the engine is asked to end the request: stall_timeout_s after the last token."""
 
     async def program() -> None:
-        engine = _PilingEngine(table({}, 300), pieces=pieces)
+        engine = _BufferingEngine(table({}, 300), pieces=pieces)
         rollouts = Rollouts(table({}, 300), n=1, engines=[engine], stall_timeout_s=STALL_S, max_response_len=200)
         waiter = asyncio.create_task(rollouts.driver.next_batch())
         await asyncio.sleep(late_s + 1)

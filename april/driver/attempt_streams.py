@@ -24,7 +24,7 @@ from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
 from april.driver.wire_checks import check_chunk, check_end
-from april.engines.protocol import Chunk, Engine, EngineFinish, Piling, Request
+from april.engines.protocol import BufferedStream, Chunk, Engine, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
 
 log = logging.getLogger("april")
@@ -165,8 +165,8 @@ class AttemptStreams:
         self._silence.start(stream)
         chunks = stream.chunks = engine.generate(request)
         try:
-            if isinstance(chunks, Piling):
-                await self._read_piles(stream, chunks)
+            if isinstance(chunks, BufferedStream):
+                await self._read_buffered(stream, chunks)
             else:
                 async for chunk in chunks:
                     if self._open.get(attempt.id) is not stream:
@@ -186,7 +186,7 @@ class AttemptStreams:
             check_end(end, request, tape.count, tape.last_token, engine.capabilities.max_context, eos)
         return end.finish
 
-    async def _read_piles(self, stream: _Stream, chunks: Piling) -> None:
+    async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""
         most = 1 if stream.stops is not None else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
@@ -207,7 +207,7 @@ class AttemptStreams:
             self._catch_up(stream)
 
     def _catch_up(self, stream: _Stream) -> None:
-        if isinstance(stream.chunks, Piling) and stream.chunks.waiting and stream.rejected is None:
+        if isinstance(stream.chunks, BufferedStream) and stream.chunks.waiting and stream.rejected is None:
             try:
                 self._take(stream, stream.chunks)
             except _Rejected as rejected:
@@ -228,7 +228,7 @@ class AttemptStreams:
         self._post(ev.AttemptStalled(attempt.id, self._silence.seconds))
         return None
 
-    def _take(self, stream: _Stream, chunks: Piling) -> None:
+    def _take(self, stream: _Stream, chunks: BufferedStream) -> None:
         if stream.rejected is not None:
             raise stream.rejected
         for chunk in chunks.take():

@@ -123,7 +123,7 @@ class Chunk:
     """With STOP, where the engine says it: the token, or the text, that it stopped at."""
 
 
-class Piling:
+class BufferedStream:
     """An iterator of chunks, as ``generate`` returns it, that can also let pieces of an answer pile up.
 
     Many small pieces cost far less when they are looked at together. Used by one task, either as an iterator or by

@@ -77,10 +77,6 @@ class Parser(Generic[E]):
         """For what cannot be true."""
         return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
 
-    def several(self) -> WireError:
-        """For more responses than the one that was asked for."""
-        return self.wrong("has a second response, and one was asked for")
-
     def failed(self, payload: bytes) -> EngineError:
         """For an event without tokens."""
         return failure_said(payload, f"attempt {self.attempt_id}")
@@ -111,8 +107,8 @@ class ResponseReader:
     """
 
     __slots__ = (
-        "_held_ids", "_held_logprobs", "_ids", "_label", "_labels", "_last", "_logprobs", "_parser",
-        "_prompt_tokens", "_stopped_at", "_version", "count", "failure", "finish", "progress",
+        "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser",
+        "_prompt_tokens", "_stopped_at", "_version", "count", "failure", "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +117,7 @@ class ResponseReader:
     ) -> None:  # fmt: skip
         self._parser = parser
         self._version = version
-        self._labels = labels
+        self.labels = labels
         self._label = labels.of(version) if labels is not None else ""
         self._prompt_tokens = prompt_tokens
         # tokens that were not taken: those before the end, and the last ones, split by the weights that made them
@@ -139,11 +135,6 @@ class ResponseReader:
         self._stopped_at: int | str | None = None
         self.failure: EngineError | None = None
         """To be raised once the chunks that came with it are handed over."""
-
-    @property
-    def says_weights(self) -> bool:
-        """Whether the end says which weights made which token."""
-        return self._labels is not None
 
     def read(self, payloads: list[bytes]) -> None:
         """Several events in order, or one whole answer; what is wrong becomes ``failure``."""
@@ -249,7 +240,7 @@ class ResponseReader:
     def _end(self, piece: Piece, end: End) -> None:
         """The last tokens, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
-        labels, total = self._labels, self.count + len(ids)
+        labels, total = self.labels, self.count + len(ids)
         if labels is not None and total and end.spans is not None:
             self._add_spans(labels, end.spans, ids, logprobs)
         elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):

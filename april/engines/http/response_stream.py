@@ -22,7 +22,7 @@ from april.engines.http.server_process import Confirmation
 from april.engines.http.server_sent_events import EventSplitter
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire_arrays import empty_chunk
-from april.engines.protocol import AbortMeans, Chunk, EngineFinish, Piling, Request
+from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError, EngineUnreachable
 
 
@@ -86,7 +86,7 @@ class Endpoint:
                 stream.abort()
 
 
-class ResponseStream(Piling):
+class ResponseStream(BufferedStream):
     """An iterator of chunks (one event at a time), or :meth:`arrived` and :meth:`take` for who can wait.
 
     Must be closed with :meth:`aclose`.
@@ -133,7 +133,11 @@ class ResponseStream(Piling):
                 was there to be taken.
         """
         if self.state in _OVER:
-            return self._left_to_take()
+            if not self._chunks:
+                self._leave()
+                if self.state is StreamState.FAILED and self._failure is not None:
+                    raise self._failure
+            return bool(self._chunks)
         try:
             if self._body is None and not await self._send():
                 return True
@@ -231,7 +235,7 @@ class ResponseStream(Piling):
     def _begin(self, reader: ResponseReader) -> None:
         """A whole answer may say itself whose tokens it has, the events of a stream only at its end."""
         confirmation = self._endpoint.confirmation
-        held = confirmation is not None and confirmation.needed() and (self._streamed or not reader.says_weights)
+        held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
         self._go(StreamState.HELD if held else StreamState.READING)
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
@@ -328,14 +332,6 @@ class ResponseStream(Piling):
             self._failure, state = reader.failure, StreamState.FAILED
         if state is not self.state:
             self._go(state)
-
-    def _left_to_take(self) -> bool:
-        if self._chunks:
-            return True
-        self._leave()
-        if self._failure is not None and self.state is StreamState.FAILED:
-            raise self._failure
-        return False
 
     def _leave(self) -> None:
         """The server is not asked for anything any more."""

@@ -156,7 +156,7 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
             raise self.failed(payload)
         choice: _Choice = choices[0] if choices else _NOTHING
         if choice.index or (choices and len(choices) > 1):
-            raise self.several()
+            raise self.wrong("has a second response, and one was asked for")
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
             raise self.wrong("goes on from other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []

@@ -117,7 +117,7 @@ class TokenParser(Parser[TokenReply]):
             raise self.failed(payload)
         choice = choices[0] if choices else _NOTHING
         if choice.index or len(choices) > 1:
-            raise self.several()
+            raise self.wrong("has a second response, and one was asked for")
         ids = choice.token_ids or []
         content = choice.logprobs.content or [] if choice.logprobs is not None else []
         if len(content) == 1:  # as in nearly all events, where loops would cost most of the time
