@@ -54,17 +54,17 @@ class AttemptBook:
 
     def open(self, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands."""
-        sample, evaluation = call.sample, call.sample.evaluation
+        sample, evaluation = call.sample, call.sample.group.evaluation
         s, held = self._settings, len(sample.tape)
-        run_seed, oldest, attempts = s.run_seed, sample.tape.newest_version, self.in_flight
+        run_seed, key, oldest, attempts = s.run_seed, sample.id, sample.tape.newest_version, self.in_flight
         if evaluation is None:
             self._number = number = self._number + 1
         else:
             self._evaluation_number = number = self._evaluation_number + 1
-            run_seed, oldest, attempts = evaluation.request.seed, evaluation.version, self.of_evaluations
-            incarnation = EVALUATION_MARK
+            run_seed, key, incarnation = evaluation.request.seed, sample.key, EVALUATION_MARK
+            oldest, attempts = evaluation.version, self.of_evaluations
             evaluation.in_flight += 1
-        seed = attempt_seed(run_seed, *sample.key, held, sample.restarts)
+        seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
         prompt = sample.group.prompt.token_ids
         attempt = Attempt(
@@ -86,10 +86,11 @@ class AttemptBook:
 
     def close(self, attempt_id: str) -> Attempt | None:
         """The attempt, no longer in flight; None for one that is already accounted for."""
-        attempt = self.in_flight.pop(attempt_id, None) or self.of_evaluations.pop(attempt_id, None)
+        attempt = self.in_flight.pop(attempt_id, None)
+        if attempt is None and (attempt := self.of_evaluations.pop(attempt_id, None)) is not None:
+            assert attempt.sample.evaluation is not None
+            attempt.sample.evaluation.in_flight -= 1
         if attempt is not None:
-            if attempt.sample.evaluation is not None:
-                attempt.sample.evaluation.in_flight -= 1
             self._engines.states[attempt.engine].in_flight -= 1
             attempt.call.attempt = None
         return attempt

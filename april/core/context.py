@@ -67,15 +67,17 @@ class CoreContext:
 
     def ledger(self, sample: Sample) -> Ledger:
         """In which its tokens are counted."""
-        return self.tokens if sample.evaluation is None else sample.evaluation.tokens
+        evaluation = sample.group.evaluation
+        return self.tokens if evaluation is None else evaluation.tokens
 
     def counts(self, sample: Sample) -> Counter[str]:
         """In which what happens to it is counted."""
-        return self.counters if sample.evaluation is None else sample.evaluation.counters
+        evaluation = sample.group.evaluation
+        return self.counters if evaluation is None else evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
-        group = self.group(sample_id.group)
+        group = (self.evaluation_groups if sample_id.group < 0 else self.buffer.groups).get(sample_id.group)
         if group is not None:
             return group.samples[sample_id.index]
         if sample_id.group >= self.groups_drawn:

@@ -48,11 +48,6 @@ class Evaluation:
     tokens: Ledger = field(default_factory=Ledger)
     counters: Counter[str] = field(default_factory=Counter)
 
-    def may_start(self, work: Sample | GenerateCall) -> bool:
-        """Whether one of its samples, or of their calls, may take a place."""
-        most = self.request.functions_at_once
-        return not isinstance(work, Sample) or most is None or self.functions < most
-
     def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
         """It ends with this error, if it is the first; ``sample``: whose function is to blame, or its prompt."""
         if self.failure is None:
@@ -78,6 +73,14 @@ class Evaluations:
         """It ends as if it had failed; one that has ended meanwhile is left alone."""
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
+
+    def may_start(self, work: Sample | GenerateCall) -> bool:
+        """Whether it may take a place: training waits, and so do functions beyond those that may run at once."""
+        if not isinstance(work, Sample):
+            return work.sample.evaluation is not None
+        evaluation = work.evaluation
+        most = None if evaluation is None else evaluation.request.functions_at_once
+        return evaluation is not None and (most is None or evaluation.functions < most)
 
     @property
     def running(self) -> Iterator[Evaluation]:

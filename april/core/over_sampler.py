@@ -56,7 +56,8 @@ class OverSampler:
 
     def pop(self) -> None:
         """Take the :meth:`first` out of the queue."""
-        self.forget(heapq.heappop(self._heap)[-1])
+        heapq.heappop(self._heap)[-1].ticket = 0
+        self.waiting -= 1
 
     def prompts_to_draw(
         self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: Callable[[], int]

@@ -35,8 +35,8 @@ class Scoring:
             self._failures.cannot_go_on(sample, error)
             return
         context.to(sample, SampleState.SCORING, "returned")
-        if sample.evaluation is not None:
-            sample.evaluation.functions -= 1
+        if sample.group.evaluation is not None:
+            sample.group.evaluation.functions -= 1
         if context.settings.has_reward:
             self._failures.ask_reward(sample)
         else:

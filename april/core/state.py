@@ -326,26 +326,25 @@ class RolloutCore:
 
     def _start_waiting(self) -> None:
         """While there are evaluations, their samples, which go first; training waits."""
-        context = self.context
-        for _ in range(min(context.places.free, self.over_sampler.waiting)):
-            work = self.over_sampler.first()
+        context, queue = self.context, self.over_sampler
+        for _ in range(min(context.places.free, queue.waiting)):
+            work = queue.first()
             assert work is not None
-            sample = work if isinstance(work, Sample) else work.sample
-            if context.evaluations and (sample.evaluation is None or not sample.evaluation.may_start(work)):
+            if context.evaluations and not self._evaluations.may_start(work):
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage()
                 return
-            self.over_sampler.pop()
+            queue.pop()
             if isinstance(work, Sample):
                 context.places.reserve(work)
-                if sample.evaluation is not None:
-                    sample.evaluation.functions += 1
+                if work.group.evaluation is not None:
+                    work.group.evaluation.functions += 1
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:
-                cached = self.engines.cached_on(sample.cached_on, sample.cached_under)
+                cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
                 self._generation.submit(work, engine.limits.name)
