@@ -32,7 +32,7 @@ def batch(model: Any, rewards: list[float], shift: float = 0.0) -> GrpoBatch:
     logprobs = [(x + shift).astype(np.float32) for x in response_logprobs(model, prompts, responses)]
     return GrpoBatch(
         prompts, responses, logprobs, [np.ones(len(r), np.uint8) for r in responses],
-        np.array(rewards, np.float32), GROUP,
+        np.array(rewards, np.float32), np.repeat([7, 3], GROUP),
     )  # fmt: skip
 
 
@@ -46,10 +46,18 @@ REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 def test_advantages_are_normalised_per_group() -> None:
     """(r - mean) / (std + 1e-4) within each group; exactly zero where all rewards are equal."""
-    found = group_advantages(np.array([1, 0, 0, 5, 5, 5], np.float32), 3)
+    found = group_advantages(np.array([1, 0, 0, 5, 5, 5], np.float32), np.repeat([7, 3], 3))
     std = np.sqrt(2 / 9)
     assert found[:3] == pytest.approx([(2 / 3) / (std + 1e-4), (-1 / 3) / (std + 1e-4), (-1 / 3) / (std + 1e-4)])
     assert found[3:].tolist() == [0, 0, 0]
+
+
+def test_advantages_do_not_depend_on_where_a_group_stands() -> None:
+    """Groups of unequal sizes, one of them scattered over the batch: as if each were alone."""
+    rewards, ids = np.array([1, 5, 0, 7, 0], np.float32), np.array([4, 2, 4, 2, 4])
+    found = group_advantages(rewards, ids)
+    assert found[[0, 2, 4]].tolist() == group_advantages(rewards[[0, 2, 4]], ids[[0, 2, 4]]).tolist()
+    assert found[[1, 3]].tolist() == group_advantages(rewards[[1, 3]], ids[[1, 3]]).tolist()
 
 
 def test_on_policy_gradient_is_the_plain_policy_gradient(model: Any) -> None:
@@ -58,7 +66,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(model: Any) -> None:
     GrpoTrainer(model).accumulate(data)
     found = gradient(model)
     model.zero_grad()
-    advantages = group_advantages(data.rewards, GROUP)
+    advantages = group_advantages(data.rewards, data.group_ids)
     for prompt, response, advantage in zip(data.prompts, data.responses, advantages, strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, response))).long()[None]
         logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
@@ -91,7 +99,7 @@ def test_behaviour_logprobs_are_what_the_ratio_is_taken_against(model: Any) -> N
 def test_clipping_stops_what_has_moved_too_far(model: Any) -> None:
     """With the ratio far above the range positive advantages have no gradient; far below, negative ones."""
     data = batch(model, REWARDS, shift=-2.0)  # ratio e^2
-    advantages = group_advantages(data.rewards, GROUP)
+    advantages = group_advantages(data.rewards, data.group_ids)
     metrics = GrpoTrainer(model).accumulate(data)
     tokens = np.array([len(r) for r in data.responses])
     assert metrics["clip_share"] == pytest.approx(tokens[advantages > 0].sum() / tokens.sum())
@@ -117,10 +125,10 @@ def test_masked_tokens_carry_no_gradient(model: Any) -> None:
 
 
 def test_batches_that_do_not_fit_together_are_refused(model: Any) -> None:
-    """Wrong group size, wrong count, wrong length: one sentence each."""
+    """Wrong number of groups, wrong count, wrong length: one sentence each."""
     data = batch(model, REWARDS)
-    with pytest.raises(ValueError, match="whole groups of 4"):
-        replace(data, group_size=4)
+    with pytest.raises(ValueError, match="6 rewards, and 4 ids of groups"):
+        replace(data, group_ids=data.group_ids[:4])
     with pytest.raises(ValueError, match="6 rewards, but"):
         replace(data, prompts=data.prompts[1:])
     with pytest.raises(ValueError, match="sample 0"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +158,7 @@ class Arm:
         return batch
 
     def _note(self, batch: Batch) -> None:
-        r, n = self.result, self.settings.samples
+        r = self.result
         trained = batch.metrics["trained_tokens"]
         lengths = batch.lengths
         r.steps += 1
@@ -168,26 +167,26 @@ class Arm:
         r.reprefill_tokens += int(batch.metrics["reprefill_tokens"])
         r.staleness += [sample.staleness for sample in batch.samples]
         r.lengths.append(lengths.tolist())
-        groups = lengths.reshape(-1, n)
-        r.group_spread += (groups.std(axis=1) / groups.mean(axis=1)).tolist()
+        groups = [lengths[batch.group_ids == group] for group in dict.fromkeys(batch.group_ids.tolist())]
+        r.group_spread += [float(group.std() / group.mean()) for group in groups]
         r.training_reward.append(float(batch.rewards.mean()))
         r.disagreements += self.witness.disagreements(batch)
         self.delivered += batch.samples
 
     def _train(self, batch: Batch) -> dict[str, float]:
         cpu = time.process_time()
-        metrics = self.trainer.update(grpo_batch(batch.samples, batch.rewards, self.settings.samples))
+        metrics = self.trainer.update(grpo_batch(batch))
         self.result.train_cpu_s += time.process_time() - cpu
         return metrics
 
 
-def grpo_batch(samples: Sequence[DeliveredSample], rewards: Any, group_size: int) -> GrpoBatch:
+def grpo_batch(batch: Batch) -> GrpoBatch:
     """A delivered batch as the trainer's plain arrays."""
     return GrpoBatch(
-        prompts=[s.prompt.token_ids for s in samples],
-        responses=[s.tokens for s in samples],
-        behaviour_logprobs=[s.logprobs for s in samples],
-        loss_masks=[s.loss_mask for s in samples],
-        rewards=rewards,
-        group_size=group_size,
+        prompts=[s.prompt.token_ids for s in batch.samples],
+        responses=[s.tokens for s in batch.samples],
+        behaviour_logprobs=[s.logprobs for s in batch.samples],
+        loss_masks=[s.loss_mask for s in batch.samples],
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
     )

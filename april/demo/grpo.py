@@ -28,15 +28,15 @@ CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class GrpoBatch:
-    """G groups of ``group_size`` samples; sample i belongs to group i // group_size.
+    """B responses, in groups of any size.
 
     Attributes:
-        prompts: G*n arrays int32 [P_i].
-        responses: G*n arrays int32 [T_i], T_i >= 1.
-        behaviour_logprobs: G*n arrays float32 [T_i], nats, of each response token when it was sampled.
-        loss_masks: G*n arrays [T_i]; a token whose entry is 0 carries no loss.
-        rewards: float32 [G*n].
-        group_size: n.
+        prompts: B arrays int32 [P_i].
+        responses: B arrays int32 [T_i], T_i >= 1.
+        behaviour_logprobs: B arrays float32 [T_i], nats, of each response token when it was sampled.
+        loss_masks: B arrays [T_i]; a token whose entry is 0 carries no loss.
+        rewards: float32 [B].
+        group_ids: int [B], equal for the responses of a group, wherever they stand.
 
     Raises ValueError if the lengths do not fit together.
     """
@@ -46,13 +46,13 @@ class GrpoBatch:
     behaviour_logprobs: Sequence[Float32]
     loss_masks: Sequence[NDArray[np.generic]]
     rewards: Float32
-    group_size: int
+    group_ids: NDArray[np.int64]
 
     def __post_init__(self) -> None:
         count = len(self.rewards)
         lists = (self.prompts, self.responses, self.behaviour_logprobs, self.loss_masks)
-        if self.group_size < 1 or count == 0 or count % self.group_size:
-            raise ValueError(f"{count} rewards are not whole groups of {self.group_size}")
+        if count == 0 or len(self.group_ids) != count:
+            raise ValueError(f"{count} rewards, and {len(self.group_ids)} ids of groups")
         if any(len(items) != count for items in lists):
             counts = [len(items) for items in lists]
             raise ValueError(f"{count} rewards, but {counts} prompts, responses, log-probabilities, masks")
@@ -64,15 +64,17 @@ class GrpoBatch:
                 )
 
 
-def group_advantages(rewards: Float32, group_size: int) -> Float32:
-    """(reward - mean of the group) / (standard deviation of the group + 1e-4): float32 [G*n].
+def group_advantages(rewards: Float32, group_ids: NDArray[np.int64]) -> Float32:
+    """(reward - mean of the group) / (standard deviation of the group + 1e-4): float32 [B].
 
     Exactly zero in a group whose rewards are all equal. Dividing by the standard deviation is biased; it is GRPO's.
     """
-    groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    centred[np.ptp(groups, axis=1) == 0] = 0.0
-    advantages: Float32 = (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).astype(np.float32).ravel()
+    advantages = np.zeros(len(rewards), np.float32)
+    for group in np.unique(group_ids):
+        rows = group_ids == group
+        of_group = np.asarray(rewards, np.float64)[rows]
+        if np.ptp(of_group):
+            advantages[rows] = (of_group - of_group.mean()) / (of_group.std() + 1e-4)
     return advantages
 
 
@@ -151,7 +153,7 @@ class GrpoTrainer:
 
         Sequences with zero advantage or nothing unmasked have no gradient: they are skipped, yet counted in the mean.
         """
-        advantages = group_advantages(batch.rewards, batch.group_size)
+        advantages = group_advantages(batch.rewards, batch.group_ids)
         count = len(advantages)
         active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
         loss_sum = clipped = drift_sum = drift_max = tokens = 0.0
