@@ -17,7 +17,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish, Request
 from april.engines.sglang.engine import SglangEngine, connect_sglang
-from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 from april.testing.servers.sglang.server import FakeSglangServer
 
 PROMPT = [11, 12, 13]
@@ -76,7 +76,7 @@ async def read(engine: SglangEngine, asked: Request, got: Got | None = None) -> 
 
 @asynccontextmanager
 async def served(
-    *faults: PlannedFault | SglangFault, config: dict[str, Any] | None = None, stepped: bool = False, **options: Any
+    *faults: PlannedFault | RequestFault, config: dict[str, Any] | None = None, stepped: bool = False, **options: Any
 ) -> AsyncIterator[tuple[FakeSglangServer, SglangEngine]]:
     """A server and an engine that is connected to it; faults count requests from the first after the connection."""
     server = FakeSglangServer(**options)

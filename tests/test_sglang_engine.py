@@ -13,7 +13,7 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.engines.sglang.engine import SglangEngine
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 from april.testing.servers.sglang.runs import fake_sglang_response
 from april.testing.servers.sglang.server import FakeSglangServer
 
@@ -82,7 +82,7 @@ def test_a_retracted_request_loses_less_than_an_interval() -> None:
 
     async def program() -> None:
         for loss, steps, expected in ((1, 40, 40), (8, 40, 33), (None, 40, 33)):
-            fault = PlannedFault(SglangFault.RETRACTED, after_tokens=steps)
+            fault = PlannedFault(RequestFault.RETRACTED, after_tokens=steps)
             async with served(fault, stepped=True, mean_length=10**6, config={"max_token_loss": loss}) as (s, engine):
                 asked = request()
                 reading = asyncio.create_task(read(engine, asked))
@@ -97,34 +97,34 @@ def test_a_retracted_request_loses_less_than_an_interval() -> None:
     run(program)
 
 
-TYPED: dict[SglangFault, type[EngineError]] = {
-    SglangFault.BREAK_OFF: EngineUnreachable,
-    SglangFault.SERVER_DIES: EngineUnreachable,
-    SglangFault.TIMED_OUT: EngineBusy,
-    SglangFault.EXTRA_LOGPROBS: WireError,
-    SglangFault.WRONG_COUNT: WireError,
-    SglangFault.NULL_LOGPROB: WireError,
-    SglangFault.NAN_LOGPROB: WireError,
-    SglangFault.OTHER_IDS: WireError,
-    SglangFault.TRUNCATED: WireError,
-    SglangFault.OTHER_RID: WireError,
-    SglangFault.GAP_IN_SPANS: WireError,
-    SglangFault.FOREIGN_LABEL: EngineError,
-    SglangFault.DOUBLED_EVENT: WireError,
-    SglangFault.ENDS_TWICE: WireError,
-    SglangFault.OTHER_PROMPT: WireError,
-    SglangFault.SHRINKS: WireError,
-    SglangFault.NO_FINISH: EngineUnreachable,
-    SglangFault.BUSY: EngineBusy,
-    SglangFault.FAILS: EngineError,
-    SglangFault.REDIRECT: EngineError,
+TYPED: dict[RequestFault, type[EngineError]] = {
+    RequestFault.BREAK_OFF: EngineUnreachable,
+    RequestFault.SERVER_DIES: EngineUnreachable,
+    RequestFault.TIMED_OUT: EngineBusy,
+    RequestFault.EXTRA_LOGPROBS: WireError,
+    RequestFault.WRONG_COUNT: WireError,
+    RequestFault.NULL_LOGPROB: WireError,
+    RequestFault.NAN_LOGPROB: WireError,
+    RequestFault.OTHER_IDS: WireError,
+    RequestFault.TRUNCATED: WireError,
+    RequestFault.OTHER_RID: WireError,
+    RequestFault.GAP_IN_SPANS: WireError,
+    RequestFault.FOREIGN_LABEL: EngineError,
+    RequestFault.DOUBLED_EVENT: WireError,
+    RequestFault.ENDS_TWICE: WireError,
+    RequestFault.OTHER_PROMPT: WireError,
+    RequestFault.SHRINKS: WireError,
+    RequestFault.NO_FINISH: EngineUnreachable,
+    RequestFault.BUSY: EngineBusy,
+    RequestFault.FAILS: EngineError,
+    RequestFault.REDIRECT: EngineError,
 }
 
 
 @pytest.mark.parametrize("incremental", [True, False], ids=["streamed", "plain"])
 @pytest.mark.parametrize("after", [0, 20])
 @pytest.mark.parametrize("fault", list(TYPED))
-def test_faults_are_typed_and_no_wrong_token_comes(fault: SglangFault, after: int, incremental: bool) -> None:
+def test_faults_are_typed_and_no_wrong_token_comes(fault: RequestFault, after: int, incremental: bool) -> None:
     """The request fails with its kind of error, what came before it is right, and the next request works."""
 
     async def program() -> None:
@@ -132,8 +132,8 @@ def test_faults_are_typed_and_no_wrong_token_comes(fault: SglangFault, after: in
         async with served(planned, incremental=incremental, mean_length=10**6) as (server, engine):
             got = await read(engine, request())
             # some were handed over before: nobody knows which of them are of other weights
-            too_late = fault is SglangFault.FOREIGN_LABEL and got.tokens
-            if fault is SglangFault.ENDS_TWICE and not incremental:  # a plain answer ends once
+            too_late = fault is RequestFault.FOREIGN_LABEL and got.tokens
+            if fault is RequestFault.ENDS_TWICE and not incremental:  # a plain answer ends once
                 assert got.error is None
                 return
             assert type(got.error) is (WireError if too_late else TYPED[fault])
@@ -141,42 +141,42 @@ def test_faults_are_typed_and_no_wrong_token_comes(fault: SglangFault, after: in
             ids, logprobs = fake_sglang_response(PROMPT, mean_length=10**6)
             assert got.tokens == ids[: len(got.tokens)]
             assert got.logprobs == logprobs[: len(got.tokens)]
-            if incremental and after and fault is not SglangFault.GAP_IN_SPANS:
-                assert len(got.tokens) >= 16 or fault in (SglangFault.BUSY, SglangFault.FAILS, SglangFault.REDIRECT)
-            if fault is SglangFault.SERVER_DIES:
+            if incremental and after and fault is not RequestFault.GAP_IN_SPANS:
+                assert len(got.tokens) >= 16 or fault in (RequestFault.BUSY, RequestFault.FAILS, RequestFault.REDIRECT)
+            if fault is RequestFault.SERVER_DIES:
                 await server.restart()
             again = await read(engine, request())
             # the restarted server has weights that april did not name
-            assert (again.tokens == ids) == (fault is not SglangFault.SERVER_DIES)
+            assert (again.tokens == ids) == (fault is not RequestFault.SERVER_DIES)
             await until(lambda: server.open_requests == 0)
 
     run(program)
 
 
 @pytest.mark.parametrize(
-    "fault", [SglangFault.REPEATED_LAST, SglangFault.UNCOUNTED_LAST, SglangFault.NO_DONE, SglangFault.UNASKED_ABORT]
+    "fault", [RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST, RequestFault.NO_DONE, RequestFault.UNASKED_ABORT]
 )
 @pytest.mark.parametrize("incremental", [True, False], ids=["streamed", "plain"])
-def test_harmless_quirks_change_nothing(fault: SglangFault, incremental: bool) -> None:
+def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: bool) -> None:
     """A repeated or uncounted last token, a missing end mark, an abort of the server's own: right tokens, no error."""
 
     async def program() -> None:
-        planned = PlannedFault(fault, after_tokens=20 if fault is SglangFault.UNASKED_ABORT else 0)
+        planned = PlannedFault(fault, after_tokens=20 if fault is RequestFault.UNASKED_ABORT else 0)
         async with served(planned, incremental=incremental, stepped=True, mean_length=10**6) as (server, engine):
             asked = request()
             reading = asyncio.create_task(read(engine, asked))
             await until(lambda: server.waiting == 1)
             server.step(20)
-            if fault is SglangFault.UNASKED_ABORT:
+            if fault is RequestFault.UNASKED_ABORT:
                 server.step()
-            elif fault is not SglangFault.NO_DONE:
+            elif fault is not RequestFault.NO_DONE:
                 await engine.abort([asked.attempt_id])
             else:
                 server.go_on()
             got = await reading
             assert got.error is None
-            assert got.finish is (EngineFinish.LENGTH if fault is SglangFault.NO_DONE else EngineFinish.ABORT)
-            assert len(got.tokens) == {SglangFault.NO_DONE: 64, SglangFault.UNASKED_ABORT: 20}.get(fault, 21)
+            assert got.finish is (EngineFinish.LENGTH if fault is RequestFault.NO_DONE else EngineFinish.ABORT)
+            assert len(got.tokens) == {RequestFault.NO_DONE: 64, RequestFault.UNASKED_ABORT: 20}.get(fault, 21)
             assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
 
     run(program)
@@ -184,7 +184,7 @@ def test_harmless_quirks_change_nothing(fault: SglangFault, incremental: bool) -
 
 def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
     async def program() -> None:
-        async with served(SglangFault.ABORT_UNSEEN, stepped=True) as (server, engine):
+        async with served(RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
             asked = request()
             reading = asyncio.create_task(read(engine, asked))
             await until(lambda: server.waiting == 1)

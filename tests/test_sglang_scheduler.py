@@ -12,7 +12,7 @@ import april
 from april.core import engine_table
 from april.core.batch import Batch
 from april.driver.rewards import Response
-from april.testing.servers.sglang.faults import KEEPS_ALIVE, PlannedFault, SglangFault
+from april.testing.servers.request_faults import KEEPS_ALIVE, SGLANG_FAULTS, PlannedFault, RequestFault
 from april.testing.servers.sglang.router import FakeSglangRouter
 from april.testing.servers.sglang.runs import fake_sglang_response
 from april.testing.servers.sglang.server import FakeSglangServer
@@ -101,10 +101,10 @@ def test_steps_through_a_router() -> None:
         thread.call(router.close())
 
 
-@pytest.mark.parametrize("fault", [f for f in SglangFault if f not in (
-    SglangFault.SERVER_DIES, SglangFault.ABORT_NEVER_ENDS, *KEEPS_ALIVE
+@pytest.mark.parametrize("fault", [f for f in SGLANG_FAULTS if f not in (
+    RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, *KEEPS_ALIVE
 )])  # fmt: skip
-def test_faults_lose_nothing_that_came(fault: SglangFault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_lose_nothing_that_came(fault: RequestFault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     server = FakeSglangServer(max_running=6, turns=20)
@@ -126,7 +126,7 @@ def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> 
         settings = config([server], max_token_loss=1).model_copy(update={"abort_deadline_s": 0.3})
         with april.RolloutScheduler(settings, prompts=prompts(), reward=reward, check=True) as scheduler:
             # more requests than places: the last ones still run when the step has what it needs
-            server.faults += [PlannedFault(SglangFault.ABORT_NEVER_ENDS, request=len(server.runs) + 19)]
+            server.faults += [PlannedFault(RequestFault.ABORT_NEVER_ENDS, request=len(server.runs) + 19)]
             for _ in range(2):
                 batch = scheduler.next_batch()
                 for sample in batch.samples:
@@ -146,7 +146,7 @@ def test_a_killed_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         config(servers), prompts=prompts(), reward=reward, check=True
     ) as scheduler:  # fmt: skip
         first = len(servers[0].runs)
-        servers[0].faults.append(PlannedFault(SglangFault.SERVER_DIES, request=first + 3, after_tokens=30))
+        servers[0].faults.append(PlannedFault(RequestFault.SERVER_DIES, request=first + 3, after_tokens=30))
         for _ in range(3):
             batch = scheduler.next_batch()
             for sample in batch.samples:

@@ -12,7 +12,7 @@ from april.engines.protocol import EngineFinish
 from april.engines.sglang import engine as sglang
 from april.engines.sglang.worker import HalfUpdated
 from april.errors import EngineError, EngineUnreachable
-from april.testing.servers.sglang.faults import PlannedFault, SglangFault
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 from april.testing.servers.sglang.runs import fake_sglang_response
 
 V1 = PolicyVersion(0, 1)
@@ -231,7 +231,7 @@ def test_a_restarted_server_is_well_and_not_current() -> None:
 
 def test_health_says_the_load() -> None:
     async def program() -> None:
-        fault = PlannedFault(SglangFault.UNASKED_ABORT, after_tokens=1000)
+        fault = PlannedFault(RequestFault.UNASKED_ABORT, after_tokens=1000)
         async with served(fault, stepped=True, max_running=2, mean_length=LONG) as (server, engine):
             asked = [request() for _ in range(5)]
             reading = [asyncio.create_task(read(engine, r)) for r in asked]

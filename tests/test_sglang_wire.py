@@ -17,7 +17,7 @@ from april.engines.protocol import Chunk, EngineFinish
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
 from april.testing.servers.sglang.answers import answer
-from april.testing.servers.sglang.runs import FakeRun, fake_sglang_response
+from april.testing.servers.sglang.runs import FakeSglangRun, fake_sglang_response
 
 RID = "0" * 32
 V0 = PolicyVersion(0, 0)
@@ -34,15 +34,15 @@ def reader(incremental: bool = True, labels: WeightLabels | None = LABELS) -> Re
     return sglang_reader(RID, V0, incremental=incremental, labels=labels)
 
 
-def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeRun:
+def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeSglangRun:
     ids, logprobs = fake_sglang_response([5], max_tokens=count, mean_length=10**6) if count else ([], [])
     params = {"max_new_tokens": count, "min_new_tokens": 0, "temperature": 1.0}
-    run = FakeRun(rid_of(RID), [5], params, stream=True, ids=ids, logprobs=logprobs)
+    run = FakeSglangRun(rid_of(RID), [5], params, stream=True, ids=ids, logprobs=logprobs)
     run.spans = spans if spans is not None else [(OLD, 0, count)]
     return run
 
 
-def said(run: FakeRun, upto: int, incremental: bool, label: str = OLD) -> bytes:
+def said(run: FakeSglangRun, upto: int, incremental: bool, label: str = OLD) -> bytes:
     run.flushed = upto
     value = answer(run, label=label, incremental=incremental, spans=True)
     run.sent = upto

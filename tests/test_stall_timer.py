@@ -23,10 +23,8 @@ from april.driver.time_limits import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
-from april.testing.servers.sglang.faults import KEEPS_ALIVE as SGLANG_KEEPS_ALIVE
-from april.testing.servers.sglang.faults import PlannedFault
+from april.testing.servers.request_faults import KEEPS_ALIVE, PlannedFault, RequestFault
 from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.faults import KEEPS_ALIVE, PlannedVllmFault
 from april.testing.servers.vllm.server import FakeVllmServer
 from april.testing.virtual_clock import run_virtual
 
@@ -208,11 +206,13 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("loss", [None, 0], ids=["plain", "streamed"])
-@pytest.mark.parametrize("fault", [*KEEPS_ALIVE, *SGLANG_KEEPS_ALIVE], ids=lambda f: f"{type(f).__name__[:4]}-{f}")
-def test_servers_that_are_alive_and_say_nothing(fault: Any, loss: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", KEEPS_ALIVE, ids=str)
+@pytest.mark.parametrize("vllm", [True, False], ids=["vllm", "sglang"])
+def test_servers_that_are_alive_and_say_nothing(
+    vllm: bool, fault: RequestFault, loss: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Comments, pings, empty events and usage, spaces before a plain answer: the request is ended and continued."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    vllm = fault in KEEPS_ALIVE
     server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, turns=20, mean_length=10**6)
     with ServerThread(server):
         config = april.Config(
@@ -224,7 +224,7 @@ def test_servers_that_are_alive_and_say_nothing(fault: Any, loss: int | None, mo
             },
         )  # fmt: skip
         with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
-            planned = (PlannedVllmFault if vllm else PlannedFault)(fault, request=len(server.runs) + 1, after_tokens=2)
+            planned = PlannedFault(fault, request=len(server.runs) + 1, after_tokens=2)
             server.faults.append(planned)
             batch = scheduler.next_batch()
             assert planned.times == 0

@@ -15,7 +15,8 @@ from april.engines.http import answer_size
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.vllm.faults import HARMLESS, PlannedVllmFault, VllmFault
+from april.testing.servers.request_faults import PlannedFault, RequestFault
+from april.testing.servers.vllm.faults import HARMLESS
 from april.testing.servers.vllm.runs import fake_vllm_response
 from april.testing.servers.vllm.server import COMPLETIONS, TOKENS
 
@@ -141,47 +142,47 @@ def test_swept_along_is_sent_again(stream: bool) -> None:
     run(program)
 
 
-TYPED: dict[VllmFault, type[EngineError]] = {
-    VllmFault.SERVER_DIES: EngineUnreachable,
-    VllmFault.BREAK_OFF: EngineUnreachable,
-    VllmFault.ENGINE_DIES: EngineError,
-    VllmFault.EXTRA_LOGPROBS: WireError,
-    VllmFault.WRONG_COUNT: WireError,
-    VllmFault.NULL_LOGPROB: WireError,
-    VllmFault.NAN_LOGPROB: WireError,
-    VllmFault.OTHER_IDS: WireError,
-    VllmFault.TRUNCATED: WireError,
-    VllmFault.GAP_IN_SPANS: WireError,
-    VllmFault.FOREIGN_LABEL: EngineError,
-    VllmFault.DOUBLED_EVENT: WireError,
-    VllmFault.ENDS_TWICE: WireError,
-    VllmFault.OTHER_PROMPT: WireError,
-    VllmFault.NO_FINISH: EngineUnreachable,
-    VllmFault.NO_DONE: EngineUnreachable,
-    VllmFault.BUSY: EngineBusy,
-    VllmFault.LIMITED: EngineBusy,
-    VllmFault.REFUSED: RequestRefused,
-    VllmFault.FAILS: EngineError,
-    VllmFault.GIANT: EngineError,
-    VllmFault.REDIRECT: EngineError,
+TYPED: dict[RequestFault, type[EngineError]] = {
+    RequestFault.SERVER_DIES: EngineUnreachable,
+    RequestFault.BREAK_OFF: EngineUnreachable,
+    RequestFault.ENGINE_DIES: EngineError,
+    RequestFault.EXTRA_LOGPROBS: WireError,
+    RequestFault.WRONG_COUNT: WireError,
+    RequestFault.NULL_LOGPROB: WireError,
+    RequestFault.NAN_LOGPROB: WireError,
+    RequestFault.OTHER_IDS: WireError,
+    RequestFault.TRUNCATED: WireError,
+    RequestFault.GAP_IN_SPANS: WireError,
+    RequestFault.FOREIGN_LABEL: EngineError,
+    RequestFault.DOUBLED_EVENT: WireError,
+    RequestFault.ENDS_TWICE: WireError,
+    RequestFault.OTHER_PROMPT: WireError,
+    RequestFault.NO_FINISH: EngineUnreachable,
+    RequestFault.NO_DONE: EngineUnreachable,
+    RequestFault.BUSY: EngineBusy,
+    RequestFault.LIMITED: EngineBusy,
+    RequestFault.REFUSED: RequestRefused,
+    RequestFault.FAILS: EngineError,
+    RequestFault.GIANT: EngineError,
+    RequestFault.REDIRECT: EngineError,
 }
-STREAM_ONLY = (VllmFault.NO_DONE, VllmFault.ENDS_TWICE)
-TOKEN_ROUTE_ONLY = (VllmFault.OTHER_IDS, VllmFault.GAP_IN_SPANS, VllmFault.FOREIGN_LABEL)
+STREAM_ONLY = (RequestFault.NO_DONE, RequestFault.ENDS_TWICE)
+TOKEN_ROUTE_ONLY = (RequestFault.OTHER_IDS, RequestFault.GAP_IN_SPANS, RequestFault.FOREIGN_LABEL)
 
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
 @pytest.mark.parametrize("fault", TYPED, ids=str)
-def test_faults_are_typed_and_bring_no_wrong_token(fault: VllmFault, stream: bool, scale_out: bool) -> None:
+def test_faults_are_typed_and_bring_no_wrong_token(fault: RequestFault, stream: bool, scale_out: bool) -> None:
     """What came before is a true beginning of the response; then the error of its kind; nothing is left open."""
     harmless = (fault in TOKEN_ROUTE_ONLY and not scale_out) or (fault in STREAM_ONLY and not stream)
 
     async def program() -> None:
-        planned = PlannedVllmFault(fault, after_tokens=3)
+        planned = PlannedFault(fault, after_tokens=3)
         async with served(planned, scale_out=scale_out, mean_length=10**6) as (server, engine):
             got = await read(engine, request(max_tokens=12, stream=stream))
             ids, logprobs = fake_vllm_response(PROMPT, max_tokens=12, mean_length=10**6)
-            if fault is VllmFault.DOUBLED_EVENT:  # that it was one shows at the end only
+            if fault is RequestFault.DOUBLED_EVENT:  # that it was one shows at the end only
                 assert type(got.error) is WireError
                 return
             assert got.tokens == ids[: len(got.tokens)]
@@ -191,14 +192,14 @@ def test_faults_are_typed_and_bring_no_wrong_token(fault: VllmFault, stream: boo
                 assert got.tokens == ids
                 return
             # some were handed over before: nobody knows which of them are of other weights
-            too_late = fault is VllmFault.FOREIGN_LABEL and stream
+            too_late = fault is RequestFault.FOREIGN_LABEL and stream
             assert type(got.error) is (WireError if too_late else TYPED[fault]), got.error
             assert got.finish is None
             assert engine._admission.inside == set()
-            if fault is VllmFault.LIMITED:
+            if fault is RequestFault.LIMITED:
                 assert isinstance(got.error, EngineBusy)
                 assert got.error.retry_after_s == 2.0
-            if fault is VllmFault.NO_DONE:
+            if fault is RequestFault.NO_DONE:
                 assert got.tokens == ids
             await until(lambda: server.open_requests == 0)
 
@@ -207,28 +208,28 @@ def test_faults_are_typed_and_bring_no_wrong_token(fault: VllmFault, stream: boo
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-@pytest.mark.parametrize("fault", [*HARMLESS, VllmFault.LOST_PARTIAL, VllmFault.REPEATED_LAST], ids=str)
-def test_aborts_that_go_wrong(fault: VllmFault, stream: bool, scale_out: bool) -> None:
+@pytest.mark.parametrize("fault", [*HARMLESS, RequestFault.LOST_PARTIAL, RequestFault.REPEATED_LAST], ids=str)
+def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out: bool) -> None:
     """Asked again where the first abort was not seen; a repeated token is refused; lost tokens are never invented."""
 
     async def program() -> None:
-        planned = PlannedVllmFault(fault, after_tokens=6)
+        planned = PlannedFault(fault, after_tokens=6)
         async with served(planned, scale_out=scale_out, mean_length=10**6, stepped=True) as (server, engine):
             asked = request(stream=stream)
             reading = asyncio.create_task(read(engine, asked))
             await until(lambda: server.open_requests == 1)
             server.step(6)
             while server.open_requests:
-                server.step() if fault is VllmFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
+                server.step() if fault is RequestFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
             got = await reading
             ids = fake_vllm_response(PROMPT, mean_length=10**6)[0]
             assert got.tokens == ids[: len(got.tokens)]
-            if fault is VllmFault.REPEATED_LAST:
+            if fault is RequestFault.REPEATED_LAST:
                 assert isinstance(got.error, WireError)
                 return
             assert got.error is None
             assert got.finish is EngineFinish.ABORT
-            if fault is not VllmFault.LOST_PARTIAL:
+            if fault is not RequestFault.LOST_PARTIAL:
                 assert len(got.tokens) == 6
 
     run(program)
@@ -238,7 +239,7 @@ def test_an_abort_that_never_ends_ends_with_close() -> None:
     """A request in flight breaks with an EngineError when the engine is closed."""
 
     async def program() -> None:
-        async with served(VllmFault.ABORT_NEVER_ENDS, stepped=True) as (server, engine):
+        async with served(RequestFault.ABORT_NEVER_ENDS, stepped=True) as (server, engine):
             asked = request()
             reading = asyncio.create_task(read(engine, asked))
             await until(lambda: server.open_requests == 1)
@@ -276,7 +277,7 @@ def test_what_a_request_says(scale_out: bool) -> None:
             assert seen.token_route is scale_out
             assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
             name = asked.attempt_id
-            assert seen.engine_id == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
+            assert seen.name == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
             wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,
                       "logprobs": 0, "temperature": 1.0, "ignore_eos": False}  # fmt: skip
             assert {key: seen.params[key] for key in wanted} == wanted

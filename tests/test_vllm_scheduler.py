@@ -17,7 +17,7 @@ from april.core.batch import Batch
 from april.driver.rewards import Response
 from april.engines.http import server_process
 from april.testing.servers.control_faults import ControlFault, PlannedControlFault
-from april.testing.servers.vllm.faults import KEEPS_ALIVE, PlannedVllmFault, VllmFault
+from april.testing.servers.request_faults import KEEPS_ALIVE, VLLM_FAULTS, PlannedFault, RequestFault
 from april.testing.servers.vllm.runs import fake_vllm_response
 from april.testing.servers.vllm.server import FakeVllmServer
 
@@ -96,15 +96,15 @@ def test_steps_over_two_servers(options: dict[str, Any], loss: int | None, tmp_p
 
 SCHEDULED = [
     f
-    for f in VllmFault
-    if f not in (VllmFault.SERVER_DIES, VllmFault.ABORT_NEVER_ENDS, VllmFault.REFUSED, *KEEPS_ALIVE)
+    for f in VLLM_FAULTS
+    if f not in (RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, RequestFault.REFUSED, *KEEPS_ALIVE)
 ]
 
 
 @pytest.mark.parametrize("loss", [None, 0], ids=["plain", "streamed"])
 @pytest.mark.parametrize("fault", SCHEDULED, ids=str)
 def test_faults_lose_nothing_that_came(
-    fault: VllmFault, loss: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: RequestFault, loss: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
@@ -113,7 +113,7 @@ def test_faults_lose_nothing_that_came(
         config([server], max_token_loss=loss), prompts=prompts(), reward=reward, check=True
     ) as scheduler:  # fmt: skip
         first = len(server.runs)
-        server.faults += [PlannedVllmFault(fault, request=first + i, after_tokens=i % 3) for i in (2, 7, 20)]
+        server.faults += [PlannedFault(fault, request=first + i, after_tokens=i % 3) for i in (2, 7, 20)]
         train(scheduler, tmp_path)
         assert not server.violations
         assert [planned.times for planned in server.faults] == [0, 0, 0]
@@ -129,7 +129,7 @@ def test_a_killed_server_is_lived_without(monkeypatch: pytest.MonkeyPatch) -> No
         first = len(servers[0].runs)
         # which samples come here is a matter of threads, and a response that is shorter kills nothing
         servers[0].faults += [
-            PlannedVllmFault(VllmFault.SERVER_DIES, request=first + n, after_tokens=5) for n in range(3, 12)
+            PlannedFault(RequestFault.SERVER_DIES, request=first + n, after_tokens=5) for n in range(3, 12)
         ]
         for _ in range(3):
             batch = scheduler.next_batch()

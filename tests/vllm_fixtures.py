@@ -8,7 +8,7 @@ from typing import Any
 
 from april.config.engines import VllmEngineConfig
 from april.engines.vllm.engine import connect_vllm
-from april.testing.servers.vllm.faults import PlannedVllmFault, VllmFault
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 from april.testing.servers.vllm.server import FakeVllmServer
 
 KNOWN: dict[str, Any] = {"vocab_size": 512, "eos_token_ids": (2,)}
@@ -17,7 +17,7 @@ KNOWN: dict[str, Any] = {"vocab_size": 512, "eos_token_ids": (2,)}
 
 @asynccontextmanager
 async def served(
-    *faults: PlannedVllmFault | VllmFault, config: dict[str, Any] | None = None, stepped: bool = False, **options: Any
+    *faults: PlannedFault | RequestFault, config: dict[str, Any] | None = None, stepped: bool = False, **options: Any
 ) -> AsyncIterator[tuple[FakeVllmServer, Any]]:
     """A server and an engine that is connected to it; faults count requests from the first after the connection."""
     server = FakeVllmServer(**options)
@@ -27,7 +27,7 @@ async def served(
         engine = await connected(server, config)
         server.stepped = stepped
         server.runs.clear()
-        server.faults += [f if isinstance(f, PlannedVllmFault) else PlannedVllmFault(f) for f in faults]
+        server.faults += [f if isinstance(f, PlannedFault) else PlannedFault(f) for f in faults]
         yield server, engine
         assert not server.violations
     finally:

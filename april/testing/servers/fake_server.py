@@ -4,53 +4,44 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from april.testing.servers.control_faults import ControlFault, PlannedControlFault, wrong_answer
+from april.testing.servers.fake_request import FakeRequest
+from april.testing.servers.request_faults import KEEPS_ALIVE, PlannedFault, RequestFault
 
 KEEP_ALIVE_S = 0.01
 """Between two signs of life of a stream without tokens."""
 
 
-class Run(Protocol):
-    """One request at a fake server."""
-
-    running: bool
-    frozen: bool
-    dead: bool
-    news: asyncio.Event
+R = TypeVar("R", bound=FakeRequest)
 
 
-class Plan(Protocol):
-    """A fault that is to come: it hits request number ``request`` (None: the next), ``times`` times."""
-
-    request: int | None
-    times: int
-
-
-R = TypeVar("R", bound=Run)
-F = TypeVar("F", bound=Plan)
-
-
-class FakeServer(Generic[R, F]):
-    """A server on a real loopback socket. Subclasses say what it answers (``_routes``) and generates (:meth:`step`).
+class FakeServer(Generic[R]):
+    """A server on a real loopback socket. Subclasses say what it answers.
 
     Args:
         weights: name of the weights.
         max_running: requests decoded at the same time.
+        vocab_size, eos, context: of the model.
+        mean_length: mean of the (geometric) response lengths.
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         turns: of the event loop per token.
     """
 
-    def __init__(self, *, weights: str, max_running: int, stepped: bool, turns: int) -> None:
+    def __init__(
+        self, *, weights: str, vocab_size: int, eos: int, context: int, mean_length: int, max_running: int,
+        stepped: bool, turns: int,
+    ) -> None:  # fmt: skip
         self.weights, self.label = weights, "default"
+        self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
         self.max_running, self.stepped, self.turns = max_running, stepped, turns
         self.first_weights = weights
         """Those of every new process."""
-        self.faults: list[F] = []
+        self.faults: list[PlannedFault] = []
         self.control_faults: list[PlannedControlFault] = []
         self.runs: list[R] = []
         """Every request that was let in, in the order of arrival."""
@@ -77,9 +68,21 @@ class FakeServer(Generic[R, F]):
     def _routes(self) -> list[web.RouteDef]:
         raise NotImplementedError
 
-    def step(self, count: int = 1) -> None:
-        """``count`` tokens for every running request; those that wait are given places first."""
+    def _said(self, run: R) -> str:
+        """The next answer as JSON, wrong if the script says so."""
         raise NotImplementedError
+
+    def _fails_by(self, run: R, kind: RequestFault) -> bool:
+        """Faults of this server alone that wait for a number of tokens."""
+        return False
+
+    def _failure(self, run: R) -> web.Response | None:
+        """What a plain request gets in place of an answer."""
+        return None
+
+    def _usage(self, run: R) -> list[str]:
+        """Events of a stream that have the usage alone."""
+        return []
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
         """An answer before the route is looked at."""
@@ -155,6 +158,56 @@ class FakeServer(Generic[R, F]):
         self._forget(self.first_weights)
         self.starts += 1
 
+    # ---------------------------------------------------------------- generation
+
+    def step(self, count: int = 1) -> None:
+        """``count`` tokens for every running request; those that wait are given places first."""
+        for _ in range(count):
+            if self.pause_mode is not None:
+                return
+            while self._queue and len(self.running) < self.max_running:
+                run = self._queue.popleft()
+                run.running = run.started = True
+            for run in self.running:
+                if run.frozen or run.finish is not None or self._fault_at(run):
+                    continue
+                self._make_token(run)
+                if run.finish is not None:
+                    self._end(run, run.finish)
+                elif run.due:
+                    run.flush()
+
+    def _make_token(self, run: R) -> None:
+        run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+
+    def _fault_at(self, run: R) -> bool:
+        """Faults that wait for a number of tokens."""
+        if run.fault is None or len(run.ids) < run.fault.after_tokens:
+            return False
+        match run.fault.kind:
+            case RequestFault.SERVER_DIES:
+                self.die()
+            case RequestFault.BREAK_OFF:
+                run.dead = True
+                self._leave(run)
+            case RequestFault.UNASKED_ABORT:
+                self._end(run, run.aborted())
+            case RequestFault.EARLY_LENGTH if run.ids:
+                self._end(run, run.used_up())
+            case RequestFault.EARLY_STOP if run.ids:
+                self._end(run, run.stopped())
+            case kind if kind in KEEPS_ALIVE:
+                run.frozen = True
+                run.flush()
+            case kind:
+                return self._fails_by(run, kind)
+        return True
+
+    def _end(self, run: R, finish: Any) -> None:
+        run.finish = finish
+        run.flush()
+        self._leave(run)
+
     # ---------------------------------------------------------------- requests
 
     @property
@@ -187,7 +240,7 @@ class FakeServer(Generic[R, F]):
         self.stepped = False
         self._changed.set()
 
-    def _plan(self) -> F | None:
+    def _plan(self) -> PlannedFault | None:
         """The fault of the request that has just come."""
         for fault in self.faults:
             if fault.times and fault.request in (None, len(self.runs)):
@@ -211,6 +264,75 @@ class FakeServer(Generic[R, F]):
     async def _wait(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+
+    # ---------------------------------------------------------------- answers
+
+    async def _plain(self, request: web.Request, run: R) -> web.StreamResponse:
+        alive = None
+        while not run.over:
+            if run.frozen and run.hit(*KEEPS_ALIVE):
+                alive = await spaces(request, alive)
+            else:
+                await self._news(run)
+        if run.dead:
+            return cut(request)
+        failure = self._failure(run)
+        if failure is not None:
+            return failure
+        text = self._said(run)
+        run.sent = run.flushed
+        if alive is not None:
+            await alive.write(text.encode())
+            return alive
+        return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, run: R) -> web.StreamResponse:
+        response = await event_stream(request)
+        while True:
+            while run.flushed == run.sent and not run.over:
+                if run.frozen and run.hit(*KEEPS_ALIVE):
+                    await response.write(self._alive(run))
+                    await asyncio.sleep(KEEP_ALIVE_S)
+                else:
+                    await self._news(run)
+            if run.dead:
+                return cut(request)
+            ended, event, fresh = run.over, self._said(run), run.sent < run.flushed
+            run.sent = run.flushed
+            await self._write(response, run, event)
+            doubled = run.hit(RequestFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens
+            if doubled or (run.hit(RequestFault.ENDS_TWICE) and ended):
+                await self._write(response, run, event if doubled else self._said(run))
+                run.fault = None
+            if not event.endswith("}"):
+                return cut(request)
+            if ended:
+                break
+        for event in [] if run.failed else self._usage(run):
+            await self._write(response, run, event)
+        if not run.hit(RequestFault.NO_DONE):
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _alive(self, run: R) -> bytes:
+        """A sign of life without tokens."""
+        if run.hit(RequestFault.COMMENTS):
+            return b": ping\n\n"
+        if run.hit(RequestFault.PINGS):
+            return b"event: ping\n\n"
+        return "".join(f"data: {event}\n\n" for event in (self._said(run), *self._usage(run))).encode()
+
+    async def _write(self, response: web.StreamResponse, run: R, event: str) -> None:
+        raw = f"data: {event}\n\n".encode()
+        if not run.hit(RequestFault.TRICKLE):
+            await response.write(raw)
+            return
+        for i in range(len(raw)):
+            await response.write(raw[i : i + 1])
+            await asyncio.sleep(0)
+
+    # ---------------------------------------------------------------- control
 
     @web.middleware
     async def _see(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -248,6 +370,13 @@ class FakeServer(Generic[R, F]):
                 await handler(request)
             return await wrong_answer(fault.kind, request)
         return await handler(request)
+
+
+async def event_stream(request: web.Request) -> web.StreamResponse:
+    """The beginning of an answer in events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
 
 
 async def spaces(request: web.Request, response: web.StreamResponse | None) -> web.StreamResponse:

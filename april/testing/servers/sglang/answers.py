@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from april.testing.servers.sglang.runs import FakeRun
+from april.testing.servers.sglang.runs import FakeSglangRun
 
 
-def answer(run: FakeRun, *, label: str, incremental: bool, spans: bool) -> dict[str, Any]:
+def answer(run: FakeSglangRun, *, label: str, incremental: bool, spans: bool) -> dict[str, Any]:
     """The next event of a stream, or the answer at the end: what has left the scheduler and not the server."""
     total = run.flushed
     start = run.sent if run.stream and incremental else 0
     meta: dict[str, Any] = {
-        "id": run.rid,
+        "id": run.name,
         "finish_reason": run.finish,
         "weight_version": label,
         "output_token_logprobs": scored(run, start, total),
@@ -34,5 +34,5 @@ def answer(run: FakeRun, *, label: str, incremental: bool, spans: bool) -> dict[
     return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
-def scored(run: FakeRun, start: int, end: int) -> list[list[Any]]:
+def scored(run: FakeSglangRun, start: int, end: int) -> list[list[Any]]:
     return [[logprob, token, None] for logprob, token in zip(run.logprobs[start:end], run.ids[start:end], strict=True)]

@@ -13,10 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
-from april.testing.servers.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
+from april.testing.servers.fake_server import FakeServer, event_stream
+from april.testing.servers.request_faults import AT_ONCE, RequestFault
 from april.testing.servers.sglang.answers import answer
-from april.testing.servers.sglang.faults import AT_ONCE, KEEPS_ALIVE, PlannedFault, SglangFault, spoiled
-from april.testing.servers.sglang.runs import FakeRun
+from april.testing.servers.sglang.faults import spoiled
+from april.testing.servers.sglang.runs import FakeSglangRun
 
 KNOWN_PARAMS = frozenset({
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
@@ -25,7 +26,7 @@ KNOWN_PARAMS = frozenset({
 })  # fmt: skip
 
 
-class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
+class FakeSglangServer(FakeServer[FakeSglangRun]):
     """Speaks as SGLang does.
 
     Args:
@@ -44,10 +45,12 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True, intervals: bool = True,
         logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24, turns: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
-        self.vocab_size, self.eos, self.context = vocab_size, eos, context
+        super().__init__(
+            weights=weights, vocab_size=vocab_size, eos=eos, context=context, mean_length=mean_length,
+            max_running=max_running, stepped=stepped, turns=turns,
+        )  # fmt: skip
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
-        self.logprobs, self.mean_length = logprobs, mean_length
+        self.logprobs = logprobs
         self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
@@ -82,84 +85,34 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
 
     # ---------------------------------------------------------------- generation
 
-    def step(self, count: int = 1) -> None:
-        """``count`` tokens for every running request; those that wait are given places first."""
-        for _ in range(count):
-            if self.pause_mode is not None:
-                return
-            while self._queue and len(self.running) < self.max_running:
-                run = self._queue.popleft()
-                run.running = run.started = True
-            for run in self.running:
-                self._one_token(run)
-
-    def _one_token(self, run: FakeRun) -> None:
-        if run.frozen or run.finish is not None or self._fault_at(run):
-            return
-        run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
-        self._pass_on(run)
-
-    def _fault_at(self, run: FakeRun) -> bool:
-        """Faults that wait for a number of tokens."""
-        fault = run.fault
-        if fault is None or len(run.ids) < fault.after_tokens:
-            return False
-        if run.hit(SglangFault.SERVER_DIES):
-            self.die()
-        elif run.hit(SglangFault.BREAK_OFF):
-            run.dead = True
-            self._leave(run)
-        elif run.hit(SglangFault.UNASKED_ABORT):
-            self._end(run, {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
-        elif run.hit(SglangFault.TIMED_OUT):
-            self._end(run, {"type": "abort", "message": "Request timed out", "status_code": 503, "err_type": None})
-        elif run.hit(SglangFault.EARLY_LENGTH) and run.ids:
-            self._end(run, {"type": "length", "length": len(run.ids)})
-        elif run.hit(SglangFault.EARLY_STOP) and run.ids:
-            self._end(run, {"type": "stop", "matched": run.ids[-1]})
-        elif run.hit(SglangFault.NAN_STOP):
-            run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
-            run.ids[-1] = self.eos
-            self._end(run, {"type": "stop", "matched": "NaN happened"})
-        elif run.hit(*KEEPS_ALIVE):
-            run.frozen, run.flushed = True, len(run.ids)
-            run.news.set()
-        elif run.hit(SglangFault.RETRACTED):
-            run.running, run.frozen = False, True
-        else:
-            return False
+    def _fails_by(self, run: FakeSglangRun, kind: RequestFault) -> bool:
+        match kind:
+            case RequestFault.TIMED_OUT:
+                self._end(run, run.aborted() | {"message": "Request timed out", "status_code": 503})
+            case RequestFault.NAN_STOP:
+                self._make_token(run)
+                run.ids[-1] = self.eos
+                self._end(run, {"type": "stop", "matched": "NaN happened"})
+            case RequestFault.RETRACTED:
+                run.running, run.frozen = False, True
+            case _:
+                return False
         return True
 
-    def _pass_on(self, run: FakeRun) -> None:
-        """From the scheduler to the part that talks to the client."""
-        if run.due:
-            run.flushed = len(run.ids)
-            run.news.set()
-        if run.finish is not None:
-            self._leave(run)
-
-    def _end(self, run: FakeRun, finish: dict[str, Any]) -> None:
-        run.finish = finish
-        run.flushed = len(run.ids)
-        self._leave(run)
-
-    def _abort_run(self, run: FakeRun) -> None:
+    def _abort_run(self, run: FakeSglangRun) -> None:
         """What the scheduler makes of an abort."""
-        if run.hit(SglangFault.ABORT_NEVER_ENDS):
+        if run.hit(RequestFault.ABORT_NEVER_ENDS):
             run.frozen = True
             return
         if run.running and self.pause_mode == "in_place":
-            run.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            run.finish = run.aborted()
             return  # nothing moves before it is continued
         if run.running:
             if not run.frozen and self.pause_mode is None:
-                run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
-            if run.hit(SglangFault.LOST_PARTIAL):
-                del run.ids[run.sent :], run.logprobs[run.sent :]
-                run.spans = [(name, a, min(b, run.sent)) for name, a, b in run.spans if a < run.sent]
-            self._end(
-                run, run.finish or {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-            )
+                self._make_token(run)
+            if run.hit(RequestFault.LOST_PARTIAL):
+                run.lose_unsent()
+            self._end(run, run.finish or run.aborted())
             return
         run.queue_abort = True
         run.finish = {"type": "abort", "message": "Abort in waiting queue"}
@@ -168,7 +121,7 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
     def _abort_matching(self, rid: str) -> None:
         for run in list(self._live):
             blocked = not run.running and not run.started and run not in self._queue
-            if run.rid.startswith(rid) and not blocked:
+            if run.name.startswith(rid) and not blocked:
                 self._abort_run(run)
 
     # ---------------------------------------------------------------- /generate
@@ -183,16 +136,16 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         params = {"min_new_tokens": 0, "temperature": 1.0, "max_new_tokens": 128} | body["sampling_params"]
         if self.logprobs == "raw":
             params["temperature"] = 1.0
-        run = FakeRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
+        run = FakeSglangRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
         run.fault = self._plan()
         self.runs.append(run)
         if kind := run.hit(*AT_ONCE):
             return _at_once(kind)
         if any(not 0 <= i < self.vocab_size for i in run.prompt):
-            self.violations.append(f"{run.rid} has an id outside the vocabulary, which kills the server")
+            self.violations.append(f"{run.name} has an id outside the vocabulary, which kills the server")
             self.die()
         if self.stale_cache:
-            self.violations.append(f"{run.rid} is served with keys and values of older weights")
+            self.violations.append(f"{run.name} is served with keys and values of older weights")
         self._live.append(run)
         try:
             while self.pause_mode is not None and run.finish is None and not run.dead:
@@ -226,85 +179,31 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
             return {"error": {"message": "min_new_tokens must be in [0, max_new_tokens]"}}
         return None
 
-    async def _plain(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
-        alive = None
-        while run.finish is None or run.running:
-            if run.dead:
-                return cut(request)
-            if run.frozen and run.hit(*KEEPS_ALIVE):
-                alive = await spaces(request, alive)
-            else:
-                await self._news(run)
-        if run.dead:
-            return cut(request)
-        status = (run.finish or {}).get("status_code")
-        if status:
-            return web.json_response({"detail": run.finish["message"] if run.finish else ""}, status=status)
-        text = self._said(run)
-        run.sent = run.flushed
-        if alive is not None:
-            await alive.write(text.encode())
-            return alive
-        return web.Response(text=text, content_type="application/json")
+    def _failure(self, run: FakeSglangRun) -> web.Response | None:
+        status = run.finish.get("status_code")
+        return web.json_response({"detail": run.finish["message"]}, status=status) if status else None
 
-    async def _stream(self, request: web.Request, run: FakeRun) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            while run.flushed == run.sent and (run.finish is None or run.running) and not run.dead:
-                if run.frozen and run.hit(*KEEPS_ALIVE):
-                    await response.write(self._alive(run))
-                    await asyncio.sleep(KEEP_ALIVE_S)
-                else:
-                    await self._news(run)
-            if run.dead:
-                return cut(request)
-            ended = run.finish is not None and not run.running
-            event, fresh = self._said(run), run.sent < run.flushed
-            run.sent = run.flushed
-            await response.write(f"data: {event}\n\n".encode())
-            doubled = run.hit(SglangFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens
-            if doubled or (run.hit(SglangFault.ENDS_TWICE) and ended):
-                await response.write(f"data: {event if doubled else self._said(run)}\n\n".encode())
-                run.fault = None
-            if not event.endswith("}"):
-                return cut(request)
-            if ended:
-                break
-        if not run.hit(SglangFault.NO_DONE):
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    def _alive(self, run: FakeRun) -> bytes:
-        """A sign of life without tokens."""
-        if run.hit(SglangFault.COMMENTS):
-            return b": ping\n\n"
-        return b"event: ping\n\n" if run.hit(SglangFault.PINGS) else f"data: {self._said(run)}\n\n".encode()
-
-    def _said(self, run: FakeRun) -> str:
-        """The next answer as JSON, wrong if the script says so."""
+    def _said(self, run: FakeSglangRun) -> str:
         said = answer(run, label=self.label, incremental=self.incremental, spans=self.spans)
         if run.fault is not None and said["output_ids"] and run.flushed >= run.fault.after_tokens:
             aborted = run.finish is not None and run.finish["type"] == "abort"
-            only_aborted = run.hit(SglangFault.REPEATED_LAST, SglangFault.UNCOUNTED_LAST)
+            only_aborted = run.hit(RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST)
             if aborted or not only_aborted:
                 said = spoiled(run.fault.kind, said, self.vocab_size, streamed=run.stream)
         text = json.dumps(said)
-        if run.fault is not None and run.hit(SglangFault.TRUNCATED) and run.flushed >= run.fault.after_tokens:
+        if run.fault is not None and run.hit(RequestFault.TRUNCATED) and run.flushed >= run.fault.after_tokens:
             return text[: len(text) // 2].rstrip("}")
         return text
 
     async def _events(self, request: web.Request, events: list[str]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await event_stream(request)
         for event in events:
             await response.write(f"data: {event}\n\n".encode())
         await response.write_eof()
         return response
 
-    def _named(self, rid: str | None) -> FakeRun | None:
-        return next((run for run in self._live if run.rid == rid), None)
+    def _named(self, rid: str | None) -> FakeSglangRun | None:
+        return next((run for run in self._live if run.name == rid), None)
 
     # ---------------------------------------------------------------- control
 
@@ -317,11 +216,11 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         run = self._named(body.get("rid"))
         if run is None or run.abort_seen:
             return web.Response()
-        if run.hit(SglangFault.ABORT_UNSEEN):
+        if run.hit(RequestFault.ABORT_UNSEEN):
             run.fault = None
             return web.Response()
         run.abort_seen = True
-        self._abort_matching(run.rid)
+        self._abort_matching(run.name)
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -419,12 +318,12 @@ class FakeSglangServer(FakeServer[FakeRun, PlannedFault]):
         return web.json_response({"loads": [load]})
 
 
-def _at_once(kind: SglangFault) -> web.Response:
+def _at_once(kind: RequestFault) -> web.Response:
     match kind:
-        case SglangFault.BUSY:
+        case RequestFault.BUSY:
             said = {"error": {"message": "The request queue is full."}}
             return web.json_response(said, status=503, headers={"Retry-After": "2"})
-        case SglangFault.REDIRECT:
+        case RequestFault.REDIRECT:
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/generate"})
         case _:
             return web.json_response({"error": {"message": "Internal error"}}, status=500)

@@ -6,15 +6,15 @@ and must not be asked is in ``violations``; every request is in ``runs``.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import PurePath
 from typing import Any
 
 from aiohttp import web
 
-from april.testing.servers.fake_server import KEEP_ALIVE_S, FakeServer, cut, spaces
-from april.testing.servers.vllm.faults import AT_ONCE, KEEPS_ALIVE, PlannedVllmFault, VllmFault, spoiled_vllm
+from april.testing.servers.fake_server import FakeServer
+from april.testing.servers.request_faults import AT_ONCE, RequestFault
+from april.testing.servers.vllm.faults import spoiled_vllm
 from april.testing.servers.vllm.runs import FakeVllmRun
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -22,7 +22,7 @@ GUARDED = ("/v1/", "/inference/")
 """What a key guards; the developer routes stay open."""
 
 
-class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
+class FakeVllmServer(FakeServer[FakeVllmRun]):
     """Speaks as vLLM 0.32 does.
 
     Args:
@@ -51,10 +51,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(weights=weights, max_running=max_running, stepped=stepped, turns=turns)
-        self.model, self.vocab_size, self.eos, self.context = model, vocab_size, eos, context
+        super().__init__(
+            weights=weights, vocab_size=vocab_size, eos=eos, context=context, mean_length=mean_length,
+            max_running=max_running, stepped=stepped, turns=turns,
+        )  # fmt: skip
+        self.model = model
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
-        self.logprobs, self.says_logprobs, self.mean_length = logprobs, says_logprobs, mean_length
+        self.logprobs, self.says_logprobs = logprobs, says_logprobs
         self.root, self.device, self.without = root, device, without
         self.chunked_prefill, self.copies, self.speculation = chunked_prefill, copies, speculation
         self._key = api_key
@@ -88,60 +91,23 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
 
     # ---------------------------------------------------------------- generation
 
-    def step(self, count: int = 1) -> None:
-        """``count`` tokens for every running request; those that wait are given places first."""
-        for _ in range(count):
-            if self.pause_mode is not None:
-                return
-            while self._queue and len(self.running) < self.max_running:
-                self._queue.popleft().running = True
-            for run in self.running:
-                if not run.frozen and not self._fault_at(run):
-                    run.make_token(
-                        self.weights, self.label, self.vocab_size, self.eos, self.mean_length, self.logprobs
-                    )
-                    run.news.set()
-                    if run.finish is not None:
-                        self._leave(run)
+    def _fails_by(self, run: FakeVllmRun, kind: RequestFault) -> bool:
+        if kind is RequestFault.ENGINE_DIES:
+            run.failed = True
+            self._leave(run)
+        return run.failed
 
-    def _fault_at(self, run: FakeVllmRun) -> bool:
-        """Faults that wait for a number of tokens."""
-        if run.fault is None or len(run.ids) < run.fault.after_tokens:
-            return False
-        match run.fault.kind:
-            case VllmFault.SERVER_DIES:
-                self.die()
-            case VllmFault.BREAK_OFF:
-                run.dead = True
-                self._leave(run)
-            case VllmFault.ENGINE_DIES:
-                run.failed = True
-                self._leave(run)
-            case VllmFault.UNASKED_ABORT:
-                self._end(run)
-            case VllmFault.EARLY_LENGTH | VllmFault.EARLY_STOP as kind if run.ids:
-                run.finish = "length" if kind is VllmFault.EARLY_LENGTH else "stop"
-                self._leave(run)
-            case kind if kind in KEEPS_ALIVE:
-                run.frozen = True
-                run.news.set()
-            case _:
-                return False
-        return True
-
-    def _end(self, run: FakeVllmRun) -> None:
+    def _abort_run(self, run: FakeVllmRun) -> None:
         """What an abort does, with the tokens that are there."""
-        if run.hit(VllmFault.ABORT_UNSEEN):
+        if run.hit(RequestFault.ABORT_UNSEEN):
             run.fault = None
             return
-        if run.hit(VllmFault.ABORT_NEVER_ENDS):
+        if run.hit(RequestFault.ABORT_NEVER_ENDS):
             run.frozen = True
             return
-        if run.hit(VllmFault.LOST_PARTIAL):
-            del run.ids[run.sent :], run.logprobs[run.sent :]
-            run.spans = [(name, a, min(b, run.sent)) for name, a, b in run.spans if a < run.sent]
-        run.finish = "abort"
-        self._leave(run)
+        if run.hit(RequestFault.LOST_PARTIAL):
+            run.lose_unsent()
+        self._end(run, run.aborted())
 
     # ---------------------------------------------------------------- requests
 
@@ -154,19 +120,17 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
             return refused
         run = self._run_of(body, token_route, request.headers.get("X-Request-Id"))
         if self.chunked_prefill and self.device == "cpu" and run.params.get("seed") is not None:
-            self.violations.append(f"{run.engine_id} has a seed, which kills the server")
+            self.violations.append(f"{run.name} has a seed, which kills the server")
             self.die()
         if run.hit(*AT_ONCE):
             return _at_once(run)
         if self.stale_cache:
-            self.violations.append(f"{run.engine_id} is served with keys and values of older weights")
+            self.violations.append(f"{run.name} is served with keys and values of older weights")
         self._live.append(run)
         self._queue.append(run)
         self._changed.set()
         try:
-            if run.stream:
-                return await self._stream(request, run, bool((body.get("stream_options") or {}).get("include_usage")))
-            return await self._plain(request, run)
+            return await (self._stream(request, run) if run.stream else self._plain(request, run))
         finally:
             # also when the client has closed: its tokens are lost
             self._leave(run)
@@ -198,86 +162,30 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
         name = header or body.get("request_id") or f"unnamed{len(self.runs)}"
         engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
-        run = FakeVllmRun(engine_id, list(prompt), params, bool(body.get("stream")), token_route)
-        run.process = len(self.runs) % self.processes
+        run = FakeVllmRun(
+            engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
+            usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
+            process=len(self.runs) % self.processes,
+        )  # fmt: skip
         run.fault = self._plan()
         self.runs.append(run)
         return run
 
-    async def _plain(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
-        alive = None
-        while run.finish is None and not run.dead and not run.failed:
-            if run.frozen and run.hit(*KEEPS_ALIVE):
-                alive = await spaces(request, alive)
-            else:
-                await self._news(run)
-        if run.dead:
-            return cut(request)
-        if run.failed:
-            return _error(500, "EngineCore encountered an issue.", close=True)
-        text = self._said(run)
-        run.sent = len(run.ids)
-        if alive is not None:
-            await alive.write(text.encode())
-            return alive
-        return web.Response(text=text, content_type="application/json")
+    def _failure(self, run: FakeVllmRun) -> web.Response | None:
+        return _error(500, "EngineCore encountered an issue.", close=True) if run.failed else None
 
-    async def _stream(self, request: web.Request, run: FakeVllmRun, usage: bool) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            while run.sent == len(run.ids) and run.finish is None and not run.dead and not run.failed:
-                if run.frozen and run.hit(*KEEPS_ALIVE):
-                    await response.write(self._alive(run))
-                    await asyncio.sleep(KEEP_ALIVE_S)
-                else:
-                    await self._news(run)
-            if run.dead:
-                return cut(request)
-            if run.failed:
-                await response.write(f"data: {_error(500, 'EngineCore encountered an issue.').text}\n\n".encode())
-                break
-            ended, event, fresh = run.finish is not None, self._said(run), run.sent < len(run.ids)
-            run.sent = len(run.ids)
-            await self._write(response, run, event)
-            if run.hit(VllmFault.DOUBLED_EVENT) and fresh and run.fault and run.sent > run.fault.after_tokens:
-                await self._write(response, run, event)
-                run.fault = None
-            if run.hit(VllmFault.ENDS_TWICE) and ended:
-                await self._write(response, run, json.dumps(run.answer(self.model, spans=self.developer)))
-            if not event.endswith("}"):
-                return cut(request)
-            if ended:
-                break
-        if usage and not run.failed:
-            counts = run.usage()
-            counts["completion_tokens"] += bool(run.hit(VllmFault.WRONG_COUNT))
-            counts["prompt_tokens"] -= bool(run.hit(VllmFault.OTHER_PROMPT))
-            await self._write(response, run, json.dumps({"choices": [], "usage": counts}))
-        if not run.hit(VllmFault.NO_DONE):
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    def _alive(self, run: FakeVllmRun) -> bytes:
-        """A sign of life without tokens."""
-        if run.hit(VllmFault.COMMENTS):
-            return b": ping\n\n"
-        if run.hit(VllmFault.PINGS):
-            return b"event: ping\n\n"
-        said = json.dumps(run.answer(self.model, spans=self.developer))
-        return f"data: {said}\n\ndata: {json.dumps({'choices': [], 'usage': run.usage()})}\n\n".encode()
-
-    async def _write(self, response: web.StreamResponse, run: FakeVllmRun, event: str) -> None:
-        raw = f"data: {event}\n\n".encode()
-        for i in range(0, len(raw), 1) if run.hit(VllmFault.TRICKLE) else [0]:
-            await response.write(raw[i : i + 1] if run.hit(VllmFault.TRICKLE) else raw)
-            if run.hit(VllmFault.TRICKLE):
-                await asyncio.sleep(0)
+    def _usage(self, run: FakeVllmRun) -> list[str]:
+        if not run.usage_asked:
+            return []
+        counts = run.usage()
+        counts["completion_tokens"] += bool(run.hit(RequestFault.WRONG_COUNT))
+        counts["prompt_tokens"] -= bool(run.hit(RequestFault.OTHER_PROMPT))
+        return [json.dumps({"choices": [], "usage": counts})]
 
     def _said(self, run: FakeVllmRun) -> str:
-        """The next answer as JSON, wrong if the script says so."""
-        if run.hit(VllmFault.REPEATED_LAST) and run.finish == "abort" and run.ids and run.sent == len(run.ids):
+        if run.failed:
+            return str(_error(500, "EngineCore encountered an issue.").text)
+        if run.hit(RequestFault.REPEATED_LAST) and run.finish == "abort" and run.ids and run.sent == len(run.ids):
             said = run.answer(self.model, spans=self.developer)
             run.sent -= 1
             repeated = run.answer(self.model, spans=self.developer)
@@ -287,12 +195,12 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         due = run.fault is not None and len(run.ids) >= run.fault.after_tokens
         if run.fault is not None and due and said["choices"][0]["token_ids"]:
             said = spoiled_vllm(run.fault.kind, said, self.vocab_size, token_route=run.token_route)
-        elif run.hit(VllmFault.NO_FINISH):
+        elif run.hit(RequestFault.NO_FINISH):
             said["choices"][0]["finish_reason"] = None
         if run.finish is not None:
             said["choices"][0]["routed_experts"] = self.routed_experts
         text = json.dumps(said)
-        return text[: len(text) // 2].rstrip("}") if due and run.hit(VllmFault.TRUNCATED) else text
+        return text[: len(text) // 2].rstrip("}") if due and run.hit(RequestFault.TRUNCATED) else text
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
         guarded = self._key is not None and request.path.startswith(GUARDED)
@@ -314,8 +222,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         if scale_out and not ids:
             return _error(400, "request_ids must not be empty")
         self.aborts.append((request.path, body))
-        for run in [r for r in self._live if r.process == 0 and (not ids or r.engine_id in ids)]:
-            self._end(run)
+        for run in [r for r in self._live if r.process == 0 and (not ids or r.name in ids)]:
+            self._abort_run(run)
         return web.Response() if scale_out else web.json_response({"status": "aborted", "aborted": len(ids or ())})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -325,7 +233,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun, PlannedVllmFault]):
         self.pauses.append(mode)
         if mode == "abort":
             for run in list(self._live):
-                self._end(run)
+                self._abort_run(run)
         while mode == "wait" and self._live:
             await self._wait()
         self.pause_mode = mode
@@ -405,17 +313,17 @@ def _error(status: int, message: str, *, close: bool = False, param: str | None 
 
 def _at_once(run: FakeVllmRun) -> web.Response:
     match run.fault.kind if run.fault is not None else None:
-        case VllmFault.BUSY:
+        case RequestFault.BUSY:
             return _error(503, "The engine is starting.")
-        case VllmFault.LIMITED:
+        case RequestFault.LIMITED:
             response = _error(429, "Too many requests.")
             response.headers["Retry-After"] = "2"
             return response
-        case VllmFault.REFUSED:
+        case RequestFault.REFUSED:
             return _error(400, "This request is wrong.")
-        case VllmFault.GIANT:
+        case RequestFault.GIANT:
             return web.Response(status=500, body=b"x" * (1 << 24))
-        case VllmFault.REDIRECT:
+        case RequestFault.REDIRECT:
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
         case _:
             return _error(500, "Internal error", close=True)
