@@ -6,15 +6,15 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
-from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
+from april.engines.protocol import Chunk, Engine, Request
+from april.testing.wrapped_engine import WrappedEngine
 
 
-class StopwatchEngine:
+class StopwatchEngine(WrappedEngine):
     """Passes everything through; read the figures between two steps and :meth:`reset` them."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._running = 0
         self._changed = time.perf_counter()
         self.reset()
@@ -44,22 +44,12 @@ class StopwatchEngine:
         self.peak = max(self.peak, self._running)
         return now
 
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
-        return self._engine.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of the engine."""
-        return self._engine.capabilities
-
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Pass the chunks through."""
         now = self._change(+1)
         self.first_request = self.first_request or now
         try:
-            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async with aclosing(self.engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -68,24 +58,4 @@ class StopwatchEngine:
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Note the time of the first one."""
         self.first_abort = self.first_abort or time.perf_counter()
-        await self._engine.abort(attempt_ids)
-
-    async def pause(self) -> None:
-        """Passed through."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Passed through."""
-        await self._engine.resume()
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Passed through."""
-        await self._engine.update_weights(version, path)
-
-    async def health(self) -> Health:
-        """Passed through."""
-        return await self._engine.health()
-
-    async def close(self) -> None:
-        """Passed through."""
-        await self._engine.close()
+        await self.engine.abort(attempt_ids)

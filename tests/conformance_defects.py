@@ -12,22 +12,19 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, Request
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing import FakeEngine
 from april.testing.records import AttemptRecord
+from april.testing.wrapped_engine import WrappedEngine
 
 
-class Sound:
+class Sound(WrappedEngine):
     """Delegates everything; subclasses spoil one thing."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine: Engine = engine
-        self.name = "spoilt"
-
     @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
+    def name(self) -> str:
+        return "spoilt"
 
     def asked(self, request: Request) -> Request:
         """What the engine is asked instead."""
@@ -41,24 +38,6 @@ class Sound:
         async with aclosing(self.engine.generate(self.asked(request))) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield self.told(request, chunk)
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        await self.engine.abort(attempt_ids)
-
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        await self.engine.update_weights(version, path)
-
-    async def health(self) -> Health:
-        return await self.engine.health()
-
-    async def close(self) -> None:
-        await self.engine.close()
 
 
 def without_last(chunk: Chunk) -> Chunk:

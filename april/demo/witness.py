@@ -6,7 +6,7 @@ scheduler's ledger and every delivered segment can be checked against something 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import numpy as np
@@ -14,32 +14,23 @@ import numpy as np
 from april.core.batch import Batch
 from april.core.tape import Float32, Int32, SegmentKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
+from april.engines.protocol import Chunk, Engine, Request
+from april.testing.wrapped_engine import WrappedEngine
 
 
-class Witness:
+class Witness(WrappedEngine):
     """An engine that writes down what passes through it. Recording can be switched off (evaluations)."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.recording = True
         self.tokens = 0
         """Tokens handed over while recording."""
         self._attempts: dict[str, list[tuple[Int32, Float32, PolicyVersion]]] = {}
 
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
-        return self._engine.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of the engine."""
-        return self._engine.capabilities
-
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Pass the engine's chunks through."""
-        async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if self.recording:
                     self.tokens += len(chunk.tokens)
@@ -70,27 +61,3 @@ class Witness:
                 )
                 wrong += int(segment.count - equal.sum())
         return wrong
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Passed through."""
-        await self._engine.abort(attempt_ids)
-
-    async def pause(self) -> None:
-        """Passed through."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Passed through."""
-        await self._engine.resume()
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Passed through."""
-        await self._engine.update_weights(version, path)
-
-    async def health(self) -> Health:
-        """Passed through."""
-        return await self._engine.health()
-
-    async def close(self) -> None:
-        """Passed through."""
-        await self._engine.close()

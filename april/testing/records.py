@@ -21,8 +21,31 @@ class AbortRecord:
     attempt_ids: tuple[str, ...] | None
 
 
+class HandedOver:
+    """What was handed over for one request: the arrays of its chunks."""
+
+    __slots__ = ()
+
+    chunks: list[Chunk]
+
+    @property
+    def count(self) -> int:
+        """Tokens handed over."""
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
+    def tokens(self) -> Int32:
+        """Tokens handed over, int32 [T]."""
+        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
+
+    @property
+    def logprobs(self) -> Float32:
+        """Log-probabilities handed over, float32 [T]."""
+        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
+
+
 @dataclass(slots=True)
-class AttemptRecord:
+class AttemptRecord(HandedOver):
     """One request, and what was handed over for it."""
 
     engine: str
@@ -50,21 +73,6 @@ class AttemptRecord:
     def evaluation(self) -> bool:
         """Whether it belongs to an evaluation, and so to no batch."""
         return is_evaluation(self.request.attempt_id)
-
-    @property
-    def count(self) -> int:
-        """Tokens handed over."""
-        return sum(len(c.tokens) for c in self.chunks)
-
-    @property
-    def tokens(self) -> Int32:
-        """Tokens handed over, int32 [T]."""
-        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
-
-    @property
-    def logprobs(self) -> Float32:
-        """Log-probabilities handed over, float32 [T]."""
-        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
 
     @property
     def versions(self) -> Int32:

@@ -173,7 +173,7 @@ async def abort_without_tokens(bench: Bench) -> Figures:
     return await _accounted(bench, readings)
 
 
-@check("300 requests aborted in one burst all end, nothing of them stays on the engine, and it serves on.", many=True)
+@check("300 requests aborted in one burst all end, nothing of them stays on the engine, and it serves on.")
 async def abort_burst(bench: Bench) -> Figures:
     figures: Figures = {}
     for everything in (False, True):
@@ -194,7 +194,7 @@ async def abort_burst(bench: Bench) -> Figures:
     return figures
 
 
-@check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.", many=True)
+@check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.")
 async def cut_and_resume(bench: Bench) -> Figures:
     bench.needs_greedy()
     count, length = bench.subject.in_flight, bench.subject.long_tokens // 2

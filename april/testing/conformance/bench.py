@@ -19,12 +19,13 @@ import numpy as np
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_chunk, check_end
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Float32, Int32, Request
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
 from april.testing.conformance.lost import compare
 from april.testing.conformance.outcomes import Broken, NotTested
 from april.testing.conformance.subject import Subject, Weights
 from april.testing.conformance.verdicts import Figures
+from april.testing.records import HandedOver
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ LOOK_S = 0.004
 """Between two looks at something that tells nobody when it changes."""
 
 
-class Reading:
+class Reading(HandedOver):
     """One request, read to its end in a task of its own."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -59,16 +60,6 @@ class Reading:
         return self.request.attempt_id
 
     @property
-    def tokens(self) -> Int32:
-        """int32 [T]."""
-        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
-
-    @property
-    def logprobs(self) -> Float32:
-        """float32 [T]."""
-        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
-
-    @property
     def versions(self) -> list[PolicyVersion]:
         """One per token."""
         return [c.version for c in self.chunks for _ in range(len(c.tokens))]
@@ -77,11 +68,6 @@ class Reading:
     def finish(self) -> EngineFinish | None:
         """Why it ended; None while it runs and after an error."""
         return self.chunks[-1].finish if self.chunks else None
-
-    @property
-    def count(self) -> int:
-        """Tokens so far."""
-        return sum(len(c.tokens) for c in self.chunks)
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
         """Raise Broken unless the chunks keep the contract, and the response has ended where it can have."""

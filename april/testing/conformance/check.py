@@ -25,8 +25,6 @@ class Check:
     promise: str
     """What is promised, in one sentence."""
     body: Callable[[Bench], Awaitable[Figures]]
-    many: bool = False
-    """Has so many requests that it tells how far it is."""
 
     def __str__(self) -> str:
         return self.name
@@ -73,10 +71,10 @@ class Check:
         )  # fmt: skip
 
 
-def check(promise: str, *, many: bool = False) -> Callable[[Callable[[Bench], Awaitable[Figures]]], Check]:
+def check(promise: str) -> Callable[[Callable[[Bench], Awaitable[Figures]]], Check]:
     """Make a :class:`Check` of a coroutine function; its name is the check's."""
 
     def made(body: Callable[[Bench], Awaitable[Figures]]) -> Check:
-        return Check(body.__name__, promise, body, many)
+        return Check(body.__name__, promise, body)
 
     return made

@@ -38,7 +38,7 @@ async def disconnect(bench: Bench) -> Figures:
 
 
 @check("When the server is killed, every stream fails with an EngineError and what was read is kept; if there is "
-       "another server, all responses finish there.", many=True)  # fmt: skip
+       "another server, all responses finish there.")  # fmt: skip
 async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
 
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, Int32, Request
+from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
+from april.testing.wrapped_engine import WrappedEngine
 
 
-class RecordingEngine:
+class RecordingEngine(WrappedEngine):
     """Delegates to ``engine``, which it does not close.
 
     Args:
@@ -26,21 +27,13 @@ class RecordingEngine:
     def __init__(
         self, engine: Engine, cut: Callable[[Request], int | None] = lambda request: None, shift: int = 0
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self._cut = cut
         self._shift = shift
         self.requests: dict[str, Request] = {}
         self.ends: dict[str, EngineFinish | None] = {}
         """How each attempt ended; None: broken off, or not yet."""
         self._chunks: dict[str, list[Int32]] = {}
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
 
     def tokens(self, attempt_id: str) -> Int32:
         """What april got for an attempt, int32 [T]."""
@@ -75,25 +68,9 @@ class RecordingEngine:
                 version = PolicyVersion(chunk.version.incarnation, chunk.version.n - self._shift)
                 yield replace(chunk, finish=finish, version=version)
 
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """See the protocol."""
-        await self.engine.abort(attempt_ids)
-
-    async def pause(self) -> None:
-        """See the protocol."""
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        """See the protocol."""
-        await self.engine.resume()
-
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """See the protocol."""
         await self.engine.update_weights(PolicyVersion(version.incarnation, version.n + self._shift), path)
-
-    async def health(self) -> Health:
-        """See the protocol."""
-        return await self.engine.health()
 
     async def close(self) -> None:
         """What still runs is ended; the engine stays open."""
