@@ -16,22 +16,23 @@ from april.core.versions import FIRST_VERSION
 from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
-from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.openai.server import FakeOpenAIServer
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 LIES = [
-    OpenAIFaultKind.DOUBLED_EVENT,
-    OpenAIFaultKind.ENDS_TWICE,
-    OpenAIFaultKind.EARLY_STOP,
-    OpenAIFaultKind.CLIPPED,
-    OpenAIFaultKind.CLAMPED_LOGPROB,
-    OpenAIFaultKind.WRONG_USAGE,
-    OpenAIFaultKind.LENGTHS_DIFFER,
-    OpenAIFaultKind.NULL_LOGPROB,
+    RequestFault.DOUBLED_EVENT,
+    RequestFault.ENDS_TWICE,
+    RequestFault.EARLY_STOP,
+    RequestFault.EARLY_LENGTH,
+    RequestFault.CLAMPED_LOGPROB,
+    RequestFault.WRONG_COUNT,
+    RequestFault.EXTRA_LOGPROBS,
+    RequestFault.NULL_LOGPROB,
 ]
 
 
 @pytest.mark.parametrize("kind", LIES, ids=str)
-def test_a_server_whose_requests_are_ended_by_closing_them(kind: OpenAIFaultKind) -> None:
+def test_a_server_whose_requests_are_ended_by_closing_them(kind: RequestFault) -> None:
     """Every delivered segment is one that the server made behind what stands before it; the lies are in the ledger."""
     server = FakeOpenAIServer(mean_len=60)
     with (
@@ -39,7 +40,7 @@ def test_a_server_whose_requests_are_ended_by_closing_them(kind: OpenAIFaultKind
         april.RolloutScheduler(config=config([served.url]), prompts=endless(), reward=reward, check=True) as rollouts,
     ):
         first = len(server.records)
-        server.faults += [OpenAIFault(kind, first + n, after=3) for n in (1, 4)]
+        server.faults += [PlannedFault(kind, first + n, after_tokens=3) for n in (1, 4)]
         for _ in range(3):
             for sample in rollouts.next_batch().samples:
                 tokens, prompt = sample.tokens.tolist(), np.asarray(sample.prompt.token_ids).tolist()

@@ -17,7 +17,8 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.openai.server import FakeOpenAIServer
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 SHAPES = list(TokenShape)
 
@@ -169,30 +170,30 @@ def test_weights_from_disk_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "kept"),
     [
-        (OpenAIFaultKind.RESET, EngineUnreachable, None),
-        (OpenAIFaultKind.TRUNCATED_JSON, WireError, 6),
-        (OpenAIFaultKind.NAN_LOGPROB, WireError, 6),
-        (OpenAIFaultKind.NULL_LOGPROB, WireError, 6),
-        (OpenAIFaultKind.LENGTHS_DIFFER, WireError, 6),
-        (OpenAIFaultKind.OTHER_PROMPT, WireError, 0),
-        (OpenAIFaultKind.WRONG_USAGE, WireError, 50),
-        (OpenAIFaultKind.ENDS_TWICE, WireError, 50),
-        (OpenAIFaultKind.EARLY_STOP, WireError, 7),
-        (OpenAIFaultKind.NO_FINISH, EngineUnreachable, 50),
-        (OpenAIFaultKind.NO_DONE, EngineUnreachable, 50),
-        (OpenAIFaultKind.ERROR_EVENT, EngineError, 6),
-        (OpenAIFaultKind.CLIPPED, WireError, 7),
-        (OpenAIFaultKind.REDIRECT, EngineError, 0),
-        (OpenAIFaultKind.FAILS, EngineError, 0),
+        (RequestFault.BREAK_OFF, EngineUnreachable, None),
+        (RequestFault.TRUNCATED, WireError, 6),
+        (RequestFault.NAN_LOGPROB, WireError, 6),
+        (RequestFault.NULL_LOGPROB, WireError, 6),
+        (RequestFault.EXTRA_LOGPROBS, WireError, 6),
+        (RequestFault.OTHER_PROMPT, WireError, 0),
+        (RequestFault.WRONG_COUNT, WireError, 50),
+        (RequestFault.ENDS_TWICE, WireError, 50),
+        (RequestFault.EARLY_STOP, WireError, 7),
+        (RequestFault.NO_FINISH, EngineUnreachable, 50),
+        (RequestFault.NO_DONE, EngineUnreachable, 50),
+        (RequestFault.ENGINE_DIES, EngineError, 6),
+        (RequestFault.EARLY_LENGTH, WireError, 7),
+        (RequestFault.REDIRECT, EngineError, 0),
+        (RequestFault.FAILS, EngineError, 0),
     ],
 )
-def test_a_fault_raises_after_the_tokens_before_it(kind: OpenAIFaultKind, error: type, kept: int | None) -> None:
+def test_a_fault_raises_after_the_tokens_before_it(kind: RequestFault, error: type, kept: int | None) -> None:
     """Nothing that came is lost, nothing false gets through, and the next request is answered as ever."""
 
     async def test() -> None:
         server = FakeOpenAIServer(mean_len=10_000)
         async with connected(server) as engine:
-            server.faults.append(OpenAIFault(kind, 0, after=6))
+            server.faults.append(PlannedFault(kind, 0, after_tokens=6))
             answer = await ask(engine)
             whole = greedy(server, PROMPT, 50)
             assert type(answer.error) is error, answer.error
@@ -211,7 +212,7 @@ def test_a_busy_server_says_how_long() -> None:
     async def test() -> None:
         server = FakeOpenAIServer()
         async with connected(server) as engine:
-            server.faults.append(OpenAIFault(OpenAIFaultKind.BUSY, 0))
+            server.faults.append(PlannedFault(RequestFault.LIMITED, 0))
             answer = await ask(engine)
             assert isinstance(answer.error, EngineBusy)
             assert answer.error.retry_after_s == 3.0
@@ -225,7 +226,7 @@ def test_a_stream_may_come_byte_by_byte() -> None:
     async def test() -> None:
         server = FakeOpenAIServer()
         async with connected(server) as engine:
-            server.faults.append(OpenAIFault(OpenAIFaultKind.ONE_BYTE_WRITES, 0))
+            server.faults.append(PlannedFault(RequestFault.TRICKLE, 0))
             assert (await ask(engine)).tokens == greedy(server, PROMPT, 50)
 
     run(test())
@@ -237,7 +238,7 @@ def test_a_silent_server_can_be_left() -> None:
     async def test() -> None:
         server = FakeOpenAIServer(mean_len=10_000)
         async with connected(server) as engine:
-            server.faults.append(OpenAIFault(OpenAIFaultKind.SILENCE, 0, after=3))
+            server.faults.append(PlannedFault(RequestFault.SILENCE, 0, after_tokens=3))
             task = asyncio.create_task(ask(engine))
             await server.until_sent(3, 1)
             await engine.abort()

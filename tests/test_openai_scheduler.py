@@ -15,7 +15,8 @@ from real_schedulers import assert_nothing_is_left, endless, reward
 import april
 from april.driver.rewards import Response
 from april.engines.openai.wire import TokenShape
-from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind, serving_openai
+from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 
 class Served:
@@ -122,13 +123,13 @@ def test_steps_with_aborts_and_weight_updates(shape: TokenShape) -> None:
 def test_faults_cost_attempts_and_no_tokens() -> None:
     """Resets, errors inside of streams, refusals and impossible numbers: the steps go on, the books balance."""
     kinds = [
-        OpenAIFaultKind.RESET,
-        OpenAIFaultKind.ERROR_EVENT,
-        OpenAIFaultKind.NAN_LOGPROB,
-        OpenAIFaultKind.NO_FINISH,
-        OpenAIFaultKind.TRUNCATED_JSON,
-        OpenAIFaultKind.BUSY,
-        OpenAIFaultKind.FAILS,
+        RequestFault.BREAK_OFF,
+        RequestFault.ENGINE_DIES,
+        RequestFault.NAN_LOGPROB,
+        RequestFault.NO_FINISH,
+        RequestFault.TRUNCATED,
+        RequestFault.LIMITED,
+        RequestFault.FAILS,
     ]
     servers = [FakeOpenAIServer(mean_len=60), FakeOpenAIServer(mean_len=60)]
     with (
@@ -139,7 +140,7 @@ def test_faults_cost_attempts_and_no_tokens() -> None:
         ) as rollouts,
     ):
         for server in servers:
-            server.faults += [OpenAIFault(kind) for kind in kinds]
+            server.faults += [PlannedFault(kind) for kind in kinds]
         for _ in range(6):
             assert len(rollouts.next_batch().samples) == 6
             rollouts.weight_update(transfer=lambda: None)

@@ -22,7 +22,7 @@ from april.driver.evaluation import Evaluator
 from april.driver.time_limits import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
-from april.testing.servers.openai.server import FakeOpenAIServer, OpenAIFault, OpenAIFaultKind
+from april.testing.servers.openai.server import FakeOpenAIServer
 from april.testing.servers.request_faults import KEEPS_ALIVE, PlannedFault, RequestFault
 from april.testing.servers.sglang.server import FakeSglangServer
 from april.testing.servers.vllm.server import FakeVllmServer
@@ -239,7 +239,7 @@ def test_an_openai_server_that_is_alive_and_says_nothing() -> None:
     with Served(server) as served:
         config = openai_config([served.url]).model_copy(update={"stall_timeout_s": 0.3, "over_sampling_batch_size": 3})
         with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
-            server.faults.append(OpenAIFault(OpenAIFaultKind.COMMENTS, len(server.records), after=2))
+            server.faults.append(PlannedFault(RequestFault.COMMENTS, len(server.records), after_tokens=2))
             batch = scheduler.next_batch()
             assert not [f for f in server.faults if f.times]
             assert batch.metrics["stalled_attempts"] == 1

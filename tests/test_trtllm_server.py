@@ -27,8 +27,9 @@ from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused
 from april.scheduler import RolloutScheduler
-from april.testing.servers.openai.server import OpenAIFault, OpenAIFaultKind, serving_openai
+from april.testing.servers.openai.server import serving_openai
 from april.testing.servers.openai.trtllm import PAUSED, VERSION, FakeTrtllmServer
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 EXCHANGE = (
     b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'
@@ -170,7 +171,7 @@ def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
     async def test() -> None:
         server = FakeTrtllmServer(mean_len=10_000)
         async with connected(server) as engine:
-            server.faults.append(OpenAIFault(OpenAIFaultKind.ERROR_EVENT, 0, after=6))
+            server.faults.append(PlannedFault(RequestFault.ENGINE_DIES, 0, after_tokens=6))
             answer = await ask(engine)
             assert type(answer.error) is EngineError
             assert "the engine is dead" in str(answer.error)

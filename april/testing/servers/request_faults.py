@@ -1,4 +1,4 @@
-"""What goes wrong with one request at a fake vLLM or SGLang server."""
+"""What goes wrong with one request at a fake server."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ class RequestFault(StrEnum):
     """The end of a stream comes twice, the second time without tokens."""
     DOUBLED_EVENT = "doubled_event"
     """An event of a stream comes twice; a plain answer has its last token twice."""
+    SILENCE = "silence"
+    """Nothing comes any more; the connection stays."""
     COMMENTS = "comments"
     """From ``after_tokens`` on a stream has comment lines and no token, a plain answer spaces; an abort ends it."""
     PINGS = "pings"
@@ -68,7 +70,7 @@ class RequestFault(StrEnum):
     EMPTY_EVENTS = "empty_events"
     """The same with events that have no token, and usage alone."""
     OTHER_PROMPT = "other_prompt"
-    """It counts one prompt token less than were sent."""
+    """It says that the prompt has one token less than were sent."""
     NAN_STOP = "nan_stop"
     """The model gave NaN: the last token is EOS, and it has stopped at a text that says so."""
     NO_DONE = "no_done"
@@ -88,17 +90,13 @@ class RequestFault(StrEnum):
     REDIRECT = "redirect"
 
 
-ONLY_VLLM = frozenset({
-    RequestFault.ENGINE_DIES, RequestFault.TRICKLE, RequestFault.LIMITED, RequestFault.REFUSED, RequestFault.GIANT,
-})  # fmt: skip
-"""What the fake SGLang server does not do."""
-ONLY_SGLANG = frozenset({
-    RequestFault.TIMED_OUT, RequestFault.RETRACTED, RequestFault.OTHER_RID, RequestFault.UNCOUNTED_LAST,
-    RequestFault.SHRINKS, RequestFault.NAN_STOP,
-})  # fmt: skip
-"""What the fake vLLM server does not do."""
-VLLM_FAULTS = tuple(kind for kind in RequestFault if kind not in ONLY_SGLANG)
-SGLANG_FAULTS = tuple(kind for kind in RequestFault if kind not in ONLY_VLLM)
+_NOT_BY_SGLANG = (RequestFault.ENGINE_DIES, RequestFault.SILENCE, RequestFault.TRICKLE, RequestFault.LIMITED,
+                  RequestFault.REFUSED, RequestFault.GIANT)  # fmt: skip
+_NOT_BY_VLLM = (RequestFault.TIMED_OUT, RequestFault.RETRACTED, RequestFault.OTHER_RID, RequestFault.UNCOUNTED_LAST,
+                RequestFault.SHRINKS, RequestFault.SILENCE, RequestFault.NAN_STOP)  # fmt: skip
+SGLANG_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_SGLANG)
+VLLM_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_VLLM)
+"""What the fake servers of that kind can do."""
 AT_ONCE = (RequestFault.BUSY, RequestFault.LIMITED, RequestFault.REFUSED, RequestFault.FAILS, RequestFault.GIANT,
            RequestFault.REDIRECT)  # fmt: skip
 """The request is answered without being run."""

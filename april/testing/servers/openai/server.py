@@ -13,7 +13,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from aiohttp import web
 from april.core.sampling import LogprobKind
 from april.engines.openai.wire import ROUTE, TokenShape
 from april.testing.servers.control_faults import ControlFault, wrong_answer
+from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 MODEL = "fake"
 KEEP_ALIVE_S = 0.01
@@ -34,58 +34,6 @@ _TENSORRT_KEYS = frozenset(
     }
 )  # fmt: skip
 """It refuses all others; those of them that april has use for."""
-
-
-class OpenAIFaultKind(StrEnum):
-    """What goes wrong with one request."""
-
-    RESET = "reset"
-    """The connection is dropped."""
-    TRUNCATED_JSON = "truncated_json"
-    """An event is cut in the middle, then the stream ends properly."""
-    NAN_LOGPROB = "nan_logprob"
-    NULL_LOGPROB = "null_logprob"
-    LENGTHS_DIFFER = "lengths_differ"
-    """One log-probability more than tokens."""
-    OTHER_PROMPT = "other_prompt"
-    """The server says that it continued other ids than it was sent (where it says it at all)."""
-    WRONG_USAGE = "wrong_usage"
-    """The count of tokens at the end is not that of the stream."""
-    NO_FINISH = "no_finish"
-    NO_DONE = "no_done"
-    ERROR_EVENT = "error_event"
-    """An error inside of the stream, then [DONE], as vLLM does it when its engine dies."""
-    SILENCE = "silence"
-    """Nothing comes any more; the connection stays."""
-    COMMENTS = "comments"
-    """Comment lines, empty events and usage come for ever, and no token."""
-    DOUBLED_EVENT = "doubled_event"
-    """An event comes twice."""
-    CLAMPED_LOGPROB = "clamped_logprob"
-    """-9999, as which servers write minus infinity."""
-    EARLY_STOP = "early_stop"
-    """It ends with "stop", and not by a stop token."""
-    ENDS_TWICE = "ends_twice"
-    """The end comes twice, the second time without tokens."""
-    CLIPPED = "clipped"
-    """It ends with "length" before the budget is used, without a word."""
-    ONE_BYTE_WRITES = "one_byte_writes"
-    """No fault: the stream comes byte by byte."""
-    REDIRECT = "redirect"
-    BUSY = "busy"
-    """429 with Retry-After."""
-    FAILS = "fails"
-    """500."""
-
-
-@dataclass(slots=True)
-class OpenAIFault:
-    """``kind`` hits the ``request``-th request (from 0; None: any) after ``after`` tokens, at most ``times`` times."""
-
-    kind: OpenAIFaultKind
-    request: int | None = None
-    after: int = 0
-    times: int = 1
 
 
 @dataclass(slots=True)
@@ -127,7 +75,7 @@ class FakeOpenAIServer:
         strips: frozenset[int] = frozenset(),
         honours_seeds: bool = True,
         metrics: bool = True,
-        faults: tuple[OpenAIFault, ...] = (),
+        faults: tuple[PlannedFault, ...] = (),
     ) -> None:
         self.shape, self.kind, self.vocab_size, self.eos = shape, kind, vocab_size, eos
         self.mean_len, self.max_context, self.tokens_ahead = mean_len, max_context, tokens_ahead
@@ -249,11 +197,11 @@ class FakeOpenAIServer:
         if len(body["prompt"]) >= self.max_context or max(body["prompt"]) >= self.vocab_size:
             return _error(400, "the prompt is too long, or has ids outside the vocabulary")
         self.records.append(record)
-        if self._hits(OpenAIFaultKind.REDIRECT, number):
+        if self._hits(RequestFault.REDIRECT, number):
             return web.Response(status=307, headers={"Location": "/elsewhere"})
-        if self._hits(OpenAIFaultKind.BUSY, number):
+        if self._hits(RequestFault.LIMITED, number):
             return web.Response(status=429, headers={"Retry-After": "3"}, text="too many requests")
-        if self._hits(OpenAIFaultKind.FAILS, number):
+        if self._hits(RequestFault.FAILS, number):
             return _error(500, "the engine has failed")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.open += 1
@@ -276,34 +224,34 @@ class FakeOpenAIServer:
         made, record.made = record.made, []
         while record.sent < count:
             await self._pass_gate(record)
-            if self._hits(OpenAIFaultKind.RESET, number, record.sent):
+            if self._hits(RequestFault.BREAK_OFF, number, record.sent):
                 out.reset()
-                return "reset"
-            if self._hits(OpenAIFaultKind.ERROR_EVENT, number, record.sent):
+                return "break_off"
+            if self._hits(RequestFault.ENGINE_DIES, number, record.sent):
                 await self.break_off(out, "the engine is dead")
-                return "error_event"
-            if self._hits(OpenAIFaultKind.TRUNCATED_JSON, number, record.sent):
+                return "engine_dies"
+            if self._hits(RequestFault.TRUNCATED, number, record.sent):
                 await out.raw(b'data: {"choices":[{"index":0,"token_ids":[4\n\n')
-                return "truncated_json"
-            if self._hits(OpenAIFaultKind.SILENCE, number, record.sent):
+                return "truncated"
+            if self._hits(RequestFault.SILENCE, number, record.sent):
                 await asyncio.get_running_loop().create_future()
-            if self._hits(OpenAIFaultKind.COMMENTS, number, record.sent):
+            if self._hits(RequestFault.COMMENTS, number, record.sent):
                 while True:
                     await out.raw(b": ping\n\n")
                     await out.event({"choices": [{"index": 0, "token_ids": [], "finish_reason": None}]})
                     await out.event({"choices": [], "usage": {"completion_tokens": record.sent}})
                     await asyncio.sleep(KEEP_ALIVE_S)
-            clipped = record.sent and self._hits(OpenAIFaultKind.CLIPPED, number, record.sent)
-            stopped = record.sent and self._hits(OpenAIFaultKind.EARLY_STOP, number, record.sent)
+            clipped = record.sent and self._hits(RequestFault.EARLY_LENGTH, number, record.sent)
+            stopped = record.sent and self._hits(RequestFault.EARLY_STOP, number, record.sent)
             last = record.sent + 1 == count or bool(clipped or stopped)
             record.made = made[: record.sent + 1 + (0 if last else self.tokens_ahead)]
-            without = last and self._hits(OpenAIFaultKind.NO_FINISH, number)
+            without = last and self._hits(RequestFault.NO_FINISH, number)
             reason = None if not last or without else "length" if clipped else "stop" if stopped else finish
             event = self.token_event(record, made[record.sent], reason, number)
             await out.event(event)
-            if self._hits(OpenAIFaultKind.DOUBLED_EVENT, number, record.sent):
+            if self._hits(RequestFault.DOUBLED_EVENT, number, record.sent):
                 await out.event(event)
-            if last and self._hits(OpenAIFaultKind.ENDS_TWICE, number):
+            if last and self._hits(RequestFault.ENDS_TWICE, number):
                 await out.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
             record.sent += 1
             self._tell()
@@ -313,10 +261,10 @@ class FakeOpenAIServer:
         if not count:
             await out.event({"choices": [{"index": 0, "text": "", "finish_reason": finish}]})
         record.made = made
-        said = len(record.made) + bool(self._hits(OpenAIFaultKind.WRONG_USAGE, number))
+        said = len(record.made) + bool(self._hits(RequestFault.WRONG_COUNT, number))
         if record.body.get("stream_options", {}).get("include_usage"):
             await out.event(self.usage_event(record, said))
-        if not self._hits(OpenAIFaultKind.NO_DONE, number):
+        if not self._hits(RequestFault.NO_DONE, number):
             await out.raw(b"data: [DONE]\n\n")
         return finish
 
@@ -344,18 +292,18 @@ class FakeOpenAIServer:
         body = record.body
         choice: dict[str, Any] = {"index": 0, "text": "?", "finish_reason": reason, "stop_reason": None}
         logprobs: list[float | None] = [self.logprob(token, record.weights, body)]
-        if self._hits(OpenAIFaultKind.NAN_LOGPROB, number, record.sent):
+        if self._hits(RequestFault.NAN_LOGPROB, number, record.sent):
             logprobs = [float("nan")]
-        if self._hits(OpenAIFaultKind.CLAMPED_LOGPROB, number, record.sent):
+        if self._hits(RequestFault.CLAMPED_LOGPROB, number, record.sent):
             logprobs = [-9999.0]
-        if self._hits(OpenAIFaultKind.NULL_LOGPROB, number, record.sent):
+        if self._hits(RequestFault.NULL_LOGPROB, number, record.sent):
             logprobs = [None]
-        if self._hits(OpenAIFaultKind.LENGTHS_DIFFER, number, record.sent):
+        if self._hits(RequestFault.EXTRA_LOGPROBS, number, record.sent):
             logprobs.append(-1.0)
         name = "?"
         if self.shape is TokenShape.RETURN_TOKEN_IDS and body.get("return_token_ids"):
             choice["token_ids"] = [token]
-            wrong = self._hits(OpenAIFaultKind.OTHER_PROMPT, number)
+            wrong = self._hits(RequestFault.OTHER_PROMPT, number)
             choice["prompt_token_ids"] = [*body["prompt"][wrong:]] if record.sent == 0 else None
         if self.shape is TokenShape.DETOKENIZE and body.get("detokenize") is False:
             choice["token_ids"] = [token]
@@ -370,10 +318,10 @@ class FakeOpenAIServer:
         """What ends a stream: how many tokens were made."""
         return {"choices": [], "usage": {"completion_tokens": said}}
 
-    def _hits(self, kind: OpenAIFaultKind, number: int, sent: int | None = None) -> bool:
+    def _hits(self, kind: RequestFault, number: int, sent: int | None = None) -> bool:
         for fault in self.faults:
             due = fault.kind is kind and fault.times and fault.request in (None, number)
-            if due and (sent is None or sent == fault.after):
+            if due and (sent is None or sent == fault.after_tokens):
                 fault.times -= 1
                 return True
         return False
@@ -407,7 +355,7 @@ class Connection:
 
     def __init__(self, request: web.Request, response: web.StreamResponse, hits: Any, number: int) -> None:
         self._request, self._response = request, response
-        self._by_byte = hits(OpenAIFaultKind.ONE_BYTE_WRITES, number)
+        self._by_byte = hits(RequestFault.TRICKLE, number)
 
     async def event(self, value: dict[str, Any]) -> None:
         await self.raw(f"data: {json.dumps(value)}\n\n".encode())
