@@ -20,12 +20,13 @@ much it holds."""
 class AdmissionCap:
     """The cap of one engine; ``ceiling`` is its configured or declared limit, None: there is none."""
 
-    __slots__ = ("_by_refusal", "_ended", "_held", "_least", "_preemptions", "ceiling", "measured")
+    __slots__ = ("_by_refusal", "_ended", "_held", "_least", "_measured", "_preemptions", "ceiling", "value")
 
     def __init__(self, ceiling: int | None) -> None:
         self.ceiling = ceiling
-        self.measured: int | None = None
-        """What was found to be enough, at least 1; None: nothing speaks against the ceiling."""
+        self.value = ceiling
+        """Most requests at the same time; None: any number."""
+        self._measured: int | None = None
         self._preemptions: int | None = None
         self._held = 0
         """Requests of april that it ran at the last report."""
@@ -37,16 +38,18 @@ class AdmissionCap:
         """Where the present burst of refusals ends."""
 
     @property
-    def value(self) -> int | None:
-        """Most requests at the same time; None: any number."""
-        if self.measured is None or self.ceiling is None:
-            return self.ceiling if self.measured is None else self.measured
-        return min(self.measured, self.ceiling)
+    def measured(self) -> int | None:
+        """What was found to be enough, at least 1; None: nothing speaks against the ceiling."""
+        return self._measured
+
+    @measured.setter
+    def measured(self, measured: int | None) -> None:
+        self._measured = measured
+        self.value = min((most for most in (measured, self.ceiling) if most is not None), default=None)
 
     def admits(self, in_flight: int) -> bool:
         """Whether one more may go."""
-        cap = self.value
-        return cap is None or in_flight < cap
+        return self.value is None or in_flight < self.value
 
     def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
         """Take what the engine says of itself; True when the cap went down."""

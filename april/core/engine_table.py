@@ -117,7 +117,9 @@ class EngineState:
     @property
     def has_room(self) -> bool:
         """Whether it takes one more request."""
-        return self.health is EngineHealth.WELL and self.gate is EngineGate.OPEN and self.cap.admits(self.in_flight)
+        if self.health is not EngineHealth.WELL or self.gate is not EngineGate.OPEN:
+            return False
+        return (most := self.cap.value) is None or self.in_flight < most
 
     def confirm(self, version: PolicyVersion) -> None:
         """It has said that it has these weights, whole."""

@@ -54,10 +54,14 @@ class OverSampler:
             heapq.heappop(self._heap)
         return None
 
-    def pop(self) -> None:
-        """Take the :meth:`first` out of the queue."""
-        heapq.heappop(self._heap)[-1].ticket = 0
-        self.waiting -= 1
+    def pop(self) -> Sample | GenerateCall:
+        """Take what goes next out of the queue, in which there is something."""
+        while True:
+            *_, ticket, work = heapq.heappop(self._heap)
+            if work.ticket == ticket:
+                work.ticket = 0
+                self.waiting -= 1
+                return work
 
     def prompts_to_draw(
         self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: Callable[[], int]

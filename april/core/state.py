@@ -192,13 +192,8 @@ class RolloutCore:
         step, out = self.step, self.context.out
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
-        if self.context.evaluations:
-            self._advance_evaluations()
-        if self.updates.waits and (self.updates.running or not self._evaluations.come_first(held=self.held)):
-            self.updates.go_on(held=self.held)
-        if self._pause_asked and not self.attempts and not self.updates.running and not any(self._evaluations.running):
-            self._pause_asked = False
-            out.append(do.Paused())
+        if self.context.evaluations or self._pause_asked or self.updates.waits:
+            self._advance_others()
         if step is None:
             return  # a failure between steps is told in the next one
         failure, self.context.failure = self.context.failure, None
@@ -211,7 +206,7 @@ class RolloutCore:
             return
         if self.train_first:
             return
-        enough = self.monitor.target_reached or self._nothing_more_can_come()
+        enough = self.monitor.target_reached or (self.over_sampler.exhausted and self._nothing_is_in_work())
         if enough and not step.stopping:
             step.in_flight_at_stop = Counter(a.engine for a in self.attempts.values())
             self._stop_everything()
@@ -222,13 +217,20 @@ class RolloutCore:
         elif not self.paused and not self.context.evaluations:
             self._fill()
 
-    def _advance_evaluations(self) -> None:
-        """They begin and end, and their samples start; training waits for them, and they for its last attempt."""
-        may_begin, half_updated = not self.paused and not self.attempts, self.updates.half_updated
-        self._evaluations.advance(may_begin=may_begin, half_updated=half_updated)
-        if any(self._evaluations.running):
-            self._start_waiting()
-            self._evaluations.advance()  # an engine for them may have been found not to exist
+    def _advance_others(self) -> None:
+        """Evaluations, weight updates and pauses: training waits for them, and they for its last attempt."""
+        evaluations, updates = self._evaluations, self.updates
+        if self.context.evaluations:
+            may_begin = not self.paused and not self.attempts
+            evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated)
+            if any(evaluations.running):
+                self._start_waiting()
+                evaluations.advance()  # an engine for them may have been found not to exist
+        if updates.waits and (updates.running or not evaluations.come_first(held=self.held)):
+            updates.go_on(held=self.held)
+        if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
+            self._pause_asked = False
+            self.context.out.append(do.Paused())
 
     @property
     def paused(self) -> bool:
@@ -240,9 +242,9 @@ class RolloutCore:
         """Too many batches are out: what began now would be too old when it is trained, so steps wait for an update."""
         return self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
 
-    def _nothing_more_can_come(self) -> bool:
-        """The source has ended and no group is in work: deliver what is there, even if it is less than N."""
-        return self.over_sampler.exhausted and self.monitor.ready == len(self.buffer) and not self.attempts
+    def _nothing_is_in_work(self) -> bool:
+        """Where the source has ended, what is there is delivered then, even if it is less than N."""
+        return self.monitor.ready == len(self.buffer) and not self.attempts
 
     def _stop_everything(self) -> None:
         self.context.stop(list(self.attempts.values()), sweep=True)
@@ -306,7 +308,8 @@ class RolloutCore:
 
     def _fill(self) -> None:
         """Start what may start, then ask for prompts if there is nothing left to start."""
-        self._start_waiting()
+        if self.over_sampler.waiting:
+            self._start_waiting()
         step = self.step
         assert step is not None
         if step.filled and self._draws_once and len(self.buffer) >= self.settings.rollout_batch_size:
@@ -328,15 +331,13 @@ class RolloutCore:
         """While there are evaluations, their samples, which go first; training waits."""
         context, queue = self.context, self.over_sampler
         for _ in range(min(context.places.free, queue.waiting)):
-            work = queue.first()
-            assert work is not None
-            if context.evaluations and not self._evaluations.may_start(work):
+            if context.evaluations and (first := queue.first()) and not self._evaluations.may_start(first):
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage()
                 return
-            queue.pop()
+            work = queue.pop()
             if isinstance(work, Sample):
                 context.places.reserve(work)
                 if work.group.evaluation is not None:
