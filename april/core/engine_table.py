@@ -60,6 +60,10 @@ class EngineWeights(StrEnum):
     """Its server was started anew, or somebody else has changed them."""
 
 
+# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
+
+
 @dataclass(slots=True)
 class EngineState:
     """One engine as the core sees it."""
@@ -117,7 +121,7 @@ class EngineState:
     @property
     def has_room(self) -> bool:
         """Whether it takes one more request."""
-        if self.health is not EngineHealth.WELL or self.gate is not EngineGate.OPEN:
+        if self.health is not WELL or self.gate is not OPEN:
             return False
         return (most := self.cap.value) is None or self.in_flight < most
 

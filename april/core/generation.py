@@ -27,6 +27,10 @@ from april.core.types import (
 )
 from april.errors import InvariantError
 
+# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
+SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
+
 
 class Generation:
     """Calls and attempts."""
@@ -172,18 +176,18 @@ class Generation:
             return
         came = counts.tokens
         # others may never have reached it
-        if not event.fenced and (event.finish is not EngineFinish.ABORT or came or counts.after_stop):
+        if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._keep(attempt, event.finish, counts)
         call = attempt.call
-        if attempt.state is AttemptState.ABANDONED:
+        if attempt.state is ABANDONED:
             return
-        if attempt.state is AttemptState.DOUBTFUL:
+        if attempt.state is DOUBTFUL:
             self._queue(call, f"engine {attempt.engine} had other weights: {came} tokens dropped")
             return
         if self._complete_after(call, event.finish, counts):
             return
-        if attempt.state is AttemptState.SILENT:
+        if attempt.state is SILENT:
             why = f"engine {attempt.engine} was silent for {attempt.silent_s:g} s"
             self._broke_off(attempt, why, progressed=came > 0)
             return
@@ -214,9 +218,9 @@ class Generation:
 
     def _complete_after(self, call: GenerateCall, finish: EngineFinish, counts: AttemptCounts) -> bool:
         """Complete the call if this attempt brought its last token, whatever cut it off there."""
-        if finish is EngineFinish.STOP or (finish is EngineFinish.ABORT and counts.ends):
+        if finish is STOP or (finish is ABORT and counts.ends):
             self._complete(call, FinishReason.STOP)
-        elif finish is EngineFinish.LENGTH or self._context.attempts.budget(call) <= 0:
+        elif finish is LENGTH or self._context.attempts.budget(call) <= 0:
             self._complete(call, FinishReason.LENGTH)
         else:
             return False
@@ -239,23 +243,23 @@ class Generation:
             tokens.observe(came)
             tokens.drop(came, DropReason.CORRUPT)
         else:
-            self._keep(attempt, EngineFinish.ABORT, event.counts)
+            self._keep(attempt, ABORT, event.counts)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
         if suspect:
             context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
-        if attempt.state is AttemptState.ABANDONED:
+        if attempt.state is ABANDONED:
             return
-        if attempt.state is AttemptState.DOUBTFUL:  # what a restarted server refuses, the right one may take
+        if attempt.state is DOUBTFUL:  # what a restarted server refuses, the right one may take
             self._queue(call, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if kind is AttemptFailure.REFUSED:
             self._queue(call, f"refused: {event.error}")
             self._failures.cannot_go_on(call.sample, event.error, kind)
             return
-        if not corrupt and self._complete_after(call, EngineFinish.ABORT, event.counts):
+        if not corrupt and self._complete_after(call, ABORT, event.counts):
             return
         if written:
             why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
@@ -288,7 +292,7 @@ class Generation:
         sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
         tokens = self._context.ledger(sample)
         tokens.observe(count)
-        cut = finish is EngineFinish.ABORT and not counts.ends and count < attempt.sampling.max_tokens
+        cut = finish is ABORT and not counts.ends and count < attempt.sampling.max_tokens
         if cut and sample.evaluation is not None:
             lost_for = lost_for or DropReason.FAILED  # its call begins again with the same seed
         if lost_for is not None:

@@ -24,32 +24,32 @@ class Stateful(Protocol[State]):
         """Whose story tells of it."""
 
 
-LEGAL: Mapping[StrEnum, frozenset[StrEnum]] = {
-    SampleState.NEW: frozenset({
+LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
+    SampleState.NEW: (
         SampleState.RUNNING,
         SampleState.NEW,  # what it had generated before a restart is dropped
         SampleState.DROPPED,
-    }),
-    SampleState.RUNNING: frozenset({SampleState.SCORING, SampleState.NEW, SampleState.DROPPED}),
-    SampleState.SCORING: frozenset({SampleState.FINISHED, SampleState.NEW, SampleState.DROPPED}),
-    SampleState.FINISHED: frozenset({SampleState.LEASED, SampleState.NEW, SampleState.DROPPED}),
-    SampleState.LEASED: frozenset(),
-    SampleState.DROPPED: frozenset(),
-    CallState.QUEUED: frozenset({
+    ),
+    SampleState.RUNNING: (SampleState.SCORING, SampleState.NEW, SampleState.DROPPED),
+    SampleState.SCORING: (SampleState.FINISHED, SampleState.NEW, SampleState.DROPPED),
+    SampleState.FINISHED: (SampleState.LEASED, SampleState.NEW, SampleState.DROPPED),
+    SampleState.LEASED: (),
+    SampleState.DROPPED: (),
+    CallState.QUEUED: (
         CallState.IN_FLIGHT,
         CallState.DONE,  # saved between its last token and the end of its attempt, or nothing is left of its budget
-    }),
-    CallState.IN_FLIGHT: frozenset({CallState.QUEUED, CallState.DONE}),
-    CallState.DONE: frozenset(),
-    AttemptState.WANTED: frozenset({AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED}),
-    AttemptState.SILENT: frozenset({AttemptState.DOUBTFUL, AttemptState.ABANDONED}),
-    AttemptState.DOUBTFUL: frozenset({AttemptState.ABANDONED}),
-    AttemptState.ABANDONED: frozenset(),
-    GroupState.OPEN: frozenset({GroupState.JUDGED, GroupState.READY}),
-    GroupState.JUDGED: frozenset({
+    ),
+    CallState.IN_FLIGHT: (CallState.QUEUED, CallState.DONE),
+    CallState.DONE: (),
+    AttemptState.WANTED: (AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED),
+    AttemptState.SILENT: (AttemptState.DOUBTFUL, AttemptState.ABANDONED),
+    AttemptState.DOUBTFUL: (AttemptState.ABANDONED,),
+    AttemptState.ABANDONED: (),
+    GroupState.OPEN: (GroupState.JUDGED, GroupState.READY),
+    GroupState.JUDGED: (
         GroupState.READY,
         GroupState.JUDGED,  # the filter failed and is asked again
         GroupState.OPEN,
-    }),
-    GroupState.READY: frozenset({GroupState.OPEN}),
+    ),
+    GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
