@@ -1,4 +1,6 @@
-"""Engines that fail, rest, or come back: when they are asked how they are, and who gets the present weights.
+"""Engines that rest or come back: when they are asked how they are, and who gets the present weights.
+
+Which failures quarantine one is decided by ``EngineTable.failed``.
 
 Invariant: a quarantined engine is used again only when a probe, answered while no weights moved, has found it well,
 open, and with the weights that it is used under.

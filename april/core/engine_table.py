@@ -1,4 +1,5 @@
-"""What is known of each engine: health, gate, weights, load; and where the next attempt goes.
+"""What is known of each engine: health, gate, weights, load; where the next request goes (``pick``), and
+when one is quarantined (``failed``).
 
 This is the one place that says which weights an engine has. Whoever changes them is in ``engine_calls``,
 ``weight_updates`` and ``engine_recovery``.

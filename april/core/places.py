@@ -1,4 +1,4 @@
-"""Places: how many more requests may be in flight.
+"""Places in flight: how many more requests may be sent, to whatever engine (which one: ``EngineTable.pick``).
 
 Each call in flight has one, until its attempt is accounted for (also where its sample went on without it). A rollout
 function that was started has one reserved until it asks for something or ends, so that no more are started than

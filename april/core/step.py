@@ -1,4 +1,4 @@
-"""One step: from the request for a batch to its delivery."""
+"""The figures of one step. Whether it ends is decided in ``completion_monitor`` and ``state`` (``_advance``)."""
 
 from __future__ import annotations
 

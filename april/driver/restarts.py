@@ -1,4 +1,7 @@
-"""What a driver looks at before it goes on from a state, beside what the core does: sampling, prompts, settings."""
+"""What a driver looks at before it goes on from a state, beside what the core does: sampling, settings.
+
+Other prompts are refused in ``prompt_source``, other engines and damaged numbers in ``core/restoring.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: what a reward function sees, and what it may answer."""
+"""Rewards: what a reward function sees, and what it may answer. One that raises: ``core/failures.py``."""
 
 from __future__ import annotations
 

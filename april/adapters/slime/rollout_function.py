@@ -1,7 +1,8 @@
 """april inside slime and miles: ``--rollout-function-path april.adapters.slime.generate_rollout``.
 
 slime owns the servers, the weights, the data and the checkpoints; april owns the round: what is submitted, when it
-stops, what is kept and what it is stamped with. docs/slime.md says what that changes.
+stops, what is kept and what it is stamped with. docs/slime.md says what that changes. Batches are asked for in
+``session``.
 """
 
 from __future__ import annotations

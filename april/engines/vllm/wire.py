@@ -1,6 +1,7 @@
 """What vLLM servers are sent and say: the token route with version spans, and the completions route without.
 
-The completions route is the one that other servers have, too.
+The completions route is the one that other servers have, too. Whether a stream has ended, and whole, is decided for all
+servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
 
 from __future__ import annotations
