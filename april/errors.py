@@ -50,9 +50,9 @@ class RequestRefused(EngineError):
 class WeightsInUse(EngineError):
     """The weights that an engine generates with were written meanwhile, or were about to be."""
 
-    def __init__(self, message: str, torn: int = 0) -> None:
+    def __init__(self, message: str, unsound: int = 0) -> None:
         super().__init__(message)
-        self.torn = torn
+        self.unsound = unsound
         """Tokens of the request that were sampled while the weights changed, and were dropped."""
 
 

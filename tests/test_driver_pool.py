@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import april
-from april.core.engine_recovery import LOOK_INTERVAL_S
+from april.core.engine_recovery import CHECK_INTERVAL_S
 from april.core.versions import PolicyVersion
 from april.core.weight_updates import QUARANTINED_PATIENCE_S
 from april.engines.protocol import Capabilities, Health
@@ -135,10 +135,10 @@ def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -
         async with pool([a, b]) as run:
             await run.weight_update("/first")
             step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(5 * LOOK_INTERVAL_S / 2)
+            await asyncio.sleep(5 * CHECK_INTERVAL_S / 2)
             a.lose_weights("of others")
             batch = await step
-            at_a = [r for r in a.attempts.values() if r.started_s < LOOK_INTERVAL_S]
+            at_a = [r for r in a.attempts.values() if r.started_s < CHECK_INTERVAL_S]
             ledger = run.ledger()["tokens"]
             assert ledger.dropped == {"unknown_weights": sum(r.count for r in at_a)}
             assert len(at_a) == 4
@@ -156,7 +156,7 @@ def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
 
     class Slow(Server):
         async def health(self) -> Health:
-            await asyncio.sleep(4.5 * LOOK_INTERVAL_S)
+            await asyncio.sleep(4.5 * CHECK_INTERVAL_S)
             return await super().health()
 
     async def program() -> None:
@@ -164,7 +164,7 @@ def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
         async with pool([a]) as run:
             await run.next_batch()
             a.lose_weights("of the trainer")
-            await asyncio.sleep(3 * LOOK_INTERVAL_S)
+            await asyncio.sleep(3 * CHECK_INTERVAL_S)
             await run.weight_update(transfer=write)
             await run.next_batch()
             assert run.scheduler._driver.core.counters["stale_engines"] == 0
@@ -219,9 +219,9 @@ def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> No
         async with pool([a, b]) as run:
             await run.weight_update("/first")
             step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3 * LOOK_INTERVAL_S / 2)
+            await asyncio.sleep(3 * CHECK_INTERVAL_S / 2)
             a.lose_weights("of others")
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             assert run.scheduler._driver.core.counters["stale_engines"] == 1
             await step
             run.audit()

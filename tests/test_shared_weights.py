@@ -86,7 +86,7 @@ async def test_tokens_of_a_tick_during_which_the_weights_change_are_not_handed_o
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
 
     assert len(tokens) == sum(len(chunk.tokens) for chunk in none) == 17
-    assert error.torn == same.torn == 8
+    assert error.unsound == same.unsound == 8
     assert "written while 2 requests were generated from them: 16 tokens" in str(error)
     old = tiny_model()
     old.load_state_dict(before)
@@ -116,7 +116,7 @@ async def test_a_response_that_ends_in_a_torn_tick_has_not_ended() -> None:
     )
 
     assert [len(chunk.tokens) for chunk in chunks] == [9]
-    assert (error.torn, late.torn, none) == (5, 0, [])
+    assert (error.unsound, late.unsound, none) == (5, 0, [])
     assert engine._decoder.idle
     await engine.close()
 
@@ -130,7 +130,7 @@ async def test_weights_written_before_a_model_call_that_fails() -> None:
     _at_call(model, 5, lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
     chunks, error = await _broken_stream(engine, _request())
 
-    assert (chunks, error.torn) == ([], 4)
+    assert (chunks, error.unsound) == ([], 4)
     await engine.close()
 
 

@@ -132,7 +132,7 @@ class CoreContext:
             state = self.engines.states[name]
             state.probe = 0  # what it was asked before says nothing now
             why = f"engine {name} is quarantined until a probe finds it well"
-            state.look = self.start_timer(TimerKind.PROBE, seconds, name, why)
+            state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
         """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""

@@ -19,12 +19,12 @@ from april.core.engine_table import EngineGate, EngineHealth, EngineState, Engin
 from april.core.timers import Timer, TimerKind
 from april.core.weight_updates import WeightUpdates
 
-LOOK_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 2.0
 """Between two questions for the load and the weights of a server that works."""
 
 
 class EngineRecovery:
-    """Probes, rests, looks, and the way back."""
+    """Probes, rests, and the way back."""
 
     def __init__(self, context: CoreContext, calls: EngineCalls, updates: WeightUpdates) -> None:
         self._context = context
@@ -78,8 +78,8 @@ class EngineRecovery:
     def used(self, name: str) -> None:
         """A request goes there: a server is looked at from time to time, as long as it has any."""
         state = self._context.engines.states[name]
-        if state.limits.remote and not state.look and state.in_flight:
-            state.look = self._context.start_timer(TimerKind.LOOK, LOOK_INTERVAL_S, name)
+        if state.limits.remote and not state.probe_timer and state.in_flight:
+            state.probe_timer = self._context.start_timer(TimerKind.CHECK, CHECK_INTERVAL_S, name)
 
     def ask_all(self) -> None:
         """Ask all servers at once: one that was started anew while nobody used it has broken nothing."""
@@ -95,9 +95,9 @@ class EngineRecovery:
                 state.rest = 0
                 state.health = EngineHealth.WELL if state.resting else state.health
             return
-        if timer.number != state.look:
+        if timer.number != state.probe_timer:
             return
-        state.look = 0
+        state.probe_timer = 0
         if state.quarantined or (state.limits.remote and state.in_flight):
             self._calls.probe(timer.engine)
 
@@ -112,7 +112,7 @@ class EngineRecovery:
         same_weights, same_step = self._calls.answered(event)
         if self._updates.checks(name):
             self._updates.checked(event)
-            if state.quarantined and not state.look:  # it was being probed, and that answer is void now
+            if state.quarantined and not state.probe_timer:  # it was being probed, and that answer is void now
                 self._ask_again(name)
         elif state.quarantined:
             if not event.answered:
@@ -141,7 +141,7 @@ class EngineRecovery:
 
     def _ask_again(self, name: str) -> None:
         state = self._context.engines.states[name]
-        state.look = self._context.start_timer(TimerKind.PROBE, engine_table.PROBE_INTERVAL_S, name)
+        state.probe_timer = self._context.start_timer(TimerKind.PROBE, engine_table.PROBE_INTERVAL_S, name)
 
     # ---------------------------------------------------------------- the way back
 

@@ -84,8 +84,8 @@ class EngineState:
     """Number of the probe whose answer counts; 0: none."""
     rest: int = 0
     """Timer of its rest; 0: none."""
-    look: int = 0
-    """Timer of the next look at it while it works; 0: none."""
+    probe_timer: int = 0
+    """Timer of the next probe, also while it works; 0: none."""
     taken_back: bool = False
     """It gets the present weights on its own, because it came back with others."""
     in_flight: int = 0

@@ -19,7 +19,7 @@ class TimerKind(StrEnum):
     """An engine that was busy may take requests again."""
     PROBE = "probe"
     """Ask a quarantined engine whether it is well."""
-    LOOK = "look"
+    CHECK = "check"
     """Ask an engine that works for its load and its weights."""
 
 
@@ -30,4 +30,4 @@ class Timer(NamedTuple):
     number: int
     """Unique among timers of its kind."""
     engine: str = ""
-    """Of a rest, a probe, a look."""
+    """Of a rest, a probe, a check."""

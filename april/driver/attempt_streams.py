@@ -134,7 +134,7 @@ class AttemptStreams:
             event = ev.AttemptFailed.of(attempt, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
             self._post(ev.WeightsWritten(str(error)))
-            event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.torn)
+            event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.unsound)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.key)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(error)}")

@@ -31,7 +31,7 @@ class ServerEngine:
         self._capabilities = capabilities
         self._labels = WeightLabels()
         self._admission = Admission()
-        self._torn = ""
+        self._not_whole = ""
         """Why its weights are those of no version, since an update has failed."""
 
     def __repr__(self) -> str:
@@ -59,8 +59,8 @@ class ServerEngine:
             EngineError: the weights are those of no version.
             RequestRefused: no ids, one outside the vocabulary, or more tokens than there is room for.
         """
-        if self._torn:
-            raise EngineError(self._torn)
+        if self._not_whole:
+            raise EngineError(self._not_whole)
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")

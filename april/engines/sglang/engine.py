@@ -124,7 +124,7 @@ class SglangEngine(ServerEngine):
         """
         if path is not None and (why := why_unloadable(path)) is not None:
             raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
-        before, self._torn = self._torn, (
+        before, self._not_whole = self._not_whole, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"
         )  # which holds where this call is cancelled, too
@@ -138,9 +138,9 @@ class SglangEngine(ServerEngine):
         errors = [r for r in results if isinstance(r, BaseException)]
         if errors:
             if len(errors) == len(results) and not any(isinstance(e, HalfUpdated) for e in errors):
-                self._torn = before
+                self._not_whole = before
             raise errors[0]
-        self._labels.present, self._torn = version, ""
+        self._labels.present, self._not_whole = version, ""
 
     # ---------------------------------------------------------------- the rest
 
@@ -162,17 +162,17 @@ class SglangEngine(ServerEngine):
         loads = [load for _, load in well if load is not None]
         other = next((name for name, _ in well if name not in (None, label)), None)
         named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
-        problem = self._torn or (str(sick[0]) if sick else named)
+        problem = self._not_whole or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=bool(well) and not self._torn and not isinstance(router, BaseException),
+            ok=bool(well) and not self._not_whole and not isinstance(router, BaseException),
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
-            current=not self._torn and other is None,
+            current=not self._not_whole and other is None,
             load=total if loads else None,
         )
 

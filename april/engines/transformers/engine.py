@@ -163,7 +163,7 @@ class TransformersEngine:
         self._parameters = list(model.parameters())
         self._stamp = self._weights_stamp()
         """Of the weights under which the keys and values of active requests were made."""
-        self._torn = ""
+        self._overwritten = ""
         """Why nothing is generated before the next update: the weights were written during a tick."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
         """The version that last generated, and the writes to its weights; None: a change was reported."""
@@ -271,8 +271,8 @@ class TransformersEngine:
             wrong = "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
-        if self._torn:
-            raise WeightsInUse(self._torn)
+        if self._overwritten:
+            raise WeightsInUse(self._overwritten)
         return SlotRequest(
             attempt_id=request.attempt_id,
             tokens=tokens.astype(np.int32),
@@ -336,7 +336,7 @@ class TransformersEngine:
                 if not over:
                     self._inbox.append([attempt_id])
             elif isinstance(cause, WeightsInUse):
-                stream.error = WeightsInUse(str(cause), output.torn)
+                stream.error = WeightsInUse(str(cause), output.unsound)
             elif cause is not None and finish is None:
                 stream.error = EngineError(
                     f"{self._name}, attempt {attempt_id}: a model call failed ({type(cause).__name__}: {cause}); "
@@ -393,7 +393,7 @@ class TransformersEngine:
         finally:
             self._ticking = False
         if isinstance(error, WeightsInUse):
-            self._failure = self._torn = str(error)
+            self._failure = self._overwritten = str(error)
         else:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
         return outputs, error
@@ -423,9 +423,9 @@ class TransformersEngine:
             if self._stamp == self._weights_stamp():
                 return decoder.fail(), failure
         outputs = decoder.disown()
-        torn = sum(output.torn for output in outputs)
+        unsound = sum(output.unsound for output in outputs)
         return outputs, WeightsInUse(
-            f"{self._name}: the weights were written while {len(outputs)} requests were generated from them: {torn} "
+            f"{self._name}: the weights were written while {len(outputs)} requests were generated from them: {unsound} "
             f"tokens are of no known weights and were dropped, all before them is kept; {WHAT_TO_DO}"
         )
 
@@ -494,8 +494,8 @@ class TransformersEngine:
 
     def _renewed(self, version: PolicyVersion) -> None:
         self._decoder.version = version
-        if self._torn:
-            self._torn = self._failure = ""
+        if self._overwritten:
+            self._overwritten = self._failure = ""
 
     async def health(self) -> Health:
         """Healthy unless closed or the last tick failed; counters are those of :class:`EngineStats` and more."""

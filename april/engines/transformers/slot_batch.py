@@ -72,7 +72,7 @@ class SlotOutput:
     tokens: Int32
     logprobs: Float32
     finish: EngineFinish | None
-    torn: int = 0
+    unsound: int = 0
     """Further tokens, which were dropped: the weights changed while they were sampled."""
 
 
@@ -239,9 +239,9 @@ class SlotDecoder:
         cut = []
         for output in outputs:
             sound = self._sound.get(output.request.attempt_id, 0)
-            torn = max(0, output.tokens.size - sound)
-            self._stats.discarded_tokens += torn
-            cut.append(SlotOutput(output.request, output.tokens[:sound], output.logprobs[:sound], None, torn))
+            unsound = max(0, output.tokens.size - sound)
+            self._stats.discarded_tokens += unsound
+            cut.append(SlotOutput(output.request, output.tokens[:sound], output.logprobs[:sound], None, unsound))
         return cut + waited
 
     def synchronize(self) -> None:

@@ -140,14 +140,14 @@ class VllmEngine(ServerEngine):
                 await self._label_as(version, mark)
         # a server that was started anew and has these weights now is the present one
         await self._process.take(version)
-        self._labels.present, self._torn = version, ""
+        self._labels.present, self._not_whole = version, ""
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
-        self._torn = (
+        self._not_whole = (
             f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
             "of its start; update its weights again"
         )
-        return self._torn
+        return self._not_whole
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
@@ -170,20 +170,20 @@ class VllmEngine(ServerEngine):
         """New weights; returns the label of the process that has loaded them."""
         mark = await marked(self, self._labels, self.facts.label, version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._torn = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        self._not_whole = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
         if not (reply.ok and _reloaded(words_of(reply))):
-            self._torn = (
+            self._not_whole = (
                 f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
                 f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
                 "or start it anew"
             )
-            raise EngineError(self._torn)
+            raise EngineError(self._not_whole)
         return mark
 
     async def _handed_over(self, version: PolicyVersion) -> str | None:
         """The trainer has put the weights into the process that was paused; returns its label."""
-        self._torn = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        self._not_whole = f"engine {self.name} is between two versions until an update to {version} has succeeded"
         shown = await self.label()
         was_paused = not self._admission.is_open
         if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.facts.label):
@@ -270,12 +270,12 @@ class VllmEngine(ServerEngine):
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         told = (
-            self._torn, "" if current else "the server was started anew, or has other weights",
+            self._not_whole, "" if current else "the server was started anew, or has other weights",
             "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
-        return Health(known and not self._torn, detail, counters, current and not self._torn, load)
+        return Health(known and not self._not_whole, detail, counters, current and not self._not_whole, load)
 
     async def _has_weights(self) -> bool | None:
         """Whether it has the present weights; None: it does not say."""

@@ -194,7 +194,7 @@ class VllmInProcessEngine(ServerEngine):
             raise EngineError(f"engine {self._name} loads no weights from a directory: {_TIED_EMBEDDINGS.sentence}")
         if path is not None and (why := why_unloadable(path)) is not None:
             raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
-        self._torn = f"engine {self._name}: {_BETWEEN}"
+        self._not_whole = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             results = await self._there(
                 lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -215,7 +215,7 @@ class VllmInProcessEngine(ServerEngine):
                     what = f"says its weights are {said(shown, 64)} after april called them {label}"
                     raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
-        self._labels.present, self._torn = version, ""
+        self._labels.present, self._not_whole = version, ""
 
     async def health(self) -> Health:
         """Whether vLLM's engine lives."""
@@ -223,8 +223,8 @@ class VllmInProcessEngine(ServerEngine):
             await self._there(self._llm.check_health)
         except Exception as error:
             return Health(False, f"{type(error).__name__}: {said(error)}")
-        if self._torn:
-            return Health(False, self._torn)
+        if self._not_whole:
+            return Health(False, self._not_whole)
         return Health(True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
