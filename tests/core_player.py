@@ -402,7 +402,7 @@ class CorePlayer:
         """Requests there."""
         return sum(r.engine == engine for r in self.world.running.values())
 
-    def engine_event(self, event: ev.EngineReady | ev.EngineStale | ev.EngineFailed | ev.EngineLoad) -> None:
+    def engine_event(self, event: ev.EngineReady | ev.EngineStale | ev.EngineFailed | ev.LoadReported) -> None:
         """Something is found out about an engine outside of any request."""
         name = event.engine
         if isinstance(event, ev.EngineReady):
@@ -413,7 +413,7 @@ class CorePlayer:
             self.confirmed.discard(name)
             for running in self.world.running.values():
                 running.doubtful |= running.engine == name
-        elif isinstance(event, ev.EngineLoad):
+        elif isinstance(event, ev.LoadReported):
             self.caps[name].report(self.at(name), event.running, event.waiting, event.kv_usage, event.preemptions)
         self.is_outage_over()
         self.send(event)

@@ -303,7 +303,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         """An engine is asked between requests: its load, weights that it has lost, or no answer."""
         name = one_of(self.engines, pick).name
         if what == "load":
-            self.engine_event(ev.EngineLoad(name, running, waiting, kv_usage, preemptions))
+            self.engine_event(ev.LoadReported(name, running, waiting, kv_usage, preemptions))
         if "stale" in what:
             self.engine_event(ev.EngineStale(name))
         if "failed" in what:

@@ -52,7 +52,7 @@ class EngineRecovery:
 
     # ---------------------------------------------------------------- load and rests
 
-    def load(self, event: ev.EngineLoad) -> None:
+    def load(self, event: ev.LoadReported) -> None:
         """What it says of its load moves its cap."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage

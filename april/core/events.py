@@ -233,7 +233,7 @@ class EngineProbed:
     current: bool = False
     """It has the weights that it was given last."""
     detail: str = ""
-    load: EngineLoad | None = None
+    load: LoadReported | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class LoadReported:
     """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
 
     engine: str
@@ -356,7 +356,7 @@ Event = (
     | EngineReady
     | EngineStale
     | EngineFailed
-    | EngineLoad
+    | LoadReported
     | EvaluationRequested
     | EvaluationCancelled
     | BatchCommitted

@@ -118,7 +118,7 @@ class RolloutCore:
             ev.EngineReady: recovery.ready,
             ev.EngineStale: recovery.stale,
             ev.EngineFailed: recovery.failed,
-            ev.EngineLoad: recovery.load,
+            ev.LoadReported: recovery.load,
             ev.EvaluationRequested: self._evaluation_requested,
             ev.EvaluationCancelled: self._evaluations.cancelled,
             ev.BatchCommitted: self._batch_committed,

@@ -208,7 +208,7 @@ class EngineCalls:
             load = health.load
             said = None
             if load is not None:
-                said = ev.EngineLoad(name, load.running, load.waiting, load.kv_usage, load.preemptions)
+                said = ev.LoadReported(name, load.running, load.waiting, load.kv_usage, load.preemptions)
             answer = replace(
                 answer, answered=True, ok=health.ok, current=health.current, detail=health.detail, load=said
             )
