@@ -127,7 +127,7 @@ async def bare_call(
     ``had``: tokens of the response that the prompt ends in.
     """
     sampling = SamplingParams(case.response_tokens - had, seed=attempt_seed(number, index, 0, 0))
-    body = case.body(Request(attempt_id(number, index), prompt, sampling))
+    body = case.body(Request(attempt_id=attempt_id(number, index), token_ids=prompt, sampling=sampling))
     read = _read_vllm if case.kind == VLLM else _read_sglang
     tokens: list[int] = []
     logprobs: list[float] = []

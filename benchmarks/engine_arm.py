@@ -43,7 +43,9 @@ async def _run(
 async def _one_round(engine: HttpGenerateEngine, prompts: list[Int32], response_tokens: int, number: int) -> Kept:
     async def one(index: int) -> tuple[Int32, Float32]:
         sampling = SamplingParams(response_tokens, seed=attempt_seed(number, index, 0, 0))
-        async for chunk in engine.generate(Request(f"{number:08x}{index:08x}", prompts[index], sampling)):
+        async for chunk in engine.generate(
+            Request(attempt_id=f"{number:08x}{index:08x}", token_ids=prompts[index], sampling=sampling)
+        ):
             if chunk.finish is not None:
                 return chunk.tokens, chunk.logprobs
         raise EngineError(f"request {index}: the stream ended without a finish")

@@ -41,7 +41,9 @@ class HttpGenerateEngine:
     def __init__(self, url: str, *, name: str = "http", max_context: int = 32_768) -> None:
         self._name = name
         self._url = url
-        self._capabilities = Capabilities(LogprobKind.TEMPERATURE, vocab_size=VOCAB_SIZE, max_context=max_context)
+        self._capabilities = Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=VOCAB_SIZE, max_context=max_context
+        )
         self._version = FIRST_VERSION
         self._session: aiohttp.ClientSession | None = None  # aiohttp binds it to the loop of its first use
         self._closed = False

@@ -160,7 +160,9 @@ class LimitSlices:
                 length = self._lengths.sample(number // SAMPLES, number % SAMPLES)
                 ids = prompt(PROMPT_LEN, number, self._engine.capabilities.vocab_size)
                 begun, count = time.perf_counter(), 0
-                request = Request(attempt_id("limit"), ids, SamplingParams(length, seed=number))
+                request = Request(
+                    attempt_id=attempt_id("limit"), token_ids=ids, sampling=SamplingParams(length, seed=number)
+                )
                 # closed also when it breaks: its place at the engine would stay taken
                 async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
                     async for chunk in chunks:

@@ -30,7 +30,15 @@ MODES = {
 def reference(mode: str) -> Simulation:
     """The simulation of one mode, not started."""
     over, refill, in_flight = MODES[mode]
-    settings = CoreSettings(32, 8, over, 16_384, in_flight, refill=refill, has_reward=False)
+    settings = CoreSettings(
+        rollout_batch_size=32,
+        n_samples_per_prompt=8,
+        over_sampling_batch_size=over,
+        max_response_len=16_384,
+        max_in_flight=in_flight,
+        refill=refill,
+        has_reward=False,
+    )
     return Simulation(settings, COST, LENGTHS, engines=4, prompt_len=128)
 
 

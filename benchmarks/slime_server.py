@@ -134,7 +134,8 @@ class TimedSglangServer(FakeSglangServer):
             self._idle_s += time.monotonic() - self._idle_since
         wanted = body["sampling_params"]
         asked = Request(
-            rid, ids, SamplingParams(max_tokens=wanted["max_new_tokens"], temperature=wanted["temperature"]),
+            attempt_id=rid, token_ids=ids,
+            sampling=SamplingParams(max_tokens=wanted["max_new_tokens"], temperature=wanted["temperature"]),
             sample_key=(place.prompt, place.k), response_offset=len(ids) - place.prompt_len,
         )  # fmt: skip
         try:

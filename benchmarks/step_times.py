@@ -58,7 +58,7 @@ async def wave_s(engine: Engine, count: int, tokens: int, prompt_len: int) -> fl
     for _ in range(count):
         name = attempt_id("wave")
         ids = prompt(prompt_len, int(name[-10:]), engine.capabilities.vocab_size)
-        requests.append(Request(name, ids, SamplingParams(tokens, seed=int(name[-10:]))))
+        requests.append(Request(attempt_id=name, token_ids=ids, sampling=SamplingParams(tokens, seed=int(name[-10:]))))
     start = time.perf_counter()
     await asyncio.gather(*(run_to_end(engine, r) for r in requests))
     return time.perf_counter() - start

@@ -537,9 +537,9 @@ class CorePlayer:
 
     def judge(self, request: tuple[int, int], how: str) -> None:
         """The filter gives its verdict, which may be an old one."""
-        group_id, judgement = request
-        held = self.world.held.get(group_id)
-        event = ev.GroupJudged(group_id, judgement, how == "keep", "raised" if how == "error" else None)
+        group_id, judgement, held = *request, self.world.held.get(request[0])
+        error = "raised" if how == "error" else None
+        event = ev.GroupJudged(group=group_id, judgement=judgement, keep=how == "keep", error=error)
         if held is None or held.judgement != judgement:
             assert self.send(event) == []
             return

@@ -21,7 +21,9 @@ class GateEngine:
 
     def __init__(self, holds: Callable[[Request], bool] = lambda request: False, together: int | None = None) -> None:
         self.name = "gate"
-        self.capabilities = Capabilities(LogprobKind.TEMPERATURE, VOCAB, 1000, (EOS,))
+        self.capabilities = Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=VOCAB, max_context=1000, eos_token_ids=(EOS,)
+        )
         self.most = 0
         """Requests held at the same time, at most."""
         self._holds = holds
@@ -63,6 +65,6 @@ class GateEngine:
         self._version = version
 
     async def health(self) -> Health:
-        return Health(True)
+        return Health(ok=True)
 
     async def close(self) -> None: ...

@@ -64,7 +64,7 @@ async def ask(
     The end is looked at as the driver does.
     """
     params = SamplingParams(max_tokens, **({"temperature": 0.0} | sampling))
-    request = Request(attempt_id, np.array(prompt or PROMPT, np.int32), params)
+    request = Request(attempt_id=attempt_id, token_ids=np.array(prompt or PROMPT, np.int32), sampling=params)
     answer = Answer([], [], versions=set())
     assert answer.versions is not None
     try:

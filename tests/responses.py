@@ -15,7 +15,7 @@ from april.engines.vllm.wire import TOKEN_ROUTE, parser_of
 
 
 def asked(attempt_id: str = "a", prompt: list[int] | None = None) -> Request:
-    return Request(attempt_id, np.array(prompt or [1], np.int32), SamplingParams(8))
+    return Request(attempt_id=attempt_id, token_ids=np.array(prompt or [1], np.int32), sampling=SamplingParams(8))
 
 
 def vllm_reader(route: str = TOKEN_ROUTE, labels: WeightLabels | None = None) -> ResponseReader:

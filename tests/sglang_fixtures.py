@@ -43,7 +43,9 @@ def request(
 ) -> Request:
     """A fresh attempt with an id as april makes them."""
     sampling = SamplingParams(max_tokens, temperature=temperature, **more)
-    return Request(f"{next(_numbers):032x}", np.array(prompt, np.int32), sampling, stream=stream)
+    return Request(
+        attempt_id=f"{next(_numbers):032x}", token_ids=np.array(prompt, np.int32), sampling=sampling, stream=stream
+    )
 
 
 @dataclass

@@ -45,7 +45,13 @@ def make_batch(rows: Rows, max_staleness: int | None = None) -> Batch:
             token += count
         sample.finish, sample.reward = FinishReason.STOP, number / 2
         samples.append(deliver_sample(sample, clock.staleness, max_staleness))
-    return Batch(0, clock.current, tuple(samples), (1,) * len(samples), {"off_policy_share": 0.0})
+    return Batch(
+        id=0,
+        version=clock.current,
+        samples=tuple(samples),
+        group_sizes=(1,) * len(samples),
+        metrics={"off_policy_share": 0.0},
+    )
 
 
 segments = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3).map(

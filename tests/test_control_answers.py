@@ -46,7 +46,7 @@ def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault
     async def program() -> None:
         async with KINDS[kind].served() as (server, engine):
             await engine.pause()
-            server.control_faults.append(PlannedControlFault(fault, LOADS[kind]))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=LOADS[kind]))
             with pytest.raises(EngineError, match="could not load"):
                 await engine.update_weights(SECOND, saved(tmp_path, "w1_flush"))
             await engine.resume()
@@ -76,7 +76,7 @@ def test_what_follows_a_transfer_counts_when_the_server_says_it(kind: str, route
         async with KINDS[kind].served() as (server, engine):
             await engine.pause()
             server.weights, server.stale_cache = "w1", True
-            server.control_faults.append(PlannedControlFault(fault, route, times=100))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=100))
             with pytest.raises(EngineError):
                 await engine.update_weights(SECOND)
             await engine.resume()
@@ -109,7 +109,7 @@ def test_a_restart_in_the_middle_of_an_update(
             await engine.pause()
             if not path:
                 server.weights = "w1"
-            server.control_faults.append(PlannedControlFault(fault, route, later=later))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=route, later=later))
             starts = server.starts
             try:
                 await engine.update_weights(SECOND, saved(tmp_path, "w1") if path else None)
@@ -209,7 +209,7 @@ def test_a_pause_that_nobody_confirms(
             await until(lambda: server.open_requests == 1)
             server.step()
             await engine.pause()
-            server.control_faults.append(PlannedControlFault(fault, route))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=route))
             with pytest.raises(EngineError):
                 await engine.update_weights(SECOND, saved(tmp_path, "w1"))
             assert (server.pause_mode is None) == ("pause" in route)
@@ -238,7 +238,7 @@ def test_an_abort_that_nobody_confirms_is_asked_again(
             reading = asyncio.create_task(read(engine, request()))
             await until(lambda: server.open_requests == 1)
             server.step(3)
-            server.control_faults.append(PlannedControlFault(fault, route, times=2))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=2))
             if fault not in (ControlFault.EMPTY, ControlFault.NULL) or "abort" not in route:
                 with pytest.raises(EngineError, match="not that it is done"):
                     await engine.abort(None)
@@ -256,7 +256,7 @@ def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, fault:
     async def program() -> None:
         async with KINDS[kind].served() as (server, engine):
             assert (await engine.health()).ok
-            server.control_faults.append(PlannedControlFault(fault, route))
+            server.control_faults.append(PlannedControlFault(kind=fault, route=route))
             assert not (await engine.health()).ok
 
     run(program)
@@ -269,7 +269,7 @@ def test_a_page_is_no_health(developer: bool) -> None:
     async def program() -> None:
         async with vllm_fixtures.served(developer=developer, scale_out=False) as (server, engine):
             assert (await engine.health()).ok
-            server.control_faults.append(PlannedControlFault(ControlFault.HTML, "/health"))
+            server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/health"))
             health = await engine.health()
             assert not health.ok
             assert "answers a page" in health.detail

@@ -22,10 +22,10 @@ from april.core.versions import PolicyVersion
 from april.errors import RolloutError
 from april.testing import VirtualClockLoop
 
-NOTHING = Result(3, np.empty(0, np.int32), np.empty(0, np.float32), 0, aborted=True)
-WHOLE = Result(3, np.array([7], np.int32), np.array([-1.0], np.float32), 0, aborted=False)
+NOTHING = Result(offset=3, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), label=0, aborted=True)
+WHOLE = Result(offset=3, tokens=np.array([7], np.int32), logprobs=np.array([-1.0], np.float32), label=0, aborted=False)
 GO = Go(np.array([1, 2, 3], np.int32), 5)
-DONE = Done(WHOLE.tokens, WHOLE.logprobs, ((3, 4, 0, 0),), 0, by_length=False)
+DONE = Done(tokens=WHOLE.tokens, logprobs=WHOLE.logprobs, spans=((3, 4, 0, 0),), resumes=0, by_length=False)
 
 
 class Coordinator:
@@ -126,7 +126,7 @@ def test_a_response_without_a_token_is_no_response() -> None:
     version = PolicyVersion(0, 0)
     sample: Any = SimpleNamespace(tape=TokenTape())
     call = GenerateCall(sample, SamplingParams(5), 0)
-    attempt = Attempt("a", call, "e", GO.token_ids, call.sampling, AttemptTape())
+    attempt = Attempt(id="a", call=call, engine="e", token_ids=GO.token_ids, sampling=call.sampling, tape=AttemptTape())
     event = take(attempt, replace(NOTHING, aborted=False), version)
     assert isinstance(event, ev.AttemptFailed)
     assert event.kind is AttemptFailure.CORRUPT

@@ -82,7 +82,7 @@ def test_filter_that_rejects_the_last_groups(policy: OnDataEnd) -> None:
     for command in [c for c in m.commands if isinstance(c, do.JudgeGroup)]:
         assert not m.batches
         assert not m.ended
-        m.post(ev.GroupJudged(command.group.id, command.judgement, command.group.id == 1))
+        m.post(ev.GroupJudged(group=command.group.id, judgement=command.judgement, keep=command.group.id == 1))
 
     if policy is OnDataEnd.SHORT:
         assert [s.id.group for s in m.batches[0].samples] == [1]
@@ -97,7 +97,7 @@ def test_filter_that_rejects_all_of_the_last_groups_ends_the_data() -> None:
     m.post(ev.StepRequested())
     m.end(min(m.in_flight))
     question = next(c for c in m.commands if isinstance(c, do.JudgeGroup))
-    m.post(ev.GroupJudged(0, question.judgement, False))
+    m.post(ev.GroupJudged(group=0, judgement=question.judgement, keep=False))
     assert last_end(m).kept == 0
 
 
@@ -117,7 +117,7 @@ def test_unusable_prompt_is_not_forgotten_between_steps() -> None:
     m.prompts_left = 0
     (attempt_id,) = m.in_flight
     del m.in_flight[attempt_id]
-    commands = m.core.handle(ev.AttemptFailed(attempt_id, "reset"))
+    commands = m.core.handle(ev.AttemptFailed(attempt_id=attempt_id, error="reset"))
     assert isinstance(commands[-1], do.Fail)
     assert m.core.handle(ev.PromptsDrawn([], exhausted=False, error="prompt 1 is a str")) == []
     assert m.core.handle(ev.StepRequested()) == [do.Fail("prompt 1 is a str")]

@@ -72,7 +72,8 @@ class Machine(CoreMachine):
                     assert attempt.sample.evaluation.version == self.core.clock.current == attempt.oldest
             case do.StartTimer(timer, _, _):
                 self.timers.append(timer)
-            case do.PauseEngine(engine) | do.LoadEngine(engine) | do.ResumeEngine(engine) | do.ProbeEngine(engine):
+            case do.PauseEngine() | do.LoadEngine() | do.ResumeEngine() | do.ProbeEngine():
+                engine = command.engine
                 if not self.core.engines.states[engine].taken_back and isinstance(command, ENGINE_CALLS):
                     assert not self.running, "an update that does not wait for an evaluation"
                 self.asked.append(command)

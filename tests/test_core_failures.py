@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from core_machine import EOS, OLD_TIMER, CoreMachine, settings, timers
@@ -112,7 +113,7 @@ def test_late_and_repeated_events_of_an_attempt_change_nothing() -> None:
     before = repr(m.core)
 
     assert m.post(ev.AttemptEnded(first, EngineFinish.STOP)) == []
-    assert m.post(ev.AttemptFailed(first, "again")) == []
+    assert m.post(ev.AttemptFailed(attempt_id=first, error="again")) == []
     assert m.post(ev.AttemptEnded("unknown", EngineFinish.STOP)) == []
     assert repr(m.core) == before
     assert m.core.counters["late_events"] == 3
@@ -279,8 +280,8 @@ def test_fenced_attempt_is_not_asked_to_end_once_more() -> None:
     assert m.core.aborts.pending == 0
 
 
-@pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
-def test_end_of_an_attempt_says_what_it_has_brought(end: type[ev.AttemptEnded]) -> None:
+@pytest.mark.parametrize("end", [{"finish": EngineFinish.ABORT}, {"error": "reset"}], ids=["ended", "failed"])
+def test_end_of_an_attempt_says_what_it_has_brought(end: dict[str, Any]) -> None:
     """The core decides by the counts in the event; tokens that these do not name stop it, before any is lost."""
     m = CoreMachine(settings(n=1, samples=1), lambda g, i: 20)
     m.post(ev.StepRequested())
@@ -288,7 +289,7 @@ def test_end_of_an_attempt_says_what_it_has_brought(end: type[ev.AttemptEnded]) 
     m.tokens(attempt.id, 7)
     assert attempt.counts() == AttemptCounts(((FIRST_VERSION, 7),))
     with pytest.raises(InvariantError, match=r"g0\.s0 has 7 new tokens, its end says otherwise"):
-        m.core.handle(end(attempt.id, EngineFinish.ABORT))
+        m.core.handle((ev.AttemptFailed if "error" in end else ev.AttemptEnded)(attempt_id=attempt.id, **end))
 
 
 def test_abort_that_joins_a_running_timer_has_its_whole_deadline() -> None:

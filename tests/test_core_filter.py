@@ -35,7 +35,7 @@ class Judged(CoreMachine):
 
     def verdict(self, question: do.JudgeGroup, keep: bool = True, error: str | None = None) -> list[do.Command]:
         """The filter answers."""
-        return self.post(ev.GroupJudged(question.group.id, question.judgement, keep, error))
+        return self.post(ev.GroupJudged(group=question.group.id, judgement=question.judgement, keep=keep, error=error))
 
 
 def test_group_counts_once_the_filter_has_accepted_it() -> None:

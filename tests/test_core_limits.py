@@ -180,7 +180,7 @@ def outage(m: CoreMachine) -> do.StartTimer:
     while not all(s.quarantined for s in m.core.engines.states.values()):
         attempt_id = min(m.in_flight)
         del m.in_flight[attempt_id]
-        m.post(ev.AttemptFailed(attempt_id, "reset"))
+        m.post(ev.AttemptFailed(attempt_id=attempt_id, error="reset"))
     m.post(OLD_TIMER)
     (timer,) = timers(m.commands, TimerKind.OUTAGE)
     return timer
@@ -229,7 +229,7 @@ def test_outage_that_ends_in_time_is_none() -> None:
     for _ in range(3):
         attempt_id = min(m.in_flight)
         del m.in_flight[attempt_id]
-        m.post(ev.AttemptFailed(attempt_id, "reset"))
+        m.post(ev.AttemptFailed(attempt_id=attempt_id, error="reset"))
     second = timers(m.commands, TimerKind.OUTAGE)[-1]
     assert second.timer != timer.timer
     assert m.post(ev.TimerFired(timer.timer)) == []
@@ -243,7 +243,7 @@ def test_outage_is_nobodys_business_when_the_step_has_enough() -> None:
     done, broken_off, silent = sorted(m.in_flight)
     m.end(done)
     del m.in_flight[broken_off]
-    (timer,) = timers(m.post(ev.AttemptFailed(broken_off, "reset")), TimerKind.OUTAGE)
+    (timer,) = timers(m.post(ev.AttemptFailed(attempt_id=broken_off, error="reset")), TimerKind.OUTAGE)
     m.score(m.to_score.pop())
     m.post(ev.TimerFired(timer.timer))
 

@@ -343,7 +343,7 @@ def test_a_report_of_full_memory_lowers_what_goes_to_that_engine() -> None:
     m = machine(n=20)
     for name in ("a", "b"):
         assert m.core.engines.states[name].in_flight == 10
-    m.post(ev.LoadReported("a", running=6, waiting=4, kv_usage=0.99, preemptions=0))
+    m.post(ev.LoadReported(engine="a", running=6, waiting=4, kv_usage=0.99, preemptions=0))
     assert m.core.engines.states["a"].cap.value == 5
     assert m.core.counters["lowered_caps"] == 1
     for attempt in [x for x in m.in_flight.values() if x.engine == "a"][:3]:
@@ -359,7 +359,7 @@ def test_a_report_of_full_memory_lowers_what_goes_to_that_engine() -> None:
 def test_a_full_engine_with_memory_to_spare_is_left_full(kv_usage: float) -> None:
     """Requests that wait for a place, not for memory, are the whole point of over-sampling."""
     m = machine(n=20)
-    m.post(ev.LoadReported("a", running=5, waiting=5, kv_usage=kv_usage, preemptions=0))
+    m.post(ev.LoadReported(engine="a", running=5, waiting=5, kv_usage=kv_usage, preemptions=0))
     assert m.core.engines.states["a"].cap.value is None
 
 
@@ -369,7 +369,7 @@ def test_a_full_engine_with_memory_to_spare_is_left_full(kv_usage: float) -> Non
 def test_a_batch_says_what_became_of_each_engine() -> None:
     """In flight when its step stopped, the cap and the memory where they are known, and what happened in the step."""
     m = machine(n=2, over=4)
-    m.post(ev.LoadReported("a", running=1, waiting=1, kv_usage=0.97, preemptions=0))
+    m.post(ev.LoadReported(engine="a", running=1, waiting=1, kv_usage=0.97, preemptions=0))
     busy = next(x for x in m.in_flight.values() if x.engine == "b")
     fail(m, busy, kind=AttemptFailure.BUSY, busy_s=1.0)
     m.post(ev.EngineStale("b"))

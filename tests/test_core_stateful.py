@@ -303,7 +303,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         """An engine is asked between requests: its load, weights that it has lost, or no answer."""
         name = one_of(self.engines, pick).name
         if what == "load":
-            self.engine_event(ev.LoadReported(name, running, waiting, kv_usage, preemptions))
+            load = {"running": running, "waiting": waiting, "kv_usage": kv_usage, "preemptions": preemptions}
+            self.engine_event(ev.LoadReported(engine=name, **load))
         if "stale" in what:
             self.engine_event(ev.EngineStale(name))
         if "failed" in what:
@@ -319,7 +320,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         """The end of a request that is accounted for, or of an older process: nothing happens."""
         attempt_id = one_of(self.gone, pick)
         events = [
-            ev.AttemptFailed(attempt_id, "late"),
+            ev.AttemptFailed(attempt_id=attempt_id, error="late"),
             ev.AttemptEnded(attempt_id, EngineFinish.STOP),
             ev.AttemptStalled(attempt_id),
             ev.StopFound(attempt_id),

@@ -86,7 +86,10 @@ def test_presets_have_the_published_coefficients(
 
 def test_kv_capacity_is_memory_left_by_the_weights() -> None:
     """Capacity grows with the memory share by memory / KV bytes, and starts where the weights end."""
-    model, gpu = ModelSize(1e9, 1000), GpuSpeed(1e12, 1e15, 10e9, 1.0, 1.0)
+    model, gpu = (
+        ModelSize(1e9, 1000),
+        GpuSpeed(bandwidth_bytes_per_s=1e12, flops_per_s=1e15, memory_bytes=10e9, bandwidth_share=1.0, flops_share=1.0),
+    )
 
     assert roofline(model, gpu, memory_share=0.5).kv_capacity_tokens == 3_000_000
     assert roofline(model, gpu, memory_share=0.8).kv_capacity_tokens == 6_000_000

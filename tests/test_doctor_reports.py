@@ -27,7 +27,10 @@ from april.engine_limits import Limit, LimitCode, unknown_eos
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities
 
-GOOD = Capabilities(LogprobKind.TEMPERATURE, 512, 4096, (2,), 64, updates_from_disk=True)
+GOOD = Capabilities(
+    logprob_kind=LogprobKind.TEMPERATURE, vocab_size=512, max_context=4096, eos_token_ids=(2,), max_in_flight=64,
+    updates_from_disk=True,
+)  # fmt: skip
 WELL = ServerFacts(url="", model="tiny", software="0.32.0", label="0.0", capabilities=GOOD)
 """Of a server from which nothing is missing."""
 RAW = Limit(
@@ -198,7 +201,7 @@ def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: 
 
 def test_the_worst_server_decides() -> None:
     """Exact only if all are; not usable as soon as one is not."""
-    good, limited, bad = (Examined(n, findings=[Finding("x", level, "x")]) for n, level in
+    good, limited, bad = (Examined(url=n, findings=[Finding("x", level, "x")]) for n, level in
                           (("a", Level.OK), ("b", Level.LIMITED), ("c", Level.MISSING)))  # fmt: skip
     assert Report([good]).verdict is Verdict.EXACT
     assert Report([good, limited]).verdict is Verdict.LIMITED
@@ -210,7 +213,7 @@ def test_the_worst_server_decides() -> None:
 def test_flags_that_exactness_needs_stand_apart_from_the_others() -> None:
     """Each once, in order, with their values; those of limits that cost no exactness are optional."""
     server = Examined(
-        "u",
+        url="u",
         findings=[
             Finding("x", Level.LIMITED, "x", "x", "x", ("--logprobs-mode processed_logprobs",)),
             Finding("y", Level.LIMITED, "y", "y", "y", ("VLLM_SERVER_DEV_MODE=1",)),

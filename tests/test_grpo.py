@@ -31,8 +31,9 @@ def batch(model: Any, rewards: list[float], shift: float = 0.0) -> GrpoBatch:
     responses = [rng.integers(3, 90, n).astype(np.int32) for n in (5, 9, 2, 7, 4, 11)]
     logprobs = [(x + shift).astype(np.float32) for x in response_logprobs(model, prompts, responses)]
     return GrpoBatch(
-        prompts, responses, logprobs, [np.ones(len(r), np.uint8) for r in responses],
-        np.array(rewards, np.float32), np.repeat([7, 3], GROUP),
+        prompts=prompts, responses=responses, behaviour_logprobs=logprobs,
+        loss_masks=[np.ones(len(r), np.uint8) for r in responses],
+        rewards=np.array(rewards, np.float32), group_ids=np.repeat([7, 3], GROUP),
     )  # fmt: skip
 
 

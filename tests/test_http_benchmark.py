@@ -41,7 +41,9 @@ async def held_server(config: ServerConfig) -> AsyncIterator[tuple[FakeGenerateS
 
 async def drain(engine: HttpGenerateEngine, attempt_id: str, first: int = 5, max_tokens: int = 64) -> Chunk:
     """The only chunk of a request."""
-    request = Request(attempt_id, np.array([first, 7, 9], np.int32), SamplingParams(max_tokens))
+    request = Request(
+        attempt_id=attempt_id, token_ids=np.array([first, 7, 9], np.int32), sampling=SamplingParams(max_tokens)
+    )
     chunks = [chunk async for chunk in engine.generate(request)]
     assert len(chunks) == 1
     return chunks[0]

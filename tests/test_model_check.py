@@ -120,7 +120,8 @@ def test_nothing_that_the_model_returns_looks_like_a_tensor() -> None:
 @pytest.mark.asyncio
 async def test_an_engine_generates_in_the_precision_in_which_it_was_made() -> None:
     """An autocast around the trainer's lines is the engine's too, in its own thread, and spoils no gradients."""
-    model, request = tiny_model(), Request("a", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=20, seed=3))
+    model, sampling = tiny_model(), SamplingParams(max_tokens=20, seed=3)
+    request = Request(attempt_id="a", token_ids=np.array([5, 6, 7], np.int32), sampling=sampling)
     dtypes: set[torch.dtype] = set()
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
     with _autocast():

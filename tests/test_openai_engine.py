@@ -288,7 +288,7 @@ def test_an_abort_skips_no_check_of_an_answer_that_has_ended() -> None:
         async with connected(server) as engine:
             server.eos = 300
             params = SamplingParams(2000, temperature=0.0)
-            chunks = engine.generate(Request("a1", np.array(PROMPT, np.int32), params))
+            chunks = engine.generate(Request(attempt_id="a1", token_ids=np.array(PROMPT, np.int32), sampling=params))
             server.hold(1)
             tokens = (await anext(chunks)).tokens.tolist()
             server.release()

@@ -369,7 +369,7 @@ def test_messages_of_errors_are_recorded_where_that_is_wanted(tmp_path: Path) ->
         rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
         await rollouts.driver.next_batch()
         rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
-        rollouts.driver.post(ev.AttemptFailed("unknown", f"what {SECRET} said"))
+        rollouts.driver.post(ev.AttemptFailed(attempt_id="unknown", error=f"what {SECRET} said"))
         await rollouts.close()
 
     virtual(program)

@@ -171,7 +171,9 @@ def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
         return web.json_response({"choices": [{"token_ids": [seed]}]}, status=200 if seed < 9 else 500)
 
     def asked(attempt_id: str, seed: int) -> Request:
-        return Request(attempt_id, np.array([1, 2], np.int32), SamplingParams(4, seed=seed))
+        return Request(
+            attempt_id=attempt_id, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(4, seed=seed)
+        )
 
     async def program() -> None:
         async with behind_a_proxy(handler) as (proxy, session):

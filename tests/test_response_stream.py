@@ -18,7 +18,7 @@ from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineUnreachable
 
-REQUEST = Request("0" * 32, np.array([1, 2], np.int32), SamplingParams(8))
+REQUEST = Request(attempt_id="0" * 32, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(8))
 
 
 def event(ids: list[int], total: int, finish: str | None) -> bytes:

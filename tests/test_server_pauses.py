@@ -26,7 +26,7 @@ class _Engine(ServerEngine):
     """Requests end at the ``ends_at``-th abort; those of ``fails`` raise."""
 
     def __init__(self, ends_at: int, fails: Sequence[int] = ()) -> None:
-        super().__init__("one", Capabilities(LogprobKind.RAW, 10, 10))
+        super().__init__("one", Capabilities(logprob_kind=LogprobKind.RAW, vocab_size=10, max_context=10))
         self._ends_at, self._fails, self.aborts = ends_at, fails, 0
         for name in "ab":
             self._admission.enter(name)

@@ -45,7 +45,7 @@ class World:
         else:
             self.server.control_faults.clear()
             if fault is not None:
-                self.server.control_faults.append(PlannedControlFault(fault, "/metrics", times=10**6))
+                self.server.control_faults.append(PlannedControlFault(kind=fault, route="/metrics", times=10**6))
 
     def restart(self) -> None:
         """With the weights of the start."""

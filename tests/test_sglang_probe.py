@@ -207,9 +207,11 @@ def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatc
         config = SglangEngineConfig(urls=(server.url,))
         server.any_mode = True
         if how in ("is cut off", "is silent"):
-            server.control_faults.append(PlannedControlFault(ControlFault.SILENT, "/pause_generation", later=1))
+            server.control_faults.append(
+                PlannedControlFault(kind=ControlFault.SILENT, route="/pause_generation", later=1)
+            )
         if how == "says nothing":
-            fault = PlannedControlFault(ControlFault.FAILS, "/pause_generation", later=1, obeyed=True)
+            fault = PlannedControlFault(kind=ControlFault.FAILS, route="/pause_generation", later=1, obeyed=True)
             server.control_faults.append(fault)
         probing = asyncio.create_task(probe_sglang(client, config))
         if how == "is cut off":

@@ -29,7 +29,7 @@ def _engine(model: Any, **options: Any) -> TransformersEngine:
 
 
 def _request(name: str = "a", new: int = 100) -> Request:
-    return Request(name, PROMPT, SamplingParams(max_tokens=new, seed=7))
+    return Request(attempt_id=name, token_ids=PROMPT, sampling=SamplingParams(max_tokens=new, seed=7))
 
 
 def _write(model: Any) -> None:

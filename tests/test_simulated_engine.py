@@ -41,7 +41,9 @@ def make_request(
 ) -> Request:
     tokens = PROMPT if held is None else np.concatenate([PROMPT, held])
     params = SamplingParams(**{"max_tokens": 1000, **sampling})
-    return Request(name, tokens, params, sample_key=key, response_offset=len(tokens) - len(PROMPT))
+    return Request(
+        attempt_id=name, token_ids=tokens, sampling=params, sample_key=key, response_offset=len(tokens) - len(PROMPT)
+    )
 
 
 async def read(stream: AsyncIterator[Chunk]) -> list[Chunk]:

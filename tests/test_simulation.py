@@ -48,7 +48,15 @@ def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
 )
 def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) -> None:
     """Two accountants that know nothing of each other: the decoders' counters and the core's ledger."""
-    settings = CoreSettings(3, 4, over, 600, 16, refill=refill, has_reward=False)
+    settings = CoreSettings(
+        rollout_batch_size=3,
+        n_samples_per_prompt=4,
+        over_sampling_batch_size=over,
+        max_response_len=600,
+        max_in_flight=16,
+        refill=refill,
+        has_reward=False,
+    )
     simulation = Simulation(settings, COST, LognormalLengths(60, 0.6, 0.6, seed=3), engines=2, check=True)
     result = simulation.run(25)
 
@@ -60,7 +68,14 @@ def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) 
 
 def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
     """With equal lengths sync wastes nothing: the time is steps x step time, computed by hand."""
-    settings = CoreSettings(2, 4, 2, 100, 8, has_reward=False)
+    settings = CoreSettings(
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        over_sampling_batch_size=2,
+        max_response_len=100,
+        max_in_flight=8,
+        has_reward=False,
+    )
     result = Simulation(settings, COST, ConstantLengths(100), prompt_len=10).run(3)
 
     kv = sum(8 * (10 + s) for s in range(100))
@@ -74,7 +89,15 @@ def test_over_sampling_takes_fewer_decode_steps_per_trained_token() -> None:
     lengths = LognormalLengths(60, 0.6, 0.7, seed=1)
 
     def steps_per_token(over: int, refill: Refill) -> float:
-        settings = CoreSettings(4, 4, over, 2000, 16, refill=refill, has_reward=False)
+        settings = CoreSettings(
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            over_sampling_batch_size=over,
+            max_response_len=2000,
+            max_in_flight=16,
+            refill=refill,
+            has_reward=False,
+        )
         summary = Simulation(settings, COST, lengths).run(60).summary(skip=10)
         return summary["decode_steps"] / summary["trained_tokens"]
 
@@ -85,6 +108,23 @@ def test_over_sampling_takes_fewer_decode_steps_per_trained_token() -> None:
 
 def test_rewards_and_filters_are_refused() -> None:
     """Nobody would answer them: the simulation would be stuck."""
-    for settings in (CoreSettings(1, 1, 1, 9, 1), CoreSettings(1, 1, 1, 9, 1, has_reward=False, has_filter=True)):
+    for settings in (
+        CoreSettings(
+            rollout_batch_size=1,
+            n_samples_per_prompt=1,
+            over_sampling_batch_size=1,
+            max_response_len=9,
+            max_in_flight=1,
+        ),
+        CoreSettings(
+            rollout_batch_size=1,
+            n_samples_per_prompt=1,
+            over_sampling_batch_size=1,
+            max_response_len=9,
+            max_in_flight=1,
+            has_reward=False,
+            has_filter=True,
+        ),
+    ):
         with pytest.raises(ValueError, match="no rewards and no filter"):
             Simulation(settings, DecodeCost(1.0, 0.0, 0.0), ConstantLengths(3))

@@ -28,7 +28,14 @@ def ask(
 ) -> Request:
     """The ``number``-th request: continue ``PROMPT`` and the ``held`` response tokens."""
     ids = np.array([*PROMPT, *held], np.int32)
-    return Request(f"{number:08d}", ids, SamplingParams(max_tokens, **sampling), 0, key, len(held))
+    return Request(
+        attempt_id=f"{number:08d}",
+        token_ids=ids,
+        sampling=SamplingParams(max_tokens, **sampling),
+        priority=0,
+        sample_key=key,
+        response_offset=len(held),
+    )
 
 
 async def read(engine: FakeEngine, request: Request) -> tuple[list[Chunk], float]:

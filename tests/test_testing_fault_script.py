@@ -274,7 +274,10 @@ def test_random_scripts_draw_every_kind_equally_often() -> None:
     def drawn(rate: float) -> list[FaultKind]:
         script = FaultScript.random(1, rate)
         ids = np.array([1], np.int32)
-        requests = [Request(f"{i:08d}", ids, SamplingParams(5), sample_key=(i, 0)) for i in range(6000)]
+        requests = [
+            Request(attempt_id=f"{i:08d}", token_ids=ids, sampling=SamplingParams(5), sample_key=(i, 0))
+            for i in range(6000)
+        ]
         return [fault.kind for r in requests for fault in script.attempt("e0", r).faults]
 
     assert drawn(0.0) == []

@@ -279,7 +279,7 @@ def _with(batch: Batch, **changes: Any) -> Batch:
     """The batch with its most-cut sample changed."""
     old = _long(batch)
     new = tuple(replace(s, **changes) if s is old else s for s in batch.samples)
-    return Batch(batch.id, batch.version, new, batch.group_sizes, batch.metrics)
+    return Batch(id=batch.id, version=batch.version, samples=new, group_sizes=batch.group_sizes, metrics=batch.metrics)
 
 
 def _swapped(array: Any) -> Any:
@@ -329,7 +329,13 @@ TAMPERED: dict[str, tuple[Callable[[Batch], Batch], str]] = {
         "handed over",
     ),
     "the share": (
-        lambda b: Batch(b.id, b.version, b.samples, b.group_sizes, {**b.metrics, "off_policy_share": 0.123}),
+        lambda b: Batch(
+            id=b.id,
+            version=b.version,
+            samples=b.samples,
+            group_sizes=b.group_sizes,
+            metrics={**b.metrics, "off_policy_share": 0.123},
+        ),
         "says off_policy_share 0.123",
     ),
 }

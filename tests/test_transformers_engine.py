@@ -28,10 +28,14 @@ def _engine(model: Any = None, **options: Any) -> TransformersEngine:
     return TransformersEngine(model or tiny_model(), **({"slots": 8, "max_len": 256, "eos_token_ids": ()} | options))
 
 
+def asked(name: str, tokens: np.ndarray, sampling: SamplingParams) -> Request:
+    return Request(attempt_id=name, token_ids=tokens, sampling=sampling)
+
+
 def _request(name: str, new: int = 20, length: int = 9, **sampling: Any) -> Request:
     rng = np.random.default_rng(sum(map(ord, name)))
     tokens = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
-    return Request(name, tokens, SamplingParams(max_tokens=new, **({"seed": 7} | sampling)))
+    return asked(name, tokens, SamplingParams(max_tokens=new, **({"seed": 7} | sampling)))
 
 
 async def _collect(engine: TransformersEngine, request: Request) -> list[Chunk]:
@@ -115,7 +119,7 @@ async def test_cut_by_abort_and_resumed_under_new_weights(architecture: str) -> 
     await engine.resume()
     for request, chunks in zip(requests, partials, strict=True):
         longer = np.concatenate([request.token_ids, chunks[0].tokens])
-        again = Request(f"{request.attempt_id}+", longer, request.sampling.after(len(chunks[0].tokens), seed=9))
+        again = asked(f"{request.attempt_id}+", longer, request.sampling.after(len(chunks[0].tokens), seed=9))
         (rest,) = await _collect(engine, again)
         assert (rest.version, rest.finish) == (V1, EngineFinish.LENGTH)
         assert len(rest.tokens) + len(chunks[0].tokens) == 60
@@ -277,19 +281,19 @@ async def test_leaving_a_stream_early_frees_its_slot() -> None:
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        (Request("x", np.array([], np.int32), SamplingParams(5)), "non-empty"),
-        (Request("x", np.array([[1, 2]], np.int32), SamplingParams(5)), "shape"),
-        (Request("x", np.array([1.0], np.float32), SamplingParams(5)), "integers"),  # type: ignore[arg-type]
-        (Request("x", np.array([3, VOCAB_SIZE], np.int32), SamplingParams(5)), f"token id {VOCAB_SIZE} is outside"),
-        (Request("x", np.array([-1], np.int32), SamplingParams(5)), "token id -1 is outside"),
-        (Request("x", np.ones(64, np.int32), SamplingParams(5)), "no room below max_len 64"),
-        (Request("x", np.ones(3, np.int32), SamplingParams(0)), "max_tokens is 0"),
-        (Request("x", np.ones(3, np.int32), SamplingParams(5, min_tokens=-1)), "min_tokens"),
-        (Request("x", np.ones(3, np.int32), SamplingParams(5, temperature=-0.1)), "temperature"),
-        (Request("x", np.ones(3, np.int32), SamplingParams(5, temperature=float("nan"))), "temperature"),
-        (Request("x", np.ones(3, np.int32), SamplingParams(5, top_p=0.0)), "top_p"),
+        (asked("x", np.array([], np.int32), SamplingParams(5)), "non-empty"),
+        (asked("x", np.array([[1, 2]], np.int32), SamplingParams(5)), "shape"),
+        (asked("x", np.array([1.0], np.float32), SamplingParams(5)), "integers"),  # type: ignore[arg-type]
+        (asked("x", np.array([3, VOCAB_SIZE], np.int32), SamplingParams(5)), f"token id {VOCAB_SIZE} is outside"),
+        (asked("x", np.array([-1], np.int32), SamplingParams(5)), "token id -1 is outside"),
+        (asked("x", np.ones(64, np.int32), SamplingParams(5)), "no room below max_len 64"),
+        (asked("x", np.ones(3, np.int32), SamplingParams(0)), "max_tokens is 0"),
+        (asked("x", np.ones(3, np.int32), SamplingParams(5, min_tokens=-1)), "min_tokens"),
+        (asked("x", np.ones(3, np.int32), SamplingParams(5, temperature=-0.1)), "temperature"),
+        (asked("x", np.ones(3, np.int32), SamplingParams(5, temperature=float("nan"))), "temperature"),
+        (asked("x", np.ones(3, np.int32), SamplingParams(5, top_p=0.0)), "top_p"),
         (
-            Request(
+            asked(
                 "x", np.ones(3, np.int32), SamplingParams(5, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE)))
             ),
             "every token",

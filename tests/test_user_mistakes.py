@@ -214,7 +214,13 @@ def test_a_response_in_a_message_is_short() -> None:
     """Errors that quote a completion do not pour its arrays into the log."""
     many = np.zeros(10_000, np.int32)
     nothing = many.astype(np.float32)
-    done = april.Completion(many, nothing, np.zeros((10_000, 2), np.int32), april.FinishReason.STOP, many)
+    done = april.Completion(
+        tokens=many,
+        logprobs=nothing,
+        versions=np.zeros((10_000, 2), np.int32),
+        finish=april.FinishReason.STOP,
+        conversation=many,
+    )
     assert repr(done) == "<Completion of 10000 tokens, finish=stop>"
     response = april.Response(april.SampleId(0, 1), many, nothing, many.astype(np.uint8), done.finish, None, 0.5)
     assert repr(response) == "<Response g0.s1 of 10000 tokens, finish=stop, reward=0.5>"
@@ -235,7 +241,9 @@ async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFi
     engine = TransformersEngine(model, slots=4, max_len=64, check=False)
 
     async def generate(name: str) -> None:
-        request = Request(name, np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4, seed=1))
+        request = Request(
+            attempt_id=name, token_ids=np.array([5, 6, 7], np.int32), sampling=SamplingParams(max_tokens=4, seed=1)
+        )
         chunks: list[Chunk] = [chunk async for chunk in engine.generate(request)]
         assert chunks
         await engine.pause()  # until it is idle

@@ -85,9 +85,9 @@ class World:
         answer = Answer([], [], versions=set())
         chunks = 0
         try:
-            async for chunk in self.engine.generate(
-                Request(attempt_id, np.array(prompt or PROMPT, np.int32), params, stream=stream)
-            ):
+            ids = np.array(prompt or PROMPT, np.int32)
+            request = Request(attempt_id=attempt_id, token_ids=ids, sampling=params, stream=stream)
+            async for chunk in self.engine.generate(request):
                 assert answer.finish is None
                 answer.tokens += chunk.tokens.tolist()
                 answer.logprobs += chunk.logprobs.tolist()

@@ -160,7 +160,7 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
     async def restart() -> None:
         server._restart_at_once()
         times = 15 if well_again else 10**6
-        server.control_faults.append(PlannedControlFault(ControlFault.HTML, "/metrics", times=times))
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/metrics", times=times))
 
     with ServerThread(server) as thread:
         settings = config([server]).model_copy(update={"outage_deadline_s": 1.0})

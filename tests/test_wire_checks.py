@@ -139,7 +139,9 @@ def ended(
     """The check of a response of ``count`` tokens."""
     end = Chunk(np.empty(0, np.int32), np.empty(0, np.float32), V[0], finish, stopped_at)
     params = SamplingParams(**({"max_tokens": 20, "stop_token_ids": (7,)} | sampling))
-    check_end(end, Request("a", np.ones(prompt, np.int32), params), count, last, context, eos)
+    check_end(
+        end, Request(attempt_id="a", token_ids=np.ones(prompt, np.int32), sampling=params), count, last, context, eos
+    )
 
 
 def test_ends_that_fit_are_believed() -> None:

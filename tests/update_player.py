@@ -86,7 +86,7 @@ class UpdatePlayer(CoreMachine):
                 )
             case do.PauseEngine() | do.ResumeEngine():
                 self.calls[command.engine] = command
-            case do.LoadEngine(engine, _, _, version, path):
+            case do.LoadEngine(engine=engine, version=version, path=path):
                 assert not self.servers[engine].open, "weights are written under an engine that is open"
                 assert not any(a.engine == engine for a in self.in_flight.values())
                 if version > current:

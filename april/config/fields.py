@@ -23,7 +23,7 @@ from april.config.values import LISTS, shown
 SCALARS = (str, int, float, Enum, Path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One setting that a flag can give."""
 
@@ -59,7 +59,8 @@ def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[S
             else:
                 yield from _alternatives(models, path + ".", str(info.discriminator), info.default)
         elif typed_as(info.annotation) is not None:
-            yield Setting(path, _full(info), _sentence(info), info.get_default(call_default_factory=False))
+            default = info.get_default(call_default_factory=False)
+            yield Setting(path=path, annotation=_full(info), help=_sentence(info), default=default)
 
 
 def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str, default: Any) -> Iterator[Setting]:
@@ -76,12 +77,13 @@ def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str
         annotation: Any = Union[tuple(setting.annotation for _, setting in members)]  # noqa: UP007 - made at run time
         if path == chooser:
             chosen = getattr(default, discriminator, None)
-            yield Setting(path, annotation, f"Which one. (default: {shown(chosen)})", chosen, "", kinds)
+            text = f"Which one. (default: {shown(chosen)})"
+            yield Setting(path=path, annotation=annotation, help=text, default=chosen, kinds=kinds)
             continue
         texts = {setting.help for _, setting in members}
         parts = [(", ".join(kinds), texts.pop())] if len(texts) == 1 else [(kind, s.help) for kind, s in members]
         text = "; ".join(f"{who}: {what}" for who, what in parts)
-        yield Setting(path, annotation, text, None, chooser, kinds)
+        yield Setting(path=path, annotation=annotation, help=text, default=None, chooser=chooser, kinds=kinds)
 
 
 def _leaves(annotation: Any) -> list[Any]:

@@ -148,7 +148,7 @@ class Coordinator:
         attempt = sample.open_call.attempt if sample.open_call is not None else None
         if attempt is not None:
             self._execution.mailboxes.unsay(sample.id)
-            self._execution.post(ev.AttemptFailed(attempt.id, error))
+            self._execution.post(ev.AttemptFailed(attempt_id=attempt.id, error=error))
         return await self._answer(sample.id)
 
     async def returned(self, uid: str, index: int, life: int, reward: float | None, value: float | None) -> None:
@@ -256,5 +256,12 @@ def _plain(sample: SampleId, r: Result, incarnation: int) -> list[Any]:
 def _result(
     group: int, index: int, offset: int, tokens: list[int], logprobs: list[float], label: int, aborted: bool, of: int
 ) -> tuple[SampleId, Result]:
-    made = Result(offset, np.array(tokens, np.int32), np.array(logprobs, np.float32), label, aborted, of)
+    made = Result(
+        offset=offset,
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        label=label,
+        aborted=aborted,
+        incarnation=of,
+    )
     return SampleId(group, index), made

@@ -182,8 +182,8 @@ class Execution:
         known = [v for v in values if v is not None and math.isfinite(v)]
         if len(known) < len(values):
             error = f"{self._filter_name} is not a number of every sample"
-            return ev.GroupJudged(group.id, judgement, keep=False, error=error)
-        return ev.GroupJudged(group.id, judgement, keep=len(known) < 2 or min(known) < max(known))
+            return ev.GroupJudged(group=group.id, judgement=judgement, keep=False, error=error)
+        return ev.GroupJudged(group=group.id, judgement=judgement, keep=len(known) < 2 or min(known) < max(known))
 
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch

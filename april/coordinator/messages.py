@@ -27,7 +27,7 @@ class Go:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """The call is complete: its ``tokens`` int32 [k] and ``logprobs`` float32 [k], from however many requests.
 
@@ -54,7 +54,7 @@ class Settled:
 Answer = Start | Go | Done | GivenUp | Settled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a server returned for a request that was sent with ``offset`` tokens.
 

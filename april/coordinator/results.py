@@ -33,7 +33,9 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
         if not len(result.tokens) and not result.aborted:
             raise WireError("a response ended without a token, and nobody had asked for its end")
     except WireError as error:
-        return ev.AttemptFailed(attempt.id, str(error), AttemptFailure.CORRUPT, rejected=len(result.tokens))
+        return ev.AttemptFailed(
+            attempt_id=attempt.id, error=str(error), kind=AttemptFailure.CORRUPT, rejected=len(result.tokens)
+        )
     attempt.tape.append(result.tokens, result.logprobs, version)
     full = len(result.tokens) >= room
     whole = EngineFinish.LENGTH if full else EngineFinish.STOP
@@ -56,7 +58,13 @@ def done(complete: GenerateCall) -> Done:
             spans.append((s.start, end, *s.version))
     part = slice(call.start, call.end)
     by_length = call.finish is FinishReason.LENGTH
-    return Done(tape.tokens[part], tape.logprobs[part], tuple(spans), sample.resumes, by_length)
+    return Done(
+        tokens=tape.tokens[part],
+        logprobs=tape.logprobs[part],
+        spans=tuple(spans),
+        resumes=sample.resumes,
+        by_length=by_length,
+    )
 
 
 def delivery(batch: Batch, busy: dict[str, float]) -> Delivery:

@@ -2,6 +2,7 @@
 
 Invariant: an attempt is in the book from its submission until it is accounted for, once; its id is of fixed
 length (engines match ids by prefix) and never used again, not even after a restart.
+Tokens of an attempt whose sample went on without it: ``Failures.leave`` and ``Generation._keep``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from april.core.versions import PolicyVersion
 UInt8 = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveredSample:
     """One finished response."""
 
@@ -50,7 +50,7 @@ class DeliveredSample:
         return versions_of(self.segments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """What a step delivers; leased until it is committed."""
 

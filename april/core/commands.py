@@ -125,7 +125,7 @@ class PauseEngine:
     within_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEngine:
     """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine."""
 

@@ -40,7 +40,9 @@ class EngineCalls:
         state.loaded_before = state.loaded or state.loaded_before
         state.loaded, state.weights = frozenset(), EngineWeights.LOADING
         within_s = self._context.settings.outage_deadline_s
-        self._context.out.append(do.LoadEngine(name, self._next(name), within_s, version, path))
+        self._context.out.append(
+            do.LoadEngine(engine=name, call=self._next(name), within_s=within_s, version=version, path=path)
+        )
 
     def resume(self, name: str) -> None:
         """Open its gate."""

@@ -65,7 +65,7 @@ class EngineWeights(StrEnum):
 WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class EngineState:
     """One engine as the core sees it."""
 
@@ -155,7 +155,10 @@ class EngineTable:
     """All engines, in the order of the configuration."""
 
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
-        self.states = {e.name: EngineState(e, AdmissionCap(e.max_in_flight), frozenset((version,))) for e in engines}
+        self.states = {
+            e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight), loaded=frozenset((version,)))
+            for e in engines
+        }
         self.max_context = min(e.max_context for e in engines)
         self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)

@@ -2,7 +2,8 @@
 
 Their groups go through the queue, the attempts and the functions as those of training do. What differs is decided here:
 they have accounts of their own, a cut response begins again from its call with the same seed, and the first failure of
-a function, or an engine's failures in a row, end the whole evaluation.
+a function, or an engine's failures in a row, end the whole evaluation. Whose turn it is, of evaluations, updates and
+training, is decided in ``RolloutCore._advance_others``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FIRST_GROUP = -(1 << 40)
 """Number of the first group of the first evaluation: all of them are below those of training, and so go first."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Evaluation:
     """One evaluation. Its prompts are groups once it has begun."""
 
@@ -67,7 +68,7 @@ class Evaluations:
         """It begins when no attempt of training is left, and no pause for new weights."""
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
-        self._context.evaluations[event.evaluation] = Evaluation(event)
+        self._context.evaluations[event.evaluation] = Evaluation(request=event)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
         """It ends as if it had failed; one that has ended meanwhile is left alone."""

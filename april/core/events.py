@@ -69,7 +69,7 @@ class AttemptEnded:
         return cls(attempt.id, finish, attempt.counts(), fenced)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed:
     """An attempt broke off. ``rejected`` tokens came and are not in its counts: corrupt ones, or of no known weights.
 
@@ -86,7 +86,7 @@ class AttemptFailed:
     @classmethod
     def of(cls, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, **how: Any) -> Self:
         """The failure of this attempt, with what is on its tape."""
-        return cls(attempt.id, error, kind, **how, counts=attempt.counts())
+        return cls(attempt_id=attempt.id, error=error, kind=kind, **how, counts=attempt.counts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Scored:
     """(sample index, reward)"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJudged:
     """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
 
@@ -283,7 +283,7 @@ class EngineFailed:
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReported:
     """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
 

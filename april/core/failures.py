@@ -1,5 +1,7 @@
 """Failures: what becomes of a sample or group when something fails, gets too old, or is rejected.
 
+Failed requests are tried again in ``generation``; when an engine that was busy is asked again: ``engine_recovery``.
+
 Invariant: whatever is given up leaves by name, tokens and prompt alike; an attempt whose sample went on without it
 drops its tokens for that name when it ends.
 """

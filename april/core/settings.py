@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
     """Settings of the state machine; the names are those of the configuration."""
 

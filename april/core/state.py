@@ -1,7 +1,8 @@
 """The state machine: ``handle(event) -> list[Command]``, the only way in which anything changes.
 
 It wires the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer) together and
-decides about steps; the lives of samples are in ``generation``, ``scoring`` and ``failures``.
+decides about steps, and whose turn it is: of training, evaluations, weight updates and pauses. The lives of samples are
+in ``generation``, ``scoring`` and ``failures``.
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
 """
@@ -283,7 +284,14 @@ class RolloutCore:
         }
         sizes = tuple(len(g.samples) for g in groups)
         kind = self.engines.logprob_kind
-        batch = Batch(context.batches, self.clock.current, tuple(samples), sizes, metrics, kind)
+        batch = Batch(
+            id=context.batches,
+            version=self.clock.current,
+            samples=tuple(samples),
+            group_sizes=sizes,
+            metrics=metrics,
+            logprob_kind=kind,
+        )
         context.batches += 1
         self.leased[batch.id] = tuple(groups)
         context.out.append(do.Deliver(batch))

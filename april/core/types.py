@@ -252,7 +252,7 @@ class GenerateCall:
         return self.sample.id
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
     """One engine request for a call. The layer above appends chunks to ``tape`` while it runs."""
 

@@ -1,4 +1,7 @@
-"""Policy versions, and how far apart two of them are, restarts included."""
+"""Policy versions, and how far apart two of them are, restarts included.
+
+Too-old tokens lose their loss in ``batch.deliver_sample``.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ OnStep = Callable[[int, dict[str, float]], None]
 """Called with (steps done, figures of the last one)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ArmResult:
     """Everything measured in one arm; CPU seconds are those of this process, a server's own are not in them."""
 
@@ -93,7 +93,7 @@ class Arm:
         self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel, out: Path = Path()
     ) -> None:
         self.settings = settings
-        self.result = ArmResult(mode, seed, settings.slots)
+        self.result = ArmResult(mode=mode, seed=seed, slots=settings.slots)
         self.model = copy.deepcopy(start)
         self.stage = set_up(settings, self.model, seed, out)
         self.witness = Witness(self.stage.engine)

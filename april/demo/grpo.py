@@ -26,7 +26,7 @@ CHUNK_TOKENS = 2048
 """Most padded tokens of one forward pass."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoBatch:
     """B responses, in groups of any size.
 

@@ -16,7 +16,7 @@ ON_SERVER = {"steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "
 """What is smaller on a server, which shares two cores with the trainer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
     """Sizes of the demo."""
 

@@ -81,7 +81,7 @@ class Examination:
     def __init__(
         self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
     ) -> None:
-        self.found = Examined(url)
+        self.found = Examined(url=url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
         self.facts: ServerFacts | None = None

@@ -56,7 +56,7 @@ class Finding:
     """Of the server's command line or environment (NAME=value), that change it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Examined:
     """One server, as far as the examination came."""
 

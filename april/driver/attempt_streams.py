@@ -151,9 +151,9 @@ class AttemptStreams:
         engine = self._engines[attempt.engine]
         stops = self._stop_matcher(stream)
         request = Request(
-            attempt.id,
-            attempt.token_ids,
-            attempt.sampling if stops is None else replace(attempt.sampling, stop=()),
+            attempt_id=attempt.id,
+            token_ids=attempt.token_ids,
+            sampling=attempt.sampling if stops is None else replace(attempt.sampling, stop=()),
             priority=0 if attempt.urgent else 1,
             sample_key=attempt.sample.key,
             response_offset=stream.response_offset,

@@ -208,7 +208,13 @@ class EngineCalls:
             load = health.load
             said = None
             if load is not None:
-                said = ev.LoadReported(name, load.running, load.waiting, load.kv_usage, load.preemptions)
+                said = ev.LoadReported(
+                    engine=name,
+                    running=load.running,
+                    waiting=load.waiting,
+                    kv_usage=load.kv_usage,
+                    preemptions=load.preemptions,
+                )
             answer = replace(
                 answer, answered=True, ok=health.ok, current=health.current, detail=health.detail, load=said
             )

@@ -21,7 +21,7 @@ from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleI
 from april.errors import RolloutError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The result of one ``llm.generate``.
 
@@ -223,11 +223,11 @@ def completion_of(sample: Sample, call: RecordedCall) -> Completion:
     start, end, finish = call
     tape = sample.tape
     return Completion(
-        tape.tokens[start:end].copy(),
-        tape.logprobs[start:end].copy(),
-        tape.version_array()[start:end],
-        finish,
-        np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
+        tokens=tape.tokens[start:end].copy(),
+        logprobs=tape.logprobs[start:end].copy(),
+        versions=tape.version_array()[start:end],
+        finish=finish,
+        conversation=np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
     )
 
 

@@ -272,7 +272,9 @@ class SampleFunctions:
                 self._failures.warn(error, "filter failed for group %d", group.id, once=mistake.likely)
                 sure = mistake.sure
                 wrong = f"the filter failed: {describe(error)}"
-            self._post(ev.GroupJudged(group.id, command.judgement, verdict, wrong, sure))
+            self._post(
+                ev.GroupJudged(group=group.id, judgement=command.judgement, keep=verdict, error=wrong, mistake=sure)
+            )
 
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
 

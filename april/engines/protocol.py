@@ -45,7 +45,7 @@ class AbortMeans(StrEnum):
     """By closing the stream: what was read is kept, what the server had not sent yet is lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an engine can do; the layers above decide by this record, never by the engine's name."""
 
@@ -91,7 +91,7 @@ class Capabilities:
         return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One attempt: continue ``token_ids`` (prompt plus what the sample already has)."""
 
@@ -166,7 +166,7 @@ class EngineLoad:
     """Requests put back for want of memory, since the engine's start."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """Answer of a health probe."""
 

@@ -37,7 +37,7 @@ IGNORED: tuple[type[do.Command], ...] = (
 """Commands that never come, or of which nothing is seen: no rewards, evaluations, weights, failures."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One simulated step; times in seconds of virtual time."""
 
@@ -192,7 +192,17 @@ class Simulation:
         lengths = [len(sample.tokens) for sample in batch.samples]
         metrics = dict(batch.metrics)
         self.result.steps.append(
-            StepRecord(start, self.now, int(spent[0]), trained, int(spent[1]), spent[2], metrics, ages, lengths)
+            StepRecord(
+                start_s=start,
+                end_s=self.now,
+                generated_tokens=int(spent[0]),
+                trained_tokens=trained,
+                decode_steps=int(spent[1]),
+                busy_slot_s=spent[2],
+                metrics=metrics,
+                token_ages=ages,
+                lengths=lengths,
+            )
         )
         for sample in batch.samples:
             self._group_lengths.pop(sample.id.group, None)

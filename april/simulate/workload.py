@@ -43,7 +43,7 @@ class Schedule:
     in_flight: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One job: defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
 

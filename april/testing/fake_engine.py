@@ -89,7 +89,12 @@ class FakeEngine:
         self._prefix_abort = prefix_abort
         self._weight_update_s = weight_update_s
         self._capabilities = Capabilities(
-            LogprobKind.TEMPERATURE, vocab_size, max_context, (eos_token_id,), max_running, updates_from_disk=True
+            logprob_kind=LogprobKind.TEMPERATURE,
+            vocab_size=vocab_size,
+            max_context=max_context,
+            eos_token_ids=(eos_token_id,),
+            max_in_flight=max_running,
+            updates_from_disk=True,
         )
         self._version = version
         self._streams: dict[str, FakeStream] = {}
@@ -280,7 +285,9 @@ class FakeEngine:
         now = self._start_clock()
         self._raise_if_dead("request")
         tokens, finish = self._plan(request)
-        record = AttemptRecord(self._name, replace(request, token_ids=request.token_ids.copy()), now)
+        record = AttemptRecord(
+            engine=self._name, request=replace(request, token_ids=request.token_ids.copy()), started_s=now
+        )
         faults = self.faults.attempt(self._name, request)
         stream = FakeStream(record, faults, tokens, finish, self._token_s, self._chunk_tokens)
         self.attempts[request.attempt_id] = record

@@ -168,7 +168,7 @@ class Fault:
         return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fired:
     """A fault that has hit."""
 
@@ -287,9 +287,18 @@ class FaultScript:
             return False
         self._left[id(fault)] = left - 1
         if attempt is None:
-            self.fired.append(Fired(fault, engine, now_s))
+            self.fired.append(Fired(fault=fault, engine=engine, at_s=now_s))
         else:
-            self.fired.append(Fired(fault, engine, now_s, attempt.sample, attempt.attempt, attempt.attempt_id))
+            self.fired.append(
+                Fired(
+                    fault=fault,
+                    engine=engine,
+                    at_s=now_s,
+                    sample=attempt.sample,
+                    attempt=attempt.attempt,
+                    attempt_id=attempt.attempt_id,
+                )
+            )
         return True
 
     def call_fails(self, kind: FaultKind, engine: str, now_s: float) -> bool:

@@ -29,7 +29,7 @@ _ROUTES = ("/generate", "/inference/v1/generate", "/v1/completions")
 MAX_BODY_BYTES = 1 << 30
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Exchange:
     """One request for tokens, and what was passed on of its answer."""
 
@@ -178,11 +178,11 @@ class RecordingProxy:
             with suppress(msgspec.DecodeError):
                 value = msgspec.json.decode(body)
         if not isinstance(value, dict):
-            return Exchange(request.path, frozenset(), (b"", None))
+            return Exchange(route=request.path, ids=frozenset(), content=(b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
         # april marks the end of the names that it gives to SGLang
         ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
-        exchange = Exchange(request.path, ids, _content(value))
+        exchange = Exchange(route=request.path, ids=ids, content=_content(value))
         self.exchanges.append(exchange)
         for name in ids:
             self._by_id.setdefault(name, []).append(exchange)

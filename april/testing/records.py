@@ -44,7 +44,7 @@ class HandedOver:
         return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class AttemptRecord(HandedOver):
     """One request, and what was handed over for it."""
 

@@ -67,7 +67,11 @@ async def world(
 
 
 def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 200) -> Request:
-    return Request(attempt, np.array(tokens or PROMPT, np.int32), SamplingParams(most, temperature=0.8, seed=3))
+    return Request(
+        attempt_id=attempt,
+        token_ids=np.array(tokens or PROMPT, np.int32),
+        sampling=SamplingParams(most, temperature=0.8, seed=3),
+    )
 
 
 async def collect(engine: OpenRLHFEngine, asked: Request) -> list[Chunk]:
@@ -130,7 +134,9 @@ async def test_an_abort_hands_over_what_there_is(monkeypatch: pytest.MonkeyPatch
         llm.limit()
         (whole,) = await second
         again = np.array([*PROMPT, *cut.tokens.tolist()], np.int32)
-        (rest,) = await collect(engine, Request("a3", again, SamplingParams(180), response_offset=20))
+        (rest,) = await collect(
+            engine, Request(attempt_id="a3", token_ids=again, sampling=SamplingParams(180), response_offset=20)
+        )
     assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 20)
     assert (whole.finish, len(whole.tokens)) == (EngineFinish.LENGTH, 200)
     expected = [next_token("tiny0", again.tolist() + rest.tokens.tolist()[:i], 10**9) for i in range(180)]

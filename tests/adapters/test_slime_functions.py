@@ -66,7 +66,13 @@ def engine_test(test: Callable[[FunctionEngine, Told, Held], Awaitable[None]], *
 
 
 def request(index: int, attempt: str, offset: int = 0) -> Request:
-    return Request(attempt, PROMPT, SamplingParams(100), sample_key=(0, index), response_offset=offset)
+    return Request(
+        attempt_id=attempt,
+        token_ids=PROMPT,
+        sampling=SamplingParams(100),
+        sample_key=(0, index),
+        response_offset=offset,
+    )
 
 
 async def read(engine: FunctionEngine, asked: Request) -> Chunk:

@@ -53,7 +53,8 @@ class FunctionEngine(ServerEngine):
         check_function("--custom-generate-function-path", function, ("args", "sample", "sampling_params"))
         per_server = getattr(args, "sglang_server_concurrency", None)
         super().__init__("slime", Capabilities(
-            LogprobKind.UNKNOWN, 2**31 - 1, MAX_CONTEXT, (), per_server * len(urls) if per_server and urls else None,
+            logprob_kind=LogprobKind.UNKNOWN, vocab_size=2**31 - 1, max_context=MAX_CONTEXT,
+            max_in_flight=per_server * len(urls) if per_server and urls else None,
             version_spans=False, streams=False, honours_seeds=False,
         ))  # fmt: skip
         self._args, self._framework, self._function = args, framework, function
@@ -169,7 +170,7 @@ class FunctionEngine(ServerEngine):
 
     async def health(self) -> Health:
         """slime watches its servers itself."""
-        return Health(True)
+        return Health(ok=True)
 
     async def close(self) -> None:
         """Calls in flight are given up."""

@@ -40,7 +40,7 @@ ABORT_DEADLINE_S = 2.0
 """Later ends of aborted requests lose nothing (they are taken when they come), so the step need not wait long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """What a run under verl goes by."""
 
@@ -91,7 +91,15 @@ def settings_of(config: Any) -> RunSettings:
         run_id=secrets.randbits(64),
     )  # fmt: skip
     core = dataclasses.replace(core, max_response_len=context, max_in_flight=min(core.max_in_flight, cap))
-    return RunSettings(april, core, context, length, metric, bool(own.get("check", False)), overruns)
+    return RunSettings(
+        config=april,
+        core=core,
+        context=context,
+        max_tokens=length,
+        filter_metric=metric,
+        check=bool(own.get("check", False)),
+        overruns=overruns,
+    )
 
 
 def objections(config: Any) -> Iterator[str]:

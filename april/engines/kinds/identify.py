@@ -37,7 +37,7 @@ class ServerKind(StrEnum):
     """A web server that april knows nothing about."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """What a server says of itself, as it can be shown."""
 
@@ -94,7 +94,9 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     locked = models_locked or (not answers and any(reply.status in (401, 403) for reply in replies.values()))
 
     def found(kind: ServerKind, **more: Any) -> Identity:
-        return Identity(kind, version and said(version, VERSION_CHARS), models, needs_key=locked, **more)
+        return Identity(
+            kind=kind, version=version and said(version, VERSION_CHARS), models=models, needs_key=locked, **more
+        )
 
     workers = answers.get("/workers")
     if isinstance(workers, dict) and isinstance(workers.get("workers"), list):

@@ -100,14 +100,16 @@ class OpenAIEngine(ServerEngine):
             if reply.status == 404:
                 reply = await self._client.call("GET", "/v1/models", retry=True)
         except EngineError as error:
-            return Health(False, str(error))
+            return Health(ok=False, detail=str(error))
         if not reply.ok or is_page(reply):
             what = "a page" if reply.ok else str(reply.status)
-            return Health(False, f"{self._client.url} answers {what} to a health probe")
+            return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
         same, metrics = await self._process.check()
         detail = {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
         counters = {"open_streams": float(len(self._endpoint.open))}
-        return Health(same is not None, detail, counters, same is not False, metrics.load)
+        return Health(
+            ok=same is not None, detail=detail, counters=counters, current=same is not False, load=metrics.load
+        )
 
     async def close(self) -> None:
         """Close all streams and connections."""

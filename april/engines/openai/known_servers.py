@@ -11,7 +11,7 @@ from april.engine_limits import IT, Limit, LimitCode
 from april.engines.openai.wire import TokenShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnownServer:
     """How a kind of server differs from what its answers to single short requests show."""
 
@@ -28,10 +28,10 @@ class KnownServer:
     limits: tuple[Limit, ...] = ()
 
 
-ANY = KnownServer("")
+ANY = KnownServer(name="")
 TENSORRT_LLM = KnownServer(
-    "TensorRT-LLM",
-    (TokenShape.DETOKENIZE,),
+    name="TensorRT-LLM",
+    shapes=(TokenShape.DETOKENIZE,),
     # /metrics is no Prometheus page there: it waits 2 s for records of iterations, and takes them away from others
     load_route="/prometheus/metrics",
     load_route_always=False,

@@ -88,11 +88,11 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         keeps_eos=keeps_eos,
         load_route=load_route,
         capabilities=Capabilities(
-            kind,
-            config.vocab_size,
-            max_context,
-            tuple(eos),
-            config.max_in_flight,
+            logprob_kind=kind,
+            vocab_size=config.vocab_size,
+            max_context=max_context,
+            eos_token_ids=tuple(eos),
+            max_in_flight=config.max_in_flight,
             abort_means=AbortMeans.CLOSE,
             version_spans=False,
             remote=True,
@@ -164,7 +164,7 @@ class _Probe:
 
     async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Generated:
         """The whole answer to one short request."""
-        request = Request("probe", np.array(_PROMPTS[prompt], np.int32), sampling)
+        request = Request(attempt_id="probe", token_ids=np.array(_PROMPTS[prompt], np.int32), sampling=sampling)
         reader = ResponseReader(CompletionParser(self.shape, request), FIRST_VERSION, None, len(request.token_ids))
         endpoint = Endpoint(
             client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),

@@ -1,5 +1,7 @@
 """SGLang servers as engines: one HTTP call per attempt, ended by rid, weights loaded from disk or by the trainer.
 
+The control calls, and whether a load has succeeded, are in ``worker``.
+
 Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
 is handed over under a label that the server does not confirm.
 """

@@ -85,7 +85,7 @@ class ModelSize:
     bytes_per_parameter: float = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpeed:
     """Peak numbers of one GPU and the shares of them that decoding is taken to reach."""
 
@@ -104,8 +104,12 @@ MODELS: dict[str, ModelSize] = {
 }
 # Peaks: vendors' data sheets (dense bf16). The shares are estimates.
 GPUS: dict[str, GpuSpeed] = {
-    "h100": GpuSpeed(3.35e12, 989e12, 80e9, bandwidth_share=0.75, flops_share=0.50),
-    "mi300x": GpuSpeed(5.3e12, 1307e12, 192e9, bandwidth_share=0.65, flops_share=0.40),
+    "h100": GpuSpeed(
+        bandwidth_bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80e9, bandwidth_share=0.75, flops_share=0.50
+    ),
+    "mi300x": GpuSpeed(
+        bandwidth_bytes_per_s=5.3e12, flops_per_s=1307e12, memory_bytes=192e9, bandwidth_share=0.65, flops_share=0.40
+    ),
 }
 STEP_OVERHEAD_S = 1.5e-3
 

@@ -64,7 +64,7 @@ class SlotRequest:
     """Generated tokens that were handed out already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutput:
     """What a request generated since the last output; tokens [k], log-probabilities [k]."""
 
@@ -241,7 +241,15 @@ class SlotDecoder:
             sound = self._sound.get(output.request.attempt_id, 0)
             unsound = max(0, output.tokens.size - sound)
             self._stats.discarded_tokens += unsound
-            cut.append(SlotOutput(output.request, output.tokens[:sound], output.logprobs[:sound], None, unsound))
+            cut.append(
+                SlotOutput(
+                    request=output.request,
+                    tokens=output.tokens[:sound],
+                    logprobs=output.logprobs[:sound],
+                    finish=None,
+                    unsound=unsound,
+                )
+            )
         return cut + waited
 
     def synchronize(self) -> None:
@@ -489,14 +497,21 @@ class SlotDecoder:
             request, count = self._active[slot], int(counts[i])
             fresh = slice(request.taken, count)
             outputs.append(
-                SlotOutput(request, tokens[i, fresh].astype(np.int32), logprobs[i, fresh].copy(), ended.get(slot))
+                SlotOutput(
+                    request=request,
+                    tokens=tokens[i, fresh].astype(np.int32),
+                    logprobs=logprobs[i, fresh].copy(),
+                    finish=ended.get(slot),
+                )
             )
             request.taken = count
         return outputs
 
     @staticmethod
     def _empty_output(request: SlotRequest, finish: EngineFinish | None) -> SlotOutput:
-        return SlotOutput(request, np.empty(0, np.int32), np.empty(0, np.float32), finish)
+        return SlotOutput(
+            request=request, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish=finish
+        )
 
     def _reserve_tokens(self, columns: int) -> None:
         old = self._new_tokens.shape[1]

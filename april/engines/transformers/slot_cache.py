@@ -1,7 +1,8 @@
 """Keys and values of all active requests in slots, handed to a Hugging Face model as its ``past_key_values``.
 
 One store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p. The
-active requests are dense in the first rows, so that a decode step reads one plain slice.
+active requests are dense in the first rows, so that a decode step reads one plain slice. Weights change only while no
+request is active (``TransformersEngine.pause`` and ``update_weights``), so nothing in it outlives them.
 
 Invariant: in the active rows every cell left of the *clean column* is the row's own (its keys and values, or padding
 of its own prefill) or zero. A decode step reads cells left of the clean column only. So nothing of a former occupant

@@ -176,12 +176,14 @@ class ActorEngine(ServerEngine):
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 ok, detail, version, _ = await self._call("april_health")
         except TimeoutError:
-            return Health(False, f"its actor has not answered in {HEALTH_DEADLINE_S:g} s")
+            return Health(ok=False, detail=f"its actor has not answered in {HEALTH_DEADLINE_S:g} s")
         except EngineError as error:
-            return Health(False, str(error))
+            return Health(ok=False, detail=str(error))
         current = tuple(version) == tuple(self._version)
         told = detail if current else "its actor was started anew, with the weights of its start"
-        return Health(ok, told, {"open_requests": float(len(self._admission.inside))}, current)
+        return Health(
+            ok=ok, detail=told, counters={"open_requests": float(len(self._admission.inside))}, current=current
+        )
 
     async def close(self) -> None:
         """End all requests; the actor is the trainer's to end."""

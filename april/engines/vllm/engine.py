@@ -259,11 +259,11 @@ class VllmEngine(ServerEngine):
             reply = await self._client.call("GET", "/health", retry=True)
             if not reply.ok or is_page(reply):
                 what = "a page" if reply.ok else str(reply.status)
-                return Health(False, f"{self._client.url} answers {what} to a health probe")
+                return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
             label = await self.label()
             paused = await self._is_paused()
         except EngineError as error:
-            return Health(False, str(error))
+            return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
         current = same is not False and label in (None, self._labels.of(self._version))
         known = same is not None or label is not None
@@ -275,7 +275,8 @@ class VllmEngine(ServerEngine):
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
-        return Health(known and not self._not_whole, detail, counters, current and not self._not_whole, load)
+        whole = not self._not_whole
+        return Health(ok=known and whole, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
         """Whether it has the present weights; None: it does not say."""

@@ -222,10 +222,10 @@ class VllmInProcessEngine(ServerEngine):
         try:
             await self._there(self._llm.check_health)
         except Exception as error:
-            return Health(False, f"{type(error).__name__}: {said(error)}")
+            return Health(ok=False, detail=f"{type(error).__name__}: {said(error)}")
         if self._not_whole:
-            return Health(False, self._not_whole)
-        return Health(True, counters={"open_requests": float(len(self._admission.inside))})
+            return Health(ok=False, detail=self._not_whole)
+        return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
         """End all requests; the AsyncLLM is its owner's to shut down."""
@@ -292,11 +292,11 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         (not reloads, _TIED_EMBEDDINGS),
     )
     return Capabilities(
-        kind,
-        vocab_size,
-        max_context,
-        _eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
-        places,
+        logprob_kind=kind,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        eos_token_ids=_eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
+        max_in_flight=places,
         updates_from_disk=reloads,
         version_spans=False,
         streams=stream,

@@ -146,9 +146,9 @@ class Bench:
             max_tokens=whole, min_tokens=whole if forced else 0, temperature=temperature, **sampling
         )
         return Request(
-            self.new_id() if attempt_id is None else attempt_id,
-            np.concatenate((ids, held)),
-            params.after(len(held), seed),
+            attempt_id=self.new_id() if attempt_id is None else attempt_id,
+            token_ids=np.concatenate((ids, held)),
+            sampling=params.after(len(held), seed),
             sample_key=(number, 0),
             response_offset=len(held),
             stream=stream,

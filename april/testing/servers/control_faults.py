@@ -40,7 +40,7 @@ SAYS_NOTHING = (
 """Status 200 without a word of success."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PlannedControlFault:
     """``kind`` hits the calls of ``route`` after the next ``later``, ``times`` times; ``obeyed``: done all the same."""
 

@@ -36,7 +36,7 @@ _TENSORRT_KEYS = frozenset(
 """It refuses all others; those of them that april has use for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionRecord:
     """One request, as the server saw it."""
 
@@ -190,7 +190,7 @@ class FakeOpenAIServer:
         """POST /v1/completions."""
         body = await request.json()
         number = len(self.records)
-        record = CompletionRecord(body, weights=self.weights)
+        record = CompletionRecord(body=body, weights=self.weights)
         unknown = sorted(set(body) - _TENSORRT_KEYS) if self.shape is TokenShape.DETOKENIZE else []
         if unknown:
             return _error(400, f"Extra inputs are not permitted: {unknown}")
