@@ -18,7 +18,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Missing directories are made, with mode 0700. Raises OSError; then ``path`` is as it was, and nothing is left over.
     """
-    _make(path.parent)
+    make_directory(path.parent)
     _remove_left_over(path)
     file, part = _open_part(path)
     try:
@@ -57,10 +57,11 @@ def _remove_left_over(path: Path) -> None:
                 os.close(file)
 
 
-def _make(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
+    """Of mode 0700, with those above it that are missing."""
     if directory.exists():
         return
-    _make(directory.parent)
+    make_directory(directory.parent)
     directory.mkdir(mode=0o700, exist_ok=True)
     _sync(directory.parent)
 

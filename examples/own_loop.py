@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
         max_response_len=200,
         max_in_flight=64,
     )
-    with april.RolloutScheduler(config, prompts=prompts(), reward=reward, model=model) as rollouts:
+    record = "runs/own_loop.jsonl"  # what april decided, for `april replay`
+    with april.RolloutScheduler(config, prompts=prompts(), reward=reward, model=model, record=record) as rollouts:
         for step in range(options.steps):
             batch = rollouts.next_batch()
             loss = grpo_loss(model, batch)

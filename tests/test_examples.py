@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from april.record.replay import replay
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
 ADAPTERS = {"april.adapters.trl", "april.adapters.slime", "april.adapters.openrlhf", "april.adapters.verl"}
@@ -29,7 +31,9 @@ def test_examples_import_from_april_only(path: Path) -> None:
     assert ours <= {"april"} | ADAPTERS | OF_THE_DEMO.get(str(path.relative_to(EXAMPLES)), set())
 
 
-def test_the_loop_of_ones_own_learns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_of_ones_own_learns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten steps of examples/own_loop.py on tokens of which most are from older weights: the reward rises."""
     spec = importlib.util.spec_from_file_location("own_loop", EXAMPLES / "own_loop.py")
     assert spec is not None
@@ -37,7 +41,11 @@ def test_the_loop_of_ones_own_learns(capsys: pytest.CaptureFixture[str]) -> None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
 
+    monkeypatch.chdir(tmp_path)  # it leaves a record of its run
+
     assert example.main(["--steps", "10"]) > 0.7
+    assert replay(tmp_path / "runs" / "own_loop.jsonl").core.context.batches == 10
+    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 0: reward 0.5")
     assert len([line for line in lines if line.startswith("step ")]) == 10

@@ -439,10 +439,11 @@ def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
 
 
 def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """So is a limit that is none."""
+    """So is a limit that is none. Directories that are missing are made, for their owner only."""
     config = april.Config(rollout_batch_size=1, max_response_len=5)
+    (tmp_path / "file").touch()
     for wrong, sentence in [
-        (tmp_path / "no" / "run.jsonl", "cannot be written: No such file or directory"),
+        (tmp_path / "file" / "run.jsonl", "cannot be written: Not a directory"),
         (tmp_path, "cannot be written: File exists"),
         (7, "record must be the name of a file or an april.RunRecord, got 7"),
     ]:

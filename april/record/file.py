@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from april.atomic_file import make_directory
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -52,6 +53,7 @@ class RecordFile:
 
     def __init__(self, path: Path, limit: int) -> None:
         try:
+            make_directory(path.parent)
             if path.is_file():
                 path.replace(f"{path}.1")
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
