@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from april.coordinator.calls import SampleGivenUp, Session, generate
-from april.coordinator.messages import Answer, Done, GivenUp, Go, Result
+from april.coordinator.messages import Done, GivenUp, Go, Message, Result
 from april.coordinator.results import take
 from april.core import events as ev
 from april.core.sampling import SamplingParams
@@ -31,23 +31,23 @@ DONE = Done(tokens=WHOLE.tokens, logprobs=WHOLE.logprobs, spans=((3, 4, 0, 0),),
 class Coordinator:
     """Answers from a list, each after so many seconds; remembers what it was told, and when."""
 
-    def __init__(self, *answers: tuple[float, Answer]) -> None:
+    def __init__(self, *answers: tuple[float, Message]) -> None:
         self._answers = list(answers)
         self.told: list[tuple[float, str]] = []
 
-    async def _next(self, what: str) -> Answer:
+    async def _next(self, what: str) -> Message:
         self.told.append((asyncio.get_running_loop().time(), what))
         seconds, answer = self._answers.pop(0)
         await asyncio.sleep(seconds)
         return answer
 
-    async def call(self, *words: Any) -> Answer:
+    async def call(self, *words: Any) -> Message:
         return await self._next("call")
 
-    async def ended(self, *words: Any) -> Answer:
+    async def ended(self, *words: Any) -> Message:
         return await self._next("ended")
 
-    async def broke(self, *words: Any) -> Answer:
+    async def broke(self, *words: Any) -> Message:
         return await self._next(words[-1])
 
 

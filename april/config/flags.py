@@ -117,7 +117,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     except WrongSettings as error:
         # what stands in the file is named as it stands there
         named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
-        text = error.told(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
+        text = error.sentence(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
 
 

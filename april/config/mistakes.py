@@ -38,7 +38,7 @@ class Mistake(ValueError):
         super().__init__("".join(map(str, parts)))
         self.parts = parts
 
-    def told(self, name: Callable[[Named], str]) -> str:
+    def sentence(self, name: Callable[[Named], str]) -> str:
         """The sentence with other names."""
         return "".join(part if isinstance(part, str) else name(part) for part in self.parts)
 
@@ -48,11 +48,11 @@ class WrongSettings(ConfigError):
 
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
-        super().__init__(self.told(str))
+        super().__init__(self.sentence(str))
 
-    def told(self, name: Callable[[Named], str]) -> str:
+    def sentence(self, name: Callable[[Named], str]) -> str:
         """All sentences with other names."""
-        return "; ".join(mistake.told(name) for mistake in self.mistakes)
+        return "; ".join(mistake.sentence(name) for mistake in self.mistakes)
 
 
 def contradiction(settings: object, template: str) -> Mistake:

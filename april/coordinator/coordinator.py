@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from april.coordinator.execution import Execution
-from april.coordinator.messages import Answer, GivenUp, Order, Result, Settled
+from april.coordinator.messages import GivenUp, Message, Order, Result, Settled
 from april.coordinator.results import take
 from april.core import events as ev
 from april.core import snapshot
@@ -104,14 +104,14 @@ class Coordinator:
 
     # ---------------------------------------------------------------- rollouts ask
 
-    async def start(self, uid: str, index: int) -> Answer:
+    async def start(self, uid: str, index: int) -> Message:
         """Start, when the core wants this sample (again), or Settled."""
         sample = self._sample(uid, index)
         return Settled() if sample is None else await self._answer(sample.id, for_start=True)
 
     async def call(
         self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
-    ) -> Answer:
+    ) -> Message:
         """A rollout wants its conversation, int32 [T], continued by at most ``max_tokens``: Go, Done or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
@@ -122,7 +122,7 @@ class Coordinator:
         self._execution.post(ev.CallMade(sample.id, sampling, np.asarray(token_ids, np.int32)))
         return await self._answer(sample.id)
 
-    async def ended(self, uid: str, index: int, life: int, result: Result) -> Answer:
+    async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:
         """What came of a Go: the next Go, Done or GivenUp."""
         if result.unused is not None:
             self._execution.post(ev.TokensUnused(*result.unused))
@@ -140,7 +140,7 @@ class Coordinator:
             self._execution.mailboxes.late[sample.id] = result
         return await self._answer(sample.id)
 
-    async def broke(self, uid: str, index: int, life: int, error: str) -> Answer:
+    async def broke(self, uid: str, index: int, life: int, error: str) -> Message:
         """The request of a Go failed: the next Go, or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
@@ -188,7 +188,7 @@ class Coordinator:
         sample = self._sample(uid, index)
         return sample if sample is not None and self._execution.mailboxes.is_alive(sample.id, life) else None
 
-    async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Answer:
+    async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Message:
         self._execution.raise_if_failed()
         return await self._execution.mailboxes.answer(sample, for_start=for_start)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from april.coordinator.messages import Answer, GivenUp, Result, Settled
+from april.coordinator.messages import GivenUp, Message, Result, Settled
 from april.core.types import SampleId
 
 
@@ -18,8 +18,8 @@ class Mailboxes:
 
     def __init__(self) -> None:
         self._lives: dict[SampleId, int] = {}
-        self._answers: dict[SampleId, deque[Answer]] = {}
-        self._asked: dict[SampleId, tuple[bool, asyncio.Future[Answer]]] = {}
+        self._answers: dict[SampleId, deque[Message]] = {}
+        self._asked: dict[SampleId, tuple[bool, asyncio.Future[Message]]] = {}
         """(whether it waits for its start, who waits)"""
         self.late: dict[SampleId, Result] = {}
         """Results of requests that the core had stopped waiting for; the next attempt may begin with them."""
@@ -66,16 +66,16 @@ class Mailboxes:
 
     # ---------------------------------------------------------------- answers
 
-    async def answer(self, sample: SampleId, *, for_start: bool = False) -> Answer:
+    async def answer(self, sample: SampleId, *, for_start: bool = False) -> Message:
         """The next one for the sample's rollout; waits until there is one."""
         ready = self._answers.get(sample)
         if ready:
             return ready.popleft()
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[sample] = (for_start, future)
         return await future
 
-    def say(self, sample: SampleId, answer: Answer) -> None:
+    def say(self, sample: SampleId, answer: Message) -> None:
         """To whoever waits, or will ask."""
         _, future = self._asked.pop(sample, (False, None))
         if future is None or not _resolve(future, answer):
@@ -86,7 +86,7 @@ class Mailboxes:
         self._answers.pop(sample, None)
 
 
-def _resolve(future: asyncio.Future[Answer], answer: Answer) -> bool:
+def _resolve(future: asyncio.Future[Message], answer: Message) -> bool:
     """False: whoever waited is gone."""
     if future.done():
         return False

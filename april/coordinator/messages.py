@@ -51,7 +51,7 @@ class Settled:
     """The sample's group was delivered or dropped."""
 
 
-Answer = Start | Go | Done | GivenUp | Settled
+Message = Start | Go | Done | GivenUp | Settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ FULL_PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Pending:
     """Futures that the outside waits on."""
 
     batch: asyncio.Future[Batch] | None = None
@@ -112,7 +112,7 @@ class RolloutDriver:
         """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
         self._warned_full = False
-        self._waiting = _Waiting()
+        self._pending = _Pending()
         self._context = copy_context()
         self.worker_threads = WorkerThreads()
         self.calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self.spawn)
@@ -176,19 +176,19 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         self._note_handed_out()
-        if self.core.train_first and (self._waiting.batch is None or not self._waiting.batch.done()):
+        if self.core.train_first and (self._pending.batch is None or not self._pending.batch.done()):
             if blocks:
                 raise RolloutError(self.core.leases.why_full())
             self._warn_while_full()
-        if self._waiting.batch is None:
+        if self._pending.batch is None:
             self.raise_if_half_updated()
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
-            self._waiting.batch = loop.create_future()
+            self._pending.batch = loop.create_future()
             self._busy.step_started(loop.time())
             self.post(ev.StepRequested())
-        future = self._waiting.batch
+        future = self._pending.batch
         try:
             batch = await asyncio.shield(future)
             for engine in self._sharing:
@@ -197,16 +197,16 @@ class RolloutDriver:
         except asyncio.CancelledError:
             raise  # the result, there or not yet, is for the next call
         except BaseException:
-            if self._waiting.batch is future:
-                self._waiting.batch = None
+            if self._pending.batch is future:
+                self._pending.batch = None
             raise
 
     def _note_handed_out(self) -> None:
         """A batch that the trainer has is not the next one any more."""
-        future = self._waiting.batch
+        future = self._pending.batch
         there = future is not None and future.done() and future.exception() is None
         if future is not None and there and future.result().id == self.handed_out:
-            self._waiting.batch = None
+            self._pending.batch = None
 
     def _warn_while_full(self) -> None:
         """Once, if no update comes for so long that perhaps none ever will."""
@@ -215,11 +215,11 @@ class RolloutDriver:
         self._warned_full = True
         began = self.core.clock.current, len(self.core.leased)
 
-        def look() -> None:
+        def check() -> None:
             if self._broken is None and (self.core.clock.current, len(self.core.leased)) == began:
                 log.warning("next batch: %s", self.core.leases.why_full())
 
-        asyncio.get_running_loop().call_later(FULL_PATIENCE_S, look)
+        asyncio.get_running_loop().call_later(FULL_PATIENCE_S, check)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -227,7 +227,7 @@ class RolloutDriver:
         async with self._exclusive:
             self._raise_if_broken()
             future = asyncio.get_running_loop().create_future()
-            self._waiting.paused.append(future)
+            self._pending.paused.append(future)
             self.post(ev.PauseRequested())
             try:
                 await future
@@ -246,7 +246,7 @@ class RolloutDriver:
         """Number and end of an evaluation that begins once training's requests have ended."""
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
-        future = self._waiting.evaluations[number] = asyncio.get_running_loop().create_future()
+        future = self._pending.evaluations[number] = asyncio.get_running_loop().create_future()
         plain = self.rollout is not self.functions.rollout  # a thread each is dear: no more than can generate
         self.post(
             ev.EvaluationRequested(
@@ -495,8 +495,8 @@ class RolloutDriver:
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
-        if self._waiting.batch is not None:
-            self._waiting.batch.set_result(batch)
+        if self._pending.batch is not None:
+            self._pending.batch.set_result(batch)
 
     def _end_of_data(self, command: do.EndOfData) -> None:
         rest = (
@@ -513,18 +513,18 @@ class RolloutDriver:
         self._fail_batch(RolloutError(command.error))
 
     def _paused(self, command: do.Paused) -> None:
-        waiting, self._waiting.paused = self._waiting.paused, []
+        waiting, self._pending.paused = self._pending.paused, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     def _evaluation_ended(self, command: EvaluationEnd) -> None:
-        future = self._waiting.evaluations.pop(command.evaluation)
+        future = self._pending.evaluations.pop(command.evaluation)
         if not future.done():
             future.set_result(command)
 
     def _fail_batch(self, error: BaseException) -> None:
-        future = self._waiting.batch
+        future = self._pending.batch
         if future is not None and not future.done():
             future.set_exception(error)
             future.exception()  # a waiter may have gone; its error is not asyncio's business
@@ -532,7 +532,7 @@ class RolloutDriver:
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
         self.engine_calls.fail(error)
-        futures: list[asyncio.Future[Any]] = [*self._waiting.paused, *self._waiting.evaluations.values()]
+        futures: list[asyncio.Future[Any]] = [*self._pending.paused, *self._pending.evaluations.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(error)

@@ -36,7 +36,7 @@ class TimeLimits:
         loop = asyncio.get_running_loop()
         self._deadlines[what] = deadline = loop.time() + self.seconds
         if self._timer is None:
-            self._timer = loop.call_at(deadline, self._look)
+            self._timer = loop.call_at(deadline, self._check)
 
     def stop(self, what: Timed) -> None:
         """It does not run any more; its next start begins from zero."""
@@ -61,14 +61,14 @@ class TimeLimits:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """The timer of the oldest has run out, or of one that has been stopped since."""
         loop = asyncio.get_running_loop()
         # until the end this timer counts as running: what late() starts needs no second one
         while self._deadlines:
             what, deadline = next(iter(self._deadlines.items()))
             if deadline > loop.time():
-                self._timer = loop.call_at(deadline, self._look)
+                self._timer = loop.call_at(deadline, self._check)
                 return
             del self._deadlines[what]
             self._call_late(what)

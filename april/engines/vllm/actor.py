@@ -28,7 +28,7 @@ HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000
 """Calls that an actor may work on at once; below the requests in flight, an abort would wait for their end."""
 
-Answer = tuple[str, Any]
+Result = tuple[str, Any]
 """("ok", value), or ("refused" or "error", message): errors of Ray hide what they wrap."""
 
 
@@ -51,7 +51,7 @@ class ActorSide:
         """Raises EngineError while requests of april's run: the trainer must not write weights then."""
         self._engine.require_idle()
 
-    async def generate(self, ask: dict[str, Any]) -> Answer:
+    async def generate(self, ask: dict[str, Any]) -> Result:
         """One request, whole: token ids int32 [k], log-probabilities float32 [k], why it ended, at what, under which
         weights."""
         request = Request(**{**ask, "sampling": SamplingParams(**ask["sampling"])})
@@ -70,7 +70,7 @@ class ActorSide:
         """Ask for their end."""
         await self._engine.abort(attempt_ids)
 
-    async def update_weights(self, version: Sequence[int], life: str | None = None) -> Answer:
+    async def update_weights(self, version: Sequence[int], life: str | None = None) -> Result:
         """The weights that the trainer has put here are ``version``; ``life``: into which actor, if that is known."""
         if life not in (None, self._life):
             return "error", "its actor was started anew while weights were handed over; hand them over again"
@@ -192,7 +192,7 @@ class ActorEngine(ServerEngine):
                 await self.abort()
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """The value of an :data:`Answer`; raises what it says went wrong."""
+        """The value of a :data:`Result`; raises what it says went wrong."""
         outcome, value = await self._call(method, *arguments)
         if outcome == "refused":
             raise RequestRefused(value)
