@@ -294,24 +294,64 @@ def finish_evaluation(m: Machine) -> None:
 
 
 def test_an_update_waits_for_it_and_it_for_an_update() -> None:
-    """Neither begins while the other runs."""
+    """Neither begins while the other runs, and each in the order in which they were asked for."""
     m = Machine()
-    first = m.evaluate()
+    first, second = m.evaluate(), m.evaluate()
+    assert len(m.running) == 2
     update(m)
-    second = m.evaluate()
+    third = m.evaluate()
     assert len(m.running) == 2
     assert not m.asked
     finish_evaluation(m)
     assert set(m.results) == {first, second}
     assert len(m.asked) == 2
-    third = m.evaluate()
+    fourth = m.evaluate()
     assert not m.running
     while m.updating:
         m.answer(m.asked.pop(0))
+    assert {e.version for e in m.running} == {PolicyVersion(0, 1)}
+    finish_evaluation(m)
+    assert set(m.results) == {first, second, third, fourth}
+
+
+def test_evaluations_without_a_gap_do_not_keep_an_update_out() -> None:
+    """Those that are asked for after it come after it; where it is cancelled, they begin."""
+    m = Machine()
+    m.evaluate()
+    update(m)
+    for _ in range(3):
+        m.evaluate()
+    assert len(m.running) == 1
+    m.post(ev.UpdateCancelled(m.updates))
+    assert len(m.running) == 4
+    update(m)
+    last = m.evaluate()
+    finish_evaluation(m)
+    update(m)
+    while m.core.clock.current.n < 1 or m.core.updates.running:
+        m.answer(m.asked.pop(0))
     (running,) = m.running
     assert running.version == PolicyVersion(0, 1)
+    assert last not in m.results
     finish_evaluation(m)
-    assert third in m.results
+    assert last in m.results
+    while m.core.updates.running:
+        m.answer(m.asked.pop(0))
+    assert m.core.clock.current == PolicyVersion(0, 2)
+
+
+def test_one_that_is_asked_for_after_the_update_that_mends_the_weights_waits_for_it() -> None:
+    """While engines hold different weights an evaluation fails at once, unless an update is on its way."""
+    m = Machine()
+    m.post(ev.WeightsWritten("nobody knows which weights these are"))
+    failed = m.evaluate()
+    assert isinstance(m.results[failed], do.EvaluationFailed)
+    update(m)
+    mended = m.evaluate()
+    while m.updating:
+        m.answer(m.asked.pop(0))
+    finish_evaluation(m)
+    assert isinstance(m.results[mended], do.EvaluationDone)
 
 
 def test_a_pause_waits_for_it_and_it_waits_for_the_end_of_a_pause() -> None:

@@ -221,7 +221,10 @@ class Hangs(RecordingEngine):
 def test_nobody_waits_for_ever_for_an_engine_that_hangs(
     what: str, seconds: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is named and left out, and comes back with the next update; without another engine the update fails."""
+    """It is named and left out, and comes back with the next update; without another engine the update fails.
+
+    Not so where only the resumption hangs: the weights are there, the batch is committed, and the version says so.
+    """
 
     async def program() -> None:
         lengths = table({})
@@ -231,9 +234,10 @@ def test_nobody_waits_for_ever_for_an_engine_that_hangs(
         await rollouts.driver.next_batch()
         bad.hangs, before = what, now()
         sentence = f"engine bad has not answered {what} in {seconds} s"
-        if alone:
+        if alone and what != "resume":
             with pytest.raises(EngineError, match=sentence):
                 await rollouts.driver.update_weights()
+            assert rollouts.core.clock.current == PolicyVersion(0, 0)
         else:
             await rollouts.driver.update_weights()
             assert sentence in caplog.text
@@ -242,6 +246,31 @@ def test_nobody_waits_for_ever_for_an_engine_that_hangs(
         bad.hangs = ""
         await rollouts.driver.update_weights()
         rollouts.check(await rollouts.driver.next_batch())
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_update_that_raises_may_be_repeated() -> None:
+    """Where it raises the version stays, so a trainer that asks again commits no batch that it has not trained."""
+
+    class Stuck(RecordingEngine):
+        troubles = 2
+
+        async def resume(self) -> None:
+            self.troubles -= 1
+            if self.troubles >= 0:
+                raise EngineError("it stays paused")
+            await super().resume()
+
+    async def program() -> None:
+        lengths = table({})
+        rollouts = Rollouts(lengths, n=2, engines=[Stuck(lengths)])
+        first, second = await rollouts.driver.next_batch(), await rollouts.driver.next_batch()
+        assert list(rollouts.core.leased) == [first.id, second.id]
+        assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
+        assert list(rollouts.core.leased) == [second.id]
+        rollouts.check(await rollouts.driver.next_batch())  # a probe has found the engine, which was resumed then
         await rollouts.close()
 
     virtual(program)

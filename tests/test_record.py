@@ -220,6 +220,34 @@ def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Pat
     assert [line[2]["ends"] for line in lines_of(path) if line[1] == "CallMade"] == [True]
 
 
+def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path) -> None:
+    """The first call has ended in EOS, whose number a record does not have; the second quotes it."""
+    path = tmp_path / "run.jsonl"
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        done = await llm.generate(stop_token_ids=(EOS,))
+        await asyncio.sleep(20)
+        done = await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=(EOS,))
+        await llm.generate([*done.conversation.tolist(), 950], max_tokens=1)
+
+    async def program() -> None:
+        run = new(rollout=rollout, lengths=table({}, 5))
+        waiter = asyncio.create_task(run.driver.next_batch())
+        await asyncio.sleep(10.0)
+        state = saved(run.driver.state_dict(None))
+        await waiter
+        await run.close()
+        run = new(rollout=rollout, lengths=table({}, 5), record=RunRecord(path))
+        await run.driver.load_state_dict(state)
+        await run.driver.next_batch()
+        await run.close()
+        assert replay(path).core.tokens == run.core.tokens
+
+    virtual(program)
+    calls = [line[2] for line in lines_of(path) if line[1] == "CallMade"]
+    assert any(call.get("ends") and "token_ids" in call for call in calls)
+
+
 def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tmp_path: Path) -> None:
     """The record has where its conversation differs, not how; its sample begins again in both."""
     path, begun = tmp_path / "run.jsonl", 0

@@ -33,6 +33,8 @@ class Evaluation:
     """One evaluation. Its prompts are groups once it has begun."""
 
     request: EvaluationRequested
+    behind: int = 0
+    """The last weight update that was asked for before it and waits; 0: none. It begins after that."""
     version: PolicyVersion | None = None
     """Under which it generates; None: it has not begun."""
     groups: tuple[Group, ...] = ()
@@ -64,11 +66,11 @@ class Evaluations:
         self._failures = failures
         self._next_group = FIRST_GROUP
 
-    def requested(self, event: EvaluationRequested) -> None:
-        """It begins when no attempt of training is left, and no pause for new weights."""
+    def requested(self, event: EvaluationRequested, behind: int) -> None:
+        """It begins when no attempt of training is left, and no pause for new weights; ``behind``: as in Evaluation."""
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
-        self._context.evaluations[event.evaluation] = Evaluation(request=event)
+        self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
         """It ends as if it had failed; one that has ended meanwhile is left alone."""
@@ -102,20 +104,26 @@ class Evaluations:
         version = self._context.clock.current
         return not any(s.quarantined or version in s.loaded for s in self._context.engines.states.values())
 
-    def come_first(self, *, held: bool) -> bool:
-        """Whether an update waits for one: those that have begun, and without a pause (``held``) those that will."""
-        return any(e.version is not None or not held for e in self._context.evaluations.values())
+    def come_first(self, *, held: bool, update: int) -> bool:
+        """Whether an update waits for one: those that have begun, and without a pause (``held``) those that will.
 
-    def advance(self, *, may_begin: bool = False, half_updated: str | None = None) -> None:
+        ``update``: the first that waits; those that were asked for after it come after it.
+        """
+        evaluations = self._context.evaluations.values()
+        return any(e.version is not None or not (held or e.behind >= update) for e in evaluations)
+
+    def advance(self, *, may_begin: bool = False, half_updated: str | None = None, update: int = 0) -> None:
         """Begin what waits for that, end what is finished or has failed.
 
-        ``half_updated``: why nothing may be generated before another weight update.
+        ``half_updated``: why nothing may be generated before another weight update. ``update``: the first that waits
+        or runs; 0: none.
         """
         context = self._context
         for number, evaluation in list(context.evaluations.items()):
-            if half_updated is not None:
+            waits = evaluation.version is None and 0 < update <= evaluation.behind
+            if half_updated is not None and not waits:
                 evaluation.fail(half_updated, AttemptFailure.WEIGHTS_WRITTEN)
-            if evaluation.version is None and evaluation.failure is None and may_begin:
+            if evaluation.version is None and evaluation.failure is None and may_begin and not waits:
                 self._begin(evaluation)
             if evaluation.failure is not None:
                 self._give_up(evaluation)

@@ -221,13 +221,14 @@ class RolloutCore:
     def _advance_others(self) -> None:
         """Evaluations, weight updates and pauses: training waits for them, and they for its last attempt."""
         evaluations, updates = self._evaluations, self.updates
+        first = min(updates.numbers, default=0)
         if self.context.evaluations:
             may_begin = not self.paused and not self.attempts
-            evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated)
+            evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
             if any(evaluations.running):
                 self._start_waiting()
                 evaluations.advance()  # an engine for them may have been found not to exist
-        if updates.waits and (updates.running or not evaluations.come_first(held=self.held)):
+        if updates.waits and (updates.running or not evaluations.come_first(held=self.held, update=first)):
             updates.go_on(held=self.held)
         if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
             self._pause_asked = False
@@ -425,7 +426,7 @@ class RolloutCore:
         self._stop_everything()
 
     def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
-        self._evaluations.requested(event)
+        self._evaluations.requested(event, behind=max(self.updates.numbers, default=0))
         self._stop_everything()
 
     def _resumed(self, event: ev.Resumed) -> None:

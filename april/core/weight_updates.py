@@ -81,6 +81,11 @@ class WeightUpdates:
         """Whether an update waits for its time."""
         return self.phase is STOPPING or bool(self._requests)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the updates that were asked for and have not ended."""
+        return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]
+
     def can_give(self, state: EngineState) -> bool:
         """Whether april can give an engine the present weights on its own.
 
@@ -261,14 +266,14 @@ class WeightUpdates:
             self._calls.resume(name)
 
     def _resumed(self) -> None:
-        """An update that was adopted is done, whatever a single engine makes of its resumption."""
+        """An update that was adopted is done, whatever engines make of their resumption: asked again, it is another."""
         failed = self._failures()
-        left_out = self._leave_out(failed)
-        if self._adopted:
-            failed = {name: event for name, event in failed.items() if name not in left_out}
-        for name in failed:
+        self._leave_out(failed)
+        for name, event in failed.items():
             self._context.engine_failed(name)
-        if self._failed is None:
+            if self._adopted and name not in self._left_out:
+                self._context.out.append(do.Warn(f"engine {name} has the new weights and is paused: {event.error}"))
+        if self._failed is None and not self._adopted:
             self._fails_by(failed.values())
         self._end()
 

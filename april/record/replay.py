@@ -121,17 +121,23 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     run.events[what] += 1
     ends = parts.pop("ends", False)
     event = back(parts, _EVENTS[what])
-    tokens = np.zeros(1, np.int32)
+    tokens, tape = np.zeros(1, np.int32), None
     if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
         attempt = core.context.attempts.get(event.attempt_id)
-        tape = AttemptTape() if attempt is None else attempt.tape
+        parsed = AttemptTape() if attempt is None else attempt.tape
         for version, count in event.counts.spans:
-            tape.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
+            parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
     elif isinstance(event, ev.CallMade) and ends and (group := core.context.group(event.sample.group)) is not None:
-        tokens = group.samples[event.sample.index].tape.tokens
-    tokens[-1] = END  # for as long as the core looks: calls are compared with zeros
+        tape = group.samples[event.sample.index].tape
+        tokens, asked, end = tape.tokens, event.token_ids, len(group.prompt.token_ids) + len(tape) - 1
+        if asked is not None and end < len(asked):
+            asked[end] = 0 if asked[end] else END  # the same as there, or another
+    last = len(tokens) - 1
+    tokens[last] = END  # for as long as the core looks: calls are compared with zeros
     commands = core.handle(event)
-    tokens[-1] = 0
+    tokens[last] = 0
+    if tape is not None:  # which may have grown meanwhile
+        tape.tokens[last : last + 1] = 0
     run.unchecked += 1
     if run.unchecked * CHECKED >= len(core.buffer) * core.settings.n_samples_per_prompt:
         core.validate()
