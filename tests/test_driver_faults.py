@@ -470,8 +470,8 @@ def test_chunks_after_a_fence_change_nothing() -> None:
     virtual(program)
 
 
-@pytest.mark.parametrize("late", [ev.AttemptEnded, ev.AttemptFailed])
-def test_events_of_attempts_that_are_accounted_for_change_nothing(late: Any) -> None:
+@pytest.mark.parametrize("late", [{"finish": EngineFinish.STOP}, {"error": "reset"}], ids=["ended", "failed"])
+def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
     """A reply that comes twice, or for an id nobody knows, is counted and ignored."""
 
     async def program() -> None:
@@ -479,7 +479,8 @@ def test_events_of_attempts_that_are_accounted_for_change_nothing(late: Any) -> 
         batch = await rollouts.step()
         before = repr(rollouts.core)
         for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
-            rollouts.driver.post(late(attempt_id, EngineFinish.STOP))
+            event = ev.AttemptFailed if "error" in late else ev.AttemptEnded
+            rollouts.driver.post(event(attempt_id=attempt_id, **late))
         assert repr(rollouts.core) == before
         assert rollouts.core.counters["late_events"] == 2
         await rollouts.close()

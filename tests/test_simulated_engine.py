@@ -448,7 +448,8 @@ async def main():
     engines = [SimulatedEngine(f"e{k}", roofline("qwen3-4b", "h100"), length_of, max_running=16) for k in range(2)]
     async def one(group, index):
         prompt = np.arange(group, group + 50, dtype=np.int32)
-        request = Request(f"{group}/{index}", prompt, SamplingParams(max_tokens=2000), sample_key=(group, index))
+        sampling, key = SamplingParams(max_tokens=2000), (group, index)
+        request = Request(attempt_id=f"{group}/{index}", token_ids=prompt, sampling=sampling, sample_key=key)
         async for chunk in engines[group % 2].generate(request):
             note = f"{loop.time()!r} {group} {index} {chunk.finish} {chunk.version}".encode()
             digest.update(note + chunk.tokens.tobytes() + chunk.logprobs.tobytes())
