@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
+from april.core.types import GenerationMode
 
 if TYPE_CHECKING:
     from april.engines.protocol import Capabilities
@@ -28,10 +29,17 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
         bad = [i for i in config.sampling.stop_token_ids if i >= c.vocab_size]
         if bad:
             yield f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {name}"
+        continuous = config.generation is GenerationMode.CONTINUOUS
         if config.leaves_partials and not c.returns_partials:
+            steps = "generation: stepwise, " if continuous else ""
             yield (
                 f"engine {name} hands over nothing when a request is aborted, so partial rollouts would lose "
-                "their tokens; set over_sampling_batch_size to rollout_batch_size, and refill: none"
+                f"their tokens; set {steps}over_sampling_batch_size to rollout_batch_size, and refill: none"
+            )
+        if continuous and c.shares_weights:
+            yield (
+                f"engine {name} generates with the trainer's own model, which cannot be trained meanwhile; set "
+                "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
             )
 
 

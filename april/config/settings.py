@@ -30,7 +30,7 @@ from april.config.values import (
 )
 from april.core.sampling import SamplingParams, wrong_stop_strings
 from april.core.settings import CoreSettings
-from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.core.types import GenerationMode, OnDataEnd, OnLongPrompt, OnStale, Refill
 from april.errors import ConfigError
 from april.extras import install
 
@@ -79,8 +79,12 @@ class Config(Model):
     """Keep unfinished responses and continue them in the next step."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments."""
+    generation: GenerationMode = GenerationMode.STEPWISE
+    """What a delivered batch ends: all generation until the next one is asked for (stepwise), or nothing (continuous:
+    engines with GPUs of their own go on while the trainer trains, and only a weight update interrupts requests)."""
     refill: Refill = Refill.NONE
-    """When new work starts inside a step: once (none), per finished group, or per finished sample."""
+    """When new work starts between two deliveries: once (none), per finished group, or per finished sample, which
+    generation: continuous does where this is left out."""
     max_in_flight: PositiveInt | None = None
     """Samples generated at the same time, on all engines together; None: max(N, N') * n, and no more than the engines'
     slots."""
@@ -131,6 +135,8 @@ class Config(Model):
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
+        if values.get("generation") == GenerationMode.CONTINUOUS:
+            values.setdefault("refill", Refill.SAMPLE)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -158,6 +164,10 @@ class Config(Model):
         )
         yield self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP, (
             "{epochs=} ends, and {on_data_end=} never does; leave out one of them"
+        )
+        yield self.generation is GenerationMode.CONTINUOUS and not self.partial_rollout, (
+            "{generation=} has unfinished responses at each weight update, and {partial_rollout=} would throw them "
+            "away; set {partial_rollout: true}"
         )
         yield self.refill is not Refill.NONE and not self.partial_rollout, (
             "{refill=} leaves unfinished responses at the end of a step, and {partial_rollout=} would throw them away; "
@@ -195,7 +205,9 @@ class Config(Model):
 
     @property
     def leaves_partials(self) -> bool:
-        """Whether a step may start more groups than it delivers: N' > N, portions of several groups, or refill."""
+        """Whether requests are cut: steps may start more groups than they deliver, or a weight update finds some."""
+        if self.generation is GenerationMode.CONTINUOUS:
+            return True
         return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
 
     @property
@@ -248,6 +260,7 @@ class Config(Model):
             over_sampling_batch_size=self.groups_in_work,
             max_response_len=self.max_response_len,
             max_in_flight=self.samples_in_flight,
+            generation=self.generation,
             refill=self.refill,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,

@@ -1,4 +1,6 @@
-"""Evaluations: prompts that are answered under one policy version while training waits, and leave no trace in it.
+"""Evaluations: prompts that are answered under one policy version and leave no trace in training.
+
+Stepwise, training waits until they have ended; with continuous generation nothing does but the next weight update.
 
 Their groups go through the queue, the attempts and the functions as those of training do. What differs is decided here:
 they have accounts of their own, a cut response begins again from its call with the same seed, and the first failure of
@@ -67,7 +69,7 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """It begins when no attempt of training is left, and no pause for new weights; ``behind``: as in Evaluation."""
+        """It begins when generation is not paused, stepwise also no attempt of training left; ``behind``: as there."""
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
         self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)
@@ -77,13 +79,13 @@ class Evaluations:
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
 
-    def may_start(self, work: Sample | GenerateCall) -> bool:
-        """Whether it may take a place: training waits, and so do functions beyond those that may run at once."""
-        if not isinstance(work, Sample):
-            return work.sample.evaluation is not None
-        evaluation = work.evaluation
-        most = None if evaluation is None else evaluation.request.functions_at_once
-        return evaluation is not None and (most is None or evaluation.functions < most)
+    def may_start(self, work: Sample | GenerateCall, *, training: bool) -> bool:
+        """Whether it may take a place: training may or waits, and functions beyond those that may run at once do."""
+        evaluation = (work if isinstance(work, Sample) else work.sample).evaluation
+        if evaluation is None:
+            return training
+        most = evaluation.request.functions_at_once if isinstance(work, Sample) else None
+        return most is None or evaluation.functions < most
 
     @property
     def running(self) -> Iterator[Evaluation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.core.types import GenerationMode, OnDataEnd, OnLongPrompt, OnStale, Refill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class CoreSettings:
     over_sampling_batch_size: int
     max_response_len: int
     max_in_flight: int
+    generation: GenerationMode = GenerationMode.STEPWISE
     refill: Refill = Refill.NONE
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH

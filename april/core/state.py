@@ -30,6 +30,7 @@ from april.core.timers import Timer, TimerKind
 from april.core.types import (
     AttemptFailure,
     DropReason,
+    GenerationMode,
     Group,
     OnDataEnd,
     OnLongPrompt,
@@ -74,10 +75,15 @@ class RolloutCore:
         self.attempts = context.attempts.in_flight
         self.counters, self.leases, self.leased = context.counters, context.leases, context.leases.batches
         self.step: Step | None = None
+        """None: nothing is generated. Stepwise from a request for a batch to its delivery; continuous from the first
+        request on, and anew with each delivery."""
+        self.wanted = False
+        """The trainer waits for a batch."""
         self.held = False
         """Somebody has asked for a pause."""
         # nothing is drawn after the beginning of a step, except for groups that were given up
         self._draws_once = settings.refill is Refill.NONE
+        self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check = check
         self._pause_asked = False
         self._long_in_a_row = 0
@@ -180,53 +186,76 @@ class RolloutCore:
     # ---------------------------------------------------------------- steps
 
     def _step_requested(self, event: ev.StepRequested) -> None:
-        if self.step is not None:
+        if self.wanted:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
+        self.wanted = True
+        if self.step is None:
+            self._calls.turns += 1
+            self._recovery.ask_all()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         self.step = Step(self.counters.copy())
-        self._calls.turns += 1
-        self._recovery.ask_all()
         self._failures.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
     def _advance(self) -> None:
-        """Do what the present state allows: fail, stop, deliver, or fill."""
-        step, out = self.step, self.context.out
+        """Do what the present state allows: fail, deliver, or fill."""
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
         if self.context.evaluations or self._pause_asked or self.updates.waits:
             self._advance_others()
-        if step is None:
+        if self.step is None:
             return  # a failure between steps is told in the next one
-        failure, self.context.failure = self.context.failure, None
-        if failure is not None:
-            # everything is kept, and a new step may be asked for
-            self.step = None
-            self._calls.turns += 1
-            self._stop_everything()
-            out.append(do.Fail(failure))
+        if self.context.failure is not None:
+            if self.wanted:
+                self._fail()
             return
         if self.train_first:
             return
-        enough = self.monitor.target_reached or (self.over_sampler.exhausted and self._nothing_is_in_work())
+        step, enough = self.step, self.wanted and self._enough
+        stops = enough and not self._continuous
         if enough and not step.stopping:
             step.in_flight_at_stop = Counter(a.engine for a in self.attempts.values())
+        if stops and not step.stopping:
             self._stop_everything()
-        step.stopping = enough  # a weight update may take ready groups away until all attempts have ended
-        if step.stopping:
-            if not self.attempts:
-                self._end_step()
-        elif not self.paused and not self.context.evaluations:
+        step.stopping = stops  # a weight update may take ready groups away until all attempts have ended
+        if stops and self.attempts:
+            return
+        if enough:
+            self._end_step()
+        waits = self.paused or self.train_first or (self.context.evaluations and not self._continuous)
+        if self.step is not None and not waits:
             self._fill()
+
+    def _fail(self) -> None:
+        """Everything is kept, and a batch may be asked for anew."""
+        failure, self.context.failure = self.context.failure, None
+        assert failure is not None
+        self._leave_step()
+        self._stop_everything()
+        self.context.out.append(do.Fail(failure))
+
+    def _leave_step(self) -> None:
+        self.step, self.wanted = None, False
+        self._calls.turns += 1
+
+    @property
+    def _enough(self) -> bool:
+        """There is a batch; where the source has ended, of what there is, even if that is less than N."""
+        if self.monitor.target_reached:
+            return True
+        return self.over_sampler.exhausted and self.monitor.ready == len(self.buffer) and not self.attempts
 
     def _advance_others(self) -> None:
         """Evaluations, weight updates and pauses: training waits for them, and they for its last attempt."""
         evaluations, updates = self._evaluations, self.updates
         first = min(updates.numbers, default=0)
         if self.context.evaluations:
-            may_begin = not self.paused and not self.attempts
+            may_begin = not self.paused and (self._continuous or not self.attempts)
             evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
             if any(evaluations.running):
-                self._start_waiting()
+                self._start_waiting(training=False)
                 evaluations.advance()  # an engine for them may have been found not to exist
         if updates.waits and (updates.running or not evaluations.come_first(held=self.held, update=first)):
             updates.go_on(held=self.held)
@@ -244,10 +273,6 @@ class RolloutCore:
         """Too many batches are out: what began now would be too old when it is trained, so steps wait for an update."""
         return self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
 
-    def _nothing_is_in_work(self) -> bool:
-        """Where the source has ended, what is there is delivered then, even if it is less than N."""
-        return self.monitor.ready == len(self.buffer) and not self.attempts
-
     def _stop_everything(self) -> None:
         self.context.stop(list(self.attempts.values()), sweep=True)
 
@@ -255,13 +280,16 @@ class RolloutCore:
         """Deliver what is complete; a rest of fewer than N groups waits for more prompts if it shall."""
         waits = self.settings.on_data_end is OnDataEnd.WAIT and self.monitor.ready < self.settings.rollout_batch_size
         groups = [] if waits else self.monitor.take(self.buffer.goes_first)
-        step, self.step = self.step, None
-        self._calls.turns += 1
+        step, self.wanted = self.step, False
         assert step is not None
+        if not (groups and self._continuous):
+            self._leave_step()
         if groups:
             self._deliver(groups, step)
         else:
             self.context.out.append(do.EndOfData(self.monitor.ready))
+        if self.step is not None:
+            self._begin_step()
 
     def _deliver(self, groups: list[Group], step: Step) -> None:
         context = self.context
@@ -318,7 +346,7 @@ class RolloutCore:
     def _fill(self) -> None:
         """Start what may start, then ask for prompts if there is nothing left to start."""
         if self.over_sampler.waiting:
-            self._start_waiting()
+            self._start_waiting(training=True)
         step = self.step
         assert step is not None
         if step.filled and self._draws_once and len(self.buffer) >= self.settings.rollout_batch_size:
@@ -336,11 +364,12 @@ class RolloutCore:
         elif not self.over_sampler.asked:
             step.filled = True
 
-    def _start_waiting(self) -> None:
-        """While there are evaluations, their samples, which go first; training waits."""
+    def _start_waiting(self, *, training: bool) -> None:
+        """Samples and calls of evaluations go first; ``training``: those of training follow."""
         context, queue = self.context, self.over_sampler
         for _ in range(min(context.places.free, queue.waiting)):
-            if context.evaluations and (first := queue.first()) and not self._evaluations.may_start(first):
+            first = queue.first() if context.evaluations else None
+            if first is not None and not self._evaluations.may_start(first, training=training):
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
@@ -427,7 +456,8 @@ class RolloutCore:
 
     def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
         self._evaluations.requested(event, behind=max(self.updates.numbers, default=0))
-        self._stop_everything()
+        if not self._continuous:
+            self._stop_everything()
 
     def _resumed(self, event: ev.Resumed) -> None:
         self.held = self._pause_asked = False

@@ -174,6 +174,15 @@ class OnDataEnd(StrEnum):
     """The prompts begin again, for ever."""
 
 
+class GenerationMode(StrEnum):
+    """What ends with a batch (setting ``generation``)."""
+
+    STEPWISE = "stepwise"
+    """Generation: a delivery cuts what is in flight, and the next request for a batch continues it (the paper)."""
+    CONTINUOUS = "continuous"
+    """Nothing: generation goes on while the trainer trains; only a weight update cuts, and continues, requests."""
+
+
 class Refill(StrEnum):
     """When new work starts inside a step."""
 

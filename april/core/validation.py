@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from april.core.types import AttemptState, CallState, GroupState, Sample, SampleId, SampleState
+from april.core.types import AttemptState, CallState, GenerationMode, GroupState, Sample, SampleId, SampleState
 from april.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def check_evaluation(core: RolloutCore, evaluation: Evaluation) -> str | None:
         return f"{held} tokens held, its ledger says {evaluation.tokens.as_dict()}"
     if evaluation.version is None:
         return None
-    if evaluation.version != core.clock.current or core.attempts:
+    alone = core.settings.generation is GenerationMode.STEPWISE
+    if evaluation.version != core.clock.current or (alone and core.attempts):
         return f"it began under {evaluation.version}, and weights changed or training went on"
     if {part.version for s in samples for part in s.tape.segments} - {evaluation.version}:
         return f"tokens of other versions than {evaluation.version}"

@@ -186,7 +186,8 @@ class RolloutDriver:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
             self._pending.batch = loop.create_future()
-            self._busy.step_started(loop.time())
+            if self.core.step is None:
+                self._busy.step_started(loop.time())
             self.post(ev.StepRequested())
         future = self._pending.batch
         try:
@@ -490,7 +491,9 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         self.samples.forget(sample.id for sample in batch.samples)
-        times = self._busy.step_ended(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        times = self._busy.step_ended(now)
+        self._busy.step_started(now)
         batch = replace(batch, metrics={**batch.metrics, **times})
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
