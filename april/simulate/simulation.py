@@ -22,26 +22,26 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, Prompt, SampleId
-from april.core.versions import PolicyVersion
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
-from april.errors import RolloutError
+from april.errors import InvariantError, RolloutError
+from april.simulate.trainer import SimulatedTrainer
 
 IGNORED: tuple[type[do.Command], ...] = (
     do.StartTimer, do.Fence,  # aborts are instantaneous here
     do.ScoreSample, do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
-    do.ProbeEngine, do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
-    do.EvaluationDone, do.EvaluationFailed,
+    do.ProbeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn, do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
-"""Commands that never come, or of which nothing is seen: no rewards, evaluations, weights, failures."""
+"""Commands that never come, or of which nothing is seen: no rewards, evaluations, transfers, failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One simulated step; times in seconds of virtual time."""
+    """What happened between two deliveries; times in seconds of virtual time."""
 
     start_s: float
+    """Delivery of the batch before."""
     end_s: float
     generated_tokens: int
     trained_tokens: int
@@ -49,7 +49,7 @@ class StepRecord:
     busy_slot_s: float
     metrics: dict[str, float]
     token_ages: dict[int, int]
-    """Trained tokens by age: weight updates between the token and its delivery."""
+    """Trained tokens by age: weight updates between the token and its training."""
     lengths: list[int]
     """Response tokens of the delivered samples."""
 
@@ -95,7 +95,7 @@ class _Running:
 
 
 class Simulation:
-    """One trainer that takes a batch, updates the weights, and takes the next.
+    """One trainer that takes a batch, trains it, updates the weights, and takes the next.
 
     Args:
         settings: of the core, without rewards and filter: neither takes time here.
@@ -103,6 +103,7 @@ class Simulation:
         lengths: true response lengths by (group, sample).
         engines: how many.
         prompt_len: tokens of every prompt.
+        train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
         check: cross-check the core's books after every event.
         watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
     """
@@ -115,6 +116,8 @@ class Simulation:
         *,
         engines: int = 1,
         prompt_len: int = 128,
+        train_s: float = 0.0,
+        fetch_ahead: int = 0,
         check: bool = False,
         watch: Callable[[float, int], None] | None = None,
     ) -> None:
@@ -140,39 +143,69 @@ class Simulation:
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Abort: self._abort,
+            do.PauseEngine: self._engine_called,
+            do.LoadEngine: self._engine_called,
+            do.ResumeEngine: self._engine_called,
             do.Deliver: self._deliver,
             do.Fail: self._fail,
         }, ignored=IGNORED)  # fmt: skip
+        self._trainer = SimulatedTrainer(train_s, fetch_ahead)
+        self._asked = False
         self._batch: Batch | None = None
+        self._updates = 0
+        self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, steps: int) -> SimulationResult:
-        """Simulate ``steps`` steps more; raises RolloutError when the core gives up."""
+        """Simulate until ``steps`` batches more are delivered; raises RolloutError when the core gives up."""
         for _ in range(steps):
-            self._run_step()
+            while (batch := self._batch) is None:
+                self._ask_or_wait()
+            self._batch, self._asked = None, False
+            self._record(batch)
+            self._trainer.take(batch, self.now)
+            if self._trainer.ends_s <= self.now:  # training takes no time
+                self._update_weights()
         self.result.digest = self._digest.hexdigest()
         return self.result
 
-    def _run_step(self) -> None:
-        start, before = self.now, self._totals()
-        self._batch = None
-        self._pump.post(ev.StepRequested())
-        while self._batch is None:
-            # the earliest engine goes first; ties go by the order of the engines
-            name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
-            if math.isinf(at):
-                raise RolloutError(f"the simulation is stuck: {self.core!r}")
+    def _ask_or_wait(self) -> None:
+        if not self._asked and self._trainer.wants_more:
+            self._asked = True
+            self._pump.post(ev.StepRequested())
+            return
+        # the earliest engine goes first; ties go by the order of the engines, the trainer is the last
+        name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
+        if self._trainer.ends_s < at:
+            self.now = self._trainer.ends_s
+            self._update_weights()
+        elif math.isinf(at):
+            raise RolloutError(f"the simulation is stuck: {self.core!r}")
+        else:
             self.now = at
             for finished in self.decoders[name].advance(at):
                 self._ended(finished.request_id)
-            if self._watch is not None:
-                self._watch(at, sum(d.running for d in self.decoders.values()))
-        batch: Batch = self._batch
-        after = self._totals()
-        self._record(batch, start, tuple(a - b for a, b in zip(after, before, strict=True)))
-        current = self.core.clock.current
-        self._pump.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1), trained=batch.id))
+        if self._watch is not None:
+            self._watch(self.now, sum(d.running for d in self.decoders.values()))
+
+    def _update_weights(self) -> None:
+        """The oldest batch is trained: new weights, at the version for which its ages were told."""
+        batch = self._trainer.trained()
+        if batch.trained_at != self.core.clock.current:
+            raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
+        self._updates += 1
+        self._pump.post(ev.UpdateRequested(update=self._updates, trained=batch.id))
+
+    def _engine_called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
+        self._pump.post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
+
+    def held_lengths(self) -> list[int]:
+        """Response tokens of everything that is held and has some, those of running requests included."""
+        lengths = {sample.id: len(sample.tape) for sample in self.core.buffer.samples()}
+        for attempt_id, running in self._running.items():
+            lengths[running.attempt.sample.id] += self.decoders[running.attempt.engine].tokens_of(attempt_id)
+        return [length for length in lengths.values() if length]
 
     def _totals(self) -> tuple[float, ...]:
         for decoder in self.decoders.values():
@@ -186,11 +219,16 @@ class Simulation:
             math.fsum(c.busy_slot_time_s for c in counters),
         )
 
-    def _record(self, batch: Batch, start: float, spent: tuple[float, ...]) -> None:
+    def _record(self, batch: Batch) -> None:
+        totals = self._totals()
+        start, before = self._delivered_s, self._delivered_totals
+        self._delivered_s, self._delivered_totals = self.now, totals
+        spent = tuple(a - b for a, b in zip(totals, before, strict=True))
         trained = int(batch.metrics["trained_tokens"])
         ages: dict[int, int] = {}
         lengths = [len(sample.tokens) for sample in batch.samples]
         metrics = dict(batch.metrics)
+        out = int(metrics["batches_out"])
         self.result.steps.append(
             StepRecord(
                 start_s=start,
@@ -207,7 +245,7 @@ class Simulation:
         for sample in batch.samples:
             self._group_lengths.pop(sample.id.group, None)
             for segment in sample.segments:
-                age = self.core.clock.staleness(segment.version)
+                age = self.core.clock.staleness(segment.version) + out
                 ages[age] = ages.get(age, 0) + segment.count
             spans = [(s.count, s.version, s.engine) for s in sample.segments]
             self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
