@@ -6,7 +6,8 @@ Start the servers (docs/servers.md says how), then run this with the directory o
 
 ``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
 stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes on after the
-last step of a run that has ended or died, whatever the servers hold by then.
+last step of a run that has ended or died, whatever the servers hold by then. ``--continuous``: they generate while you
+train (docs/asynchronous.md).
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="directory of the model that the servers serve")
     parser.add_argument("--shared-dir", type=Path, required=True, help="for weights, seen by every server as here")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--continuous", action="store_true", help="the servers go on while the trainer trains")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --shared-dir")
     parser.add_argument("--max-response-len", type=int, default=64)
     # what a server may not tell; `april doctor` says whether it does
@@ -160,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         over_sampling_batch_size=8,
         max_response_len=options.max_response_len,
         max_staleness=2,
+        generation="continuous" if options.continuous else "stepwise",
         engine=engine,
     )
     train(config, Trainer(options.model), shared, options.steps, loads=options.kind != "openai", after=after)

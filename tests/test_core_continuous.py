@@ -20,9 +20,11 @@ ENGINES = (EngineLimits("e0", 4096, None, (EOS,), remote=True),)
 
 
 class Machine(CoreMachine):
-    """Continuous; engines answer their calls at once, in order. ``work`` is what the engines do for a while."""
+    """Continuous; engines answer their calls at once, in order."""
 
-    def __init__(self, length: Any, *, n: int = 2, samples: int = 2, prompts: int | None = None, **changes: Any) -> None:
+    def __init__(
+        self, length: Any, *, n: int = 2, samples: int = 2, prompts: int | None = None, **changes: Any
+    ) -> None:
         values = {"refill": Refill.SAMPLE, "max_staleness": 2} | changes
         chosen = settings(n=n, samples=samples, generation=GenerationMode.CONTINUOUS, **values)
         super().__init__(chosen, length, prompts=prompts, engines=ENGINES)

@@ -49,15 +49,16 @@ def arguments(kind: str, servers: list[Any], model: Path, shared: Path) -> list[
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("way", [[], ["--continuous"]], ids=["stepwise", "continuous"])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_it_trains_on_two_servers(
-    kind: str, example: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, way: list[str], example: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every server has loaded the weights of every step from the shared directory, of which only the last is left."""
     make: Any = FakeVllmServer if kind == "vllm" else FakeSglangServer
     servers = [make(max_running=4, turns=5) for _ in range(2)]
     with ServerThread(*servers):
-        example.main(arguments(kind, servers, model, tmp_path / "shared"))
+        example.main(arguments(kind, servers, model, tmp_path / "shared") + way)
 
         for server in servers:
             assert not server.violations
@@ -100,9 +101,9 @@ def test_it_trains_on_a_server_that_loads_nothing_itself(
     assert handed == [f"step_{n + 1}" for n in range(STEPS)]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.parametrize(("kind", "way"), [("vllm", []), ("openai", []), ("vllm", ["--continuous"])])
 def test_it_goes_on_after_it_died(
-    kind: str, example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kind: str, way: list[str], example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """In the middle of step 3; the servers, started anew, get step 2's weights, and no number is trained on twice."""
@@ -130,7 +131,7 @@ def test_it_goes_on_after_it_died(
         thread = ServerThread(server) if isinstance(server, FakeVllmServer) else OpenAIThread(server)
         with thread:
             url = server.url if isinstance(server, FakeVllmServer) else thread.url  # type: ignore[attr-defined]
-            words = [*arguments(kind, [url], model, shared), *more, *flags]
+            words = [*arguments(kind, [url], model, shared), *more, *flags, *way]
             if flags:
                 example.main(words)
             else:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_fixtures import ServerThread
 from tiny_models import VOCAB_SIZE, tiny_model
 
 import april
+from april.testing.servers.vllm.server import FakeVllmServer
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -81,3 +83,28 @@ def test_chat_templates_as_on_the_page() -> None:
     ) as rollouts:  # fmt: skip
         batch = rollouts.next_batch()
     assert all(april.SegmentKind.ENVIRONMENT in {s.kind for s in sample.segments} for sample in batch.samples)
+
+
+def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
+    """The loop as it stands, on a server: it generates while the trainer trains, and has the weights of every step."""
+    (loop,) = blocks(DOCS / "asynchronous.md")
+    server = FakeVllmServer(max_running=8, turns=5)
+    batches: list[april.Batch] = []
+
+    class Model:
+        def save_pretrained(self, directory: Path) -> None:
+            directory.mkdir(exist_ok=True)
+            (directory / "config.json").write_text("{}", "utf-8")
+            (directory / "model.safetensors").write_bytes(b"weights")
+
+    space: dict[str, Any] = {
+        "april": april, "prompts": ([1, 2 + i % 90] for i in range(10**6)), "reward": lambda prompt, response: 0.0,
+        "train": lambda model, batch: batches.append(batch), "model": Model(), "steps": 4, "directory": tmp_path / "w",
+    }  # fmt: skip
+    with ServerThread(server):
+        space["engine"] = {"kind": "vllm", "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2]}
+        exec(compile(loop, "asynchronous.md", "exec"), space)  # noqa: S102 - of the page
+        assert not server.violations
+    assert [batch.trained_at.n for batch in batches] == [0, 1, 2, 3]
+    assert all(batch.group_sizes == (8,) * 8 for batch in batches)
+    assert all(sample.staleness <= 4 and sample.loss_mask.all() for batch in batches for sample in batch.samples)
