@@ -17,6 +17,7 @@ import april
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
+from april.simulate.trainer import Placement
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,
@@ -139,6 +140,7 @@ def replay(
 
 
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
+_TRAINER = "Trainer"
 
 
 @app.command()
@@ -169,6 +171,26 @@ def simulate(
     on_stale: Annotated[
         OnStale, typer.Option(help="What happens to a sample that would exceed it.", rich_help_panel=_BATCH)
     ] = OnStale.FINISH,
+    train_time: Annotated[
+        str | None,
+        typer.Option(
+            help="Training of one batch: seconds (40), or times what the engines need for one at their limit (0.5x). "
+            "Then the whole loop is simulated, generation and training.",
+            rich_help_panel=_TRAINER,
+        ),
+    ] = None,
+    placement: Annotated[
+        Placement | None,
+        typer.Option(
+            help="The trainer has GPUs of its own (separate, the default with --train-time), or the engines' "
+            "(colocated), which stand still while it trains.",
+            rich_help_panel=_TRAINER,
+        ),
+    ] = None,
+    fetch_ahead: Annotated[
+        int,
+        typer.Option(min=0, help="Batches that it asks for while it trains one.", rich_help_panel=_TRAINER),
+    ] = 0,
     max_response_len: Annotated[
         int, typer.Option(min=1, help="Most tokens of a response.", rich_help_panel=_LENGTHS)
     ] = 16_384,
@@ -194,14 +216,24 @@ def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Steps per mode.", rich_help_panel=_RUN)] = 50,
     ramp: Annotated[int, typer.Option(min=0, help="First steps left out of the figures.", rich_help_panel=_RUN)] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths.", rich_help_panel=_RUN)] = 0,
-    sweep: Annotated[bool, typer.Option(help="Also N'/N = 1, 1.25, 1.5, 2, 3.", rich_help_panel=_RUN)] = True,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            help="Also N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer continuous generation at max_staleness 1, 2, "
+            "4, 8, otherwise at the one given.",
+            rich_help_panel=_RUN,
+        ),
+    ] = True,
     out: Annotated[
         Path, typer.Option(help="Directory for simulate.json and simulate.png.", rich_help_panel=_RUN)
     ] = Path("runs/simulate"),
 ) -> None:
-    """Plan before you run: sync, april (N' = 2N) and refill for your workload, on virtual time, without a GPU."""
+    """Plan before you run: sync, april (N' = 2N) and refill for your workload, on virtual time, without a GPU.
+
+    With --train-time the whole loop, and continuous generation too.
+    """
     from april.simulate.run import simulate as run
-    from april.simulate.show import LiveProgress, headline, mode_table, sweep_table, verdict
+    from april.simulate.show import LiveProgress, headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.workload import Workload
 
     try:
@@ -219,6 +251,10 @@ def simulate(
             prompt_len=prompt_len,
             max_staleness=max_staleness,
             on_stale=on_stale,
+            train_time=train_time,
+            placement=placement,
+            fetch_ahead=fetch_ahead,
+            bounds=sweep,
             lengths_file=lengths,
             median_len=median_len,
             sigma_between=sigma_between,
@@ -241,8 +277,8 @@ def simulate(
         raise typer.Exit(1) from None
     for line in headline(report):
         console.print(line, highlight=False)
-    console.print(mode_table(report))
-    if sweep:
+    console.print(mode_table(report) if train_time is None else loop_table(report))
+    if report["sweep"]:
         console.print(sweep_table(report))
     for line in verdict(report):
         console.print(line, highlight=False)
@@ -250,9 +286,10 @@ def simulate(
     written[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from april.simulate.figure import draw
+        from april.simulate.loop_figure import draw_loop
 
         written.append(out / "simulate.png")
-        draw(report, runs, written[1])
+        (draw if train_time is None else draw_loop)(report, runs, written[1])
     else:
         console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)

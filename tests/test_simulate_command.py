@@ -49,6 +49,21 @@ def test_table_json_and_picture(tmp_path: Path) -> None:
     assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_the_whole_loop(tmp_path: Path) -> None:
+    """With a train time one table of the loop, a sentence that says what to take, and a picture of its own."""
+    out = tmp_path / "plan"
+    code, text = call("--train-time", "1x", "--out", str(out))
+
+    assert code == 0
+    for words in ("Generation and training, separate", "continuous 8", "trainer slots", "the slower of the two"):
+        assert words in text
+    assert "How much to over-sample" not in text
+    report = json.loads((out / "simulate.json").read_text("utf-8"))
+    assert report["loop"]["train_time_in_batch_times"] == 1.0
+    assert f"{report['modes']['continuous 4']['trainer_idle_share']:.1%}" in text
+    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 def test_the_same_arguments_give_the_same_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, CPU seconds apart; another seed gives other figures."""
     monkeypatch.setattr(cli, "find_spec", lambda name: None)  # drawing takes most of the time
@@ -92,6 +107,10 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--over-sampling-batch-size", "9999999", "--on-stale", "drop"], "39,999,996 samples in flight are more than"),
         (["--max-staleness", "-1"], "'--max-staleness'"),
         (["--on-stale", "pray"], "'restart', 'mask'"),
+        (["--train-time", "soon"], "train_time='soon' is no time: give seconds (40), or batch times"),
+        (["--placement", "separate"], "have no meaning where training takes no time; give train_time"),
+        (["--train-time", "1", "--placement", "elsewhere"], "'colocated', 'separate'"),
+        (["--train-time", "1", "--fetch-ahead", "-1"], "'--fetch-ahead'"),
         (["--ramp", "8"], "ramp=8 leaves nothing to measure of steps=8; give more steps"),
         (["--memory-share", "1.5"], "memory_share=1.5 is a share of the GPU's memory"),
         (["--memory-share", "0.05"], "leave no KV cache"),

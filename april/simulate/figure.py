@@ -50,7 +50,7 @@ def _busy(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measur
     for row, (name, run) in enumerate(runs.items()):
         m = report["modes"][name]
         axes = figure.add_subplot(grid[row, :])
-        times, mean = _averaged(run.busy, until)
+        times, mean = averaged(run.busy, until)
         axes.fill_between(times, mean, step="post", color=COLOURS[name], linewidth=0)
         axes.axhline(m["in_flight"], color="black", linewidth=0.8, linestyle=":")
         ends = [end for end in run.step_ends if end <= until]
@@ -76,7 +76,7 @@ def _busy(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measur
             axes.set_xticklabels([])
 
 
-def _averaged(busy: list[tuple[float, int]], until: float) -> tuple[Any, Any]:
+def averaged(busy: list[tuple[float, int]], until: float) -> tuple[Any, Any]:
     """Mean of a step function over PIXELS equal intervals of [0, until]."""
     at = np.array([0.0] + [time for time, _ in busy])
     level = np.array([busy[0][1]] + [running for _, running in busy], np.float64)

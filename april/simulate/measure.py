@@ -4,13 +4,14 @@ What the fraction of the limit is. Of the steps after the ramp take the tokens t
 dropped for their age (which is the same as trained, plus held at the end, less held at the beginning). The limit is the
 time that exactly these tokens, each at its place in its response, take on the same engines when the same number of
 samples is in flight all the time: no step ends, nothing is prefilled twice. The fraction is that time over the time it
-took. So it does not depend on which responses happened to be long, and dropped work never counts.
+took. So it does not depend on which responses happened to be long, and dropped work never counts. Where training takes
+time, the least time is that of the slower, engines or trainer, if each has GPUs of its own, and the sum of both if not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +31,14 @@ class Measured:
     Attributes:
         figures: for simulate.json; times in seconds of virtual time.
         busy: (time, busy slots) at every change after the ramp; time starts at 0.
-        step_ends: times at which a batch went to training.
+        step_ends: times at which a batch was delivered.
+        trainings: (beginning, end) of the training of each batch, from 0 on.
     """
 
     figures: dict[str, Any]
     busy: list[tuple[float, int]] = field(repr=False)
     step_ends: list[float] = field(repr=False)
+    trainings: list[tuple[float, float]] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,7 @@ class _Totals:
         """As they stand now."""
         core = simulation.core
         preemptions = sum(d.counters().preemptions for d in simulation.decoders.values())
-        held = [len(sample.tape) for sample in core.buffer.samples() if len(sample.tape)]
-        return cls(sum(core.tokens.dropped.values()), preemptions, held)
+        return cls(sum(core.tokens.dropped.values()), preemptions, simulation.held_lengths())
 
 
 def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> Measured:
@@ -69,6 +71,8 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
         workload.lengths,
         engines=workload.engines,
         prompt_len=workload.prompt_len,
+        train_s=workload.train_s,
+        fetch_ahead=workload.fetch_ahead,
         watch=lambda at, running: busy.append((at, running)),
     )
     before = _Totals.of(simulation)
@@ -80,12 +84,35 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
         progress(step + 1)
     after = _Totals.of(simulation)
     steps = simulation.result.steps[workload.ramp :]
-    start = steps[0].start_s
+    start, end = steps[0].start_s, steps[-1].end_s
+    trainings = [
+        (max(began, start) - start, min(ended, end) - start)
+        for began, ended in _trainings([step.end_s for step in simulation.result.steps], workload.train_s)
+        if began < end and ended > start
+    ]
+    figures = _figures(workload, schedule, simulation, before, after)
+    trained_s = math.fsum(ended - began for began, ended in trainings)
     return Measured(
-        _figures(workload, schedule, simulation, before, after),
+        figures | {"trainer_idle_share": 1.0 - trained_s / (end - start)},
         [(at - start, running) for at, running in busy],
         [step.end_s - start for step in steps],
+        trainings,
     )
+
+
+def _trainings(deliveries: list[float], train_s: float) -> Iterator[tuple[float, float]]:
+    """Beginning and end of the training of each batch, one after the other."""
+    ended = 0.0
+    for delivered in deliveries:
+        began = max(delivered, ended)
+        ended = began + train_s
+        yield began, ended
+
+
+def _limit_s(workload: Workload, engines_s: float, batches: int) -> float:
+    """Seconds that engines and trainer need at least, the engines ``engines_s``."""
+    trainer_s = batches * workload.train_s
+    return max(engines_s, trainer_s) if workload.separate else engines_s + trainer_s
 
 
 def _figures(
@@ -110,7 +137,9 @@ def _figures(
     all_ages = sum(ages.values())
     return {
         "over_sampling_batch_size": schedule.over,
+        "generation": "stepwise" if schedule.continuous is None else "continuous",
         "refill": str(schedule.refill),
+        "max_staleness": workload.max_staleness_of(schedule),
         "in_flight": schedule.in_flight,
         "steps": len(steps),
         "rollout_s": seconds,
@@ -123,7 +152,7 @@ def _figures(
         "masked_tokens": masked,
         "kept_tokens": kept,
         "limit_tokens_per_s": kept / at_limit_s,
-        "fraction_of_limit": at_limit_s / seconds,
+        "fraction_of_limit": _limit_s(workload, at_limit_s, len(steps)) / seconds,
         "long_run_limit_tokens_per_s": workload.long_run_limit(schedule.in_flight),
         "bubble": 1.0 - busy_slot_s / (schedule.in_flight * seconds),
         "off_policy_share": totals["off_policy_share"],

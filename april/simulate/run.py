@@ -13,20 +13,24 @@ from typing import Any, Protocol
 from april.core.types import OnStale
 from april.simulate.length_statistics import length_statistics
 from april.simulate.measure import Measured, Progress, measure
+from april.simulate.trainer import Placement
 from april.simulate.workload import Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """N'/N of the sweep."""
 IDLE_WORTH_A_WORD = 0.01
 DEFINITIONS = {
-    "tokens_per_s": "response tokens per second of rollout on all engines together, over the steps after the ramp; "
-    "training and weight updates take no time here",
+    "tokens_per_s": "response tokens per second of all engines together, over the steps after the ramp; with a train "
+    "time of the whole loop, without one of rollout: training takes no time there",
+    "rollout_s": "seconds from the delivery before the first of these steps to that of the last",
     "kept_tokens": "generated, less those dropped for their age; trained, plus held at the end, less held at first",
     "limit_tokens_per_s": "exactly the kept tokens, on the same engines with in_flight samples in flight all the time",
-    "fraction_of_limit": "kept_tokens per second / limit_tokens_per_s",
+    "fraction_of_limit": "least time for the kept tokens / time they took; least: at limit_tokens_per_s, or what the "
+    "trainer takes for the batches if that is more; the sum of both where engines and trainer share GPUs",
     "long_run_limit_tokens_per_s": "the same for ever, with a large sample of the lengths",
     "bubble": "1 - busy slots integrated over time / (samples in flight x time), each mode against its own in_flight",
-    "off_policy_share": "share of the trained tokens that weights older than those at delivery have generated",
+    "trainer_idle_share": "share of the time in which the trainer waits for a batch",
+    "off_policy_share": "share of the trained tokens that are older than the weights which are trained with them",
     "staleness": "weight updates between a trained response's oldest token and its training",
     "trained_token_age_shares": "share of the trained tokens by age in weight updates: 0, 1, 2, ...",
     "reprefill_per_generated_token": "prompt and response tokens prefilled again to resume, per generated token",
@@ -43,7 +47,7 @@ class Watcher(Protocol):
 
 
 def simulate(workload: Workload, sweep: bool, watcher: Watcher) -> tuple[dict[str, Any], dict[str, Measured]]:
-    """Run all modes (and the sweep of N'/N); the report, and each mode's run for the picture.
+    """Run all modes (and, unless engines go on while a trainer trains, the sweep of N'/N); the report, and each run.
 
     Raises:
         RolloutError: the core gave up.
@@ -62,13 +66,14 @@ def simulate(workload: Workload, sweep: bool, watcher: Watcher) -> tuple[dict[st
     lengths = length_statistics(workload)
     runs = {name: run(name, schedule) for name, schedule in workload.modes.items()}
     notes: list[str] = []
-    rows = _sweep(workload, run, notes) if sweep else []
+    rows = _sweep(workload, run, notes) if sweep and not workload.separate else []
     base = runs["sync"].figures["trained_tokens_per_s"]
     modes = {name: _against(measured, base) for name, measured in runs.items()}
     report = {
         "workload": _settings(workload),
         "engine": asdict(workload.cost) | {"in_flight_that_fits_all_engines": workload.fits},
         "lengths": lengths,
+        "loop": None if workload.train_time is None else _loop(workload),
         "modes": modes,
         "sweep": [{"ratio": ratio} | _against(measured, base) for ratio, measured in rows],
         "notes": notes + _notes(workload, modes),
@@ -97,8 +102,20 @@ def _against(measured: Measured, base: float) -> dict[str, Any]:
     return measured.figures | {"speed_up": measured.figures["trained_tokens_per_s"] / base}
 
 
+def _loop(workload: Workload) -> dict[str, Any]:
+    """How fast engines and trainer are, each for itself."""
+    return {
+        "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),
+        "batch_s": workload.batch_s,
+        "train_s": workload.train_s,
+        "train_time_in_batch_times": workload.train_s / workload.batch_s,
+        "slower": "trainer" if workload.train_s > workload.batch_s else "engines",
+    }
+
+
 def _settings(workload: Workload) -> dict[str, Any]:
     values = asdict(workload) | {"on_stale": str(workload.on_stale)}
+    values["placement"] = None if workload.placement is None else str(workload.placement)
     if workload.lengths_file is not None:
         values["lengths_file"] = str(workload.lengths_file)
     else:
@@ -122,9 +139,10 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
             )
         if m["preemptions"]:
             notes.append(f"{name}: the KV cache was full, {m['preemptions']:,} times a sample had to leave it and wait")
-        bound = workload.max_staleness * workload.groups
+        bound = m["max_staleness"] * workload.groups
         if (
-            m["refill"] != "none"
+            workload.train_time is None
+            and m["refill"] != "none"
             and workload.on_stale is not OnStale.DROP
             and m["held_groups_max"] >= bound
             and m["bubble"] >= IDLE_WORTH_A_WORD

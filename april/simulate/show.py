@@ -26,6 +26,10 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
+WORTH_MORE_STALENESS = 0.01
+"""Share of the limit that a larger bound must add to be named."""
+
+
 class LiveProgress:
     """A :class:`april.simulate.run.Watcher` that draws one bar per schedule."""
 
@@ -81,6 +85,28 @@ def mode_table(report: dict[str, Any]) -> Table:
     return out
 
 
+def loop_table(report: dict[str, Any]) -> Table:
+    """The whole loop of engines and trainer, one row per mode."""
+    loop = report["loop"]
+    title = (
+        f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
+        f"{loop['train_time_in_batch_times']:.2g} batch times"
+    )
+    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for column in ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
+                   "stale-\nness", "re-\nprefill"):  # fmt: skip
+        out.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, m in report["modes"].items():
+        if name == "continuous 1":
+            out.add_section()
+        out.add_row(
+            name, f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x", f"{m['fraction_of_limit']:.1%}",
+            f"{m['trainer_idle_share']:.1%}", f"{m['bubble']:.1%}", f"{m['off_policy_share']:.1%}",
+            f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
+        )  # fmt: skip
+    return out
+
+
 def sweep_table(report: dict[str, Any]) -> Table:
     """N'/N, one row each; refill below, for comparison."""
     out = Table(title="How much to over-sample: N' groups once per step", box=SIMPLE_HEAD, collapse_padding=True)
@@ -103,12 +129,36 @@ def sweep_table(report: dict[str, Any]) -> Table:
 def verdict(report: dict[str, Any]) -> list[str]:
     """What the figures say, in sentences."""
     m = report["modes"]["refill"]
+    if report["loop"] is not None:
+        return [*_loop_verdict(report), *(f"note: {note}" for note in report["notes"])]
     return [
         f"refill reaches {m['fraction_of_limit']:.1%} of its limit: the same tokens on the same engines, with "
         f"{m['in_flight']} samples in flight all the time; {m['reprefill_time_share']:.1%} of the time goes to "
         f"prefilling again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
         *(f"note: {note}" for note in report["notes"]),
     ]
+
+
+def _loop_verdict(report: dict[str, Any]) -> list[str]:
+    loop, modes = report["loop"], report["modes"]
+    if loop["placement"] == "colocated":
+        limit = "the limit is the two one after the other, as they share the GPUs"
+    else:
+        limit = f"the slower of the two is the limit: the {loop['slower']}"
+    lines = [
+        f"a batch takes the engines {loop['batch_s']:.3g} s at their limit and the trainer {loop['train_s']:.3g} s; "
+        f"{limit}"
+    ]
+    bounds = [m for m in modes.values() if m["generation"] == "continuous"]
+    if bounds:
+        most = max(m["fraction_of_limit"] for m in bounds)
+        enough = next(m for m in bounds if m["fraction_of_limit"] >= most - WORTH_MORE_STALENESS)
+        lines.append(
+            f"generation: continuous with max_staleness: {enough['max_staleness']} reaches "
+            f"{enough['fraction_of_limit']:.1%} of it (sync {modes['sync']['fraction_of_limit']:.1%}, refill "
+            f"{modes['refill']['fraction_of_limit']:.1%}); of the bounds here none reaches more than {most:.1%}"
+        )
+    return lines
 
 
 def _groups(m: dict[str, Any]) -> str:

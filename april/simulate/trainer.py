@@ -1,11 +1,21 @@
-"""A trainer on virtual time: it trains each batch for a fixed time, and is its own clock of when it wants another."""
+"""A trainer on virtual time: where it is, how long it trains a batch, and when it wants another."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from enum import StrEnum
 
 from april.core.batch import Batch
+
+
+class Placement(StrEnum):
+    """Where the trainer's GPUs are."""
+
+    COLOCATED = "colocated"
+    """They are the engines', which stand still while it trains."""
+    SEPARATE = "separate"
+    """They are others."""
 
 
 class SimulatedTrainer:

@@ -7,6 +7,7 @@ anything runs.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +17,19 @@ from numpy.typing import NDArray
 
 from april.config.settings import Config
 from april.core.settings import CoreSettings
-from april.core.types import OnStale, Refill
+from april.core.types import GenerationMode, OnStale, Refill
 from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
+from april.simulate.trainer import Placement
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 """Lognormal with a total spread of 0.8, more of it between prompts than within."""
 LENGTH_SAMPLES = 50_000
 """Responses drawn to know the distribution."""
 MOST_IN_FLIGHT = 100_000
+BOUNDS = (1, 2, 4, 8)
+"""max_staleness of the continuous modes."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Schedule:
         over: N', groups in work.
         refill: when new work starts inside a step.
         in_flight: most samples in flight, the number of decode slots.
+        continuous: max_staleness of continuous generation; None: stepwise, with that of the workload.
     """
 
     over: int
     refill: Refill
     in_flight: int
+    continuous: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,11 @@ class Workload:
         in_flight: samples in flight in the refill mode; None: N n, as many as sync.
         max_response_len, prompt_len: tokens.
         max_staleness, on_stale: the bound on old tokens and what enforces it.
+        train_time: of one batch, seconds ("40") or times of a batch at the engines' limit ("0.5x"); None: training
+            takes no time.
+        placement: with a train time only; None: separate.
+        fetch_ahead: batches that a trainer on GPUs of its own asks for while it trains one.
+        bounds: whether continuous generation is run at each of BOUNDS, or at max_staleness only.
         lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None: the lognormal distribution.
         median_len, sigma_between, sigma_within: of the lognormal distribution; None: the defaults above.
         steps, ramp: simulated steps, and how many of the first ones are left out of the figures.
@@ -77,6 +88,10 @@ class Workload:
     prompt_len: int = 128
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH
+    train_time: str | None = None
+    placement: Placement | None = None
+    fetch_ahead: int = 0
+    bounds: bool = True
     lengths_file: Path | None = None
     median_len: float | None = None
     sigma_between: float | None = None
@@ -95,6 +110,14 @@ class Workload:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         if not 0.0 < self.memory_share <= 1.0:
             raise ValueError(f"memory_share={self.memory_share:g} is a share of the GPU's memory, above 0, at most 1")
+        if self.train_time is None and (self.placement is not None or self.fetch_ahead):
+            raise ValueError("placement and fetch_ahead have no meaning where training takes no time; give train_time")
+        if self.placement is Placement.COLOCATED and self.fetch_ahead:
+            raise ValueError(
+                f"fetch_ahead={self.fetch_ahead} asks for batches while the trainer trains, and colocated engines "
+                "stand still meanwhile; leave it out"
+            )
+        assert self.train_s >= 0.0  # reads the train time
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
         if capacity is not None and context > capacity:
             raise ValueError(
@@ -158,6 +181,30 @@ class Workload:
         return self.engines * limit_tokens_per_s(self.cost, self.length_sample.ravel(), per_engine, self.prompt_len)
 
     @cached_property
+    def batch_s(self) -> float:
+        """Seconds that all engines take for a batch at their limit, with as many samples in flight as refill has."""
+        in_flight = self._in_flight
+        return self.groups * self.samples * float(self.length_sample.mean()) / self.long_run_limit(in_flight)
+
+    @cached_property
+    def train_s(self) -> float:
+        """Seconds that training a batch takes."""
+        if self.train_time is None:
+            return 0.0
+        given = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(x|s)?", self.train_time.strip())
+        if given is None:
+            raise ValueError(
+                f"train_time={self.train_time!r} is no time: give seconds (40), or batch times, each the time of a "
+                "batch at the engines' limit (0.5x)"
+            )
+        return float(given[1]) * (self.batch_s if given[2] == "x" else 1.0)
+
+    @property
+    def separate(self) -> bool:
+        """The trainer has GPUs of its own, and takes time."""
+        return self.train_time is not None and self.placement is not Placement.COLOCATED
+
+    @cached_property
     def fits(self) -> float:
         """Samples in flight whose KV all engines hold on average."""
         return self.engines * in_flight_that_fits(self.cost, self.length_sample.ravel(), self.prompt_len)
@@ -166,14 +213,26 @@ class Workload:
 
     @cached_property
     def modes(self) -> dict[str, Schedule]:
-        """What is compared: sync, N' as in the paper, and a constant number of samples in flight."""
-        n, batch = self.groups, self.groups * self.samples
+        """What is compared: sync, N' as in the paper, a constant number of samples in flight; continuous generation."""
+        n = self.groups
         over = 2 * n if self.over is None else self.over
-        return {
-            "sync": Schedule(n, Refill.NONE, batch),
+        modes = {
+            "sync": Schedule(n, Refill.NONE, n * self.samples),
             "april": self.one_shot(over),
-            "refill": Schedule(n, Refill.SAMPLE, batch if self.in_flight is None else self.in_flight),
+            "refill": Schedule(n, Refill.SAMPLE, self._in_flight),
         }
+        if self.separate:
+            for bound in BOUNDS if self.bounds else (self.max_staleness,):
+                modes[f"continuous {bound}"] = Schedule(n, Refill.SAMPLE, self._in_flight, continuous=bound)
+        return modes
+
+    @property
+    def _in_flight(self) -> int:
+        return self.groups * self.samples if self.in_flight is None else self.in_flight
+
+    def max_staleness_of(self, schedule: Schedule) -> int:
+        """The bound on old tokens in one mode."""
+        return self.max_staleness if schedule.continuous is None else schedule.continuous
 
     def one_shot(self, over: int) -> Schedule:
         """N' groups at the beginning of a step and nothing later, all of them in flight."""
@@ -187,9 +246,10 @@ class Workload:
                 n_samples_per_prompt=self.samples,
                 over_sampling_batch_size=schedule.over,
                 max_response_len=self.max_response_len,
+                generation=GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
                 refill=schedule.refill,
                 max_in_flight=schedule.in_flight,
-                max_staleness=self.max_staleness,
+                max_staleness=self.max_staleness_of(schedule),
                 on_stale=self.on_stale,
                 engine={"kind": "simulated"},
             )
