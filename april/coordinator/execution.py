@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterable, Sequence
 
@@ -11,13 +12,16 @@ from april.coordinator.messages import Go, Order, Start
 from april.coordinator.results import delivery, done, take
 from april.core import commands as do
 from april.core import events as ev
+from april.core.bottleneck import bottleneck
 from april.core.event_pump import EventPump
+from april.core.run_times import RunTimes
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import AttemptState, DropReason, EngineFinish, Group, Prompt, SampleId
-from april.driver.busy_time import BusyTime
 from april.driver.user_code import describe
 from april.errors import RolloutError
+
+log = logging.getLogger("april")
 
 IGNORED: tuple[type[do.Command], ...] = (
     do.ScoreGroup, do.EndOfData, do.Paused,
@@ -62,8 +66,7 @@ class Execution:
             do.Deliver: self._deliver,
             do.Fail: lambda c: self._order("fail", c.error),
         }, ignored=IGNORED)  # fmt: skip
-        self._busy = BusyTime(settings.max_in_flight)
-        self._in_flight = 0
+        self._times = RunTimes(self.core)
 
     # ---------------------------------------------------------------- what has happened
 
@@ -71,7 +74,6 @@ class Execution:
         """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
         self.raise_if_failed()
         self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label), trained=self.last_batch))
-        self._busy.step_started(_now())
         self.post(ev.StepRequested())
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
@@ -91,9 +93,7 @@ class Execution:
             self.mailboxes.stop(self._stopped(error))
             raise
         finally:
-            now = len(self.core.attempts)
-            self._busy.change(now - self._in_flight, _now())
-            self._in_flight = now
+            self._times.look(_now())
 
     def raise_if_failed(self) -> None:
         """RolloutError once the core has ended: nothing that it would say could be trusted."""
@@ -190,7 +190,9 @@ class Execution:
         if self._runs_on:
             self._order("abort")
             self._runs_on = False
-        told = delivery(batch, self._busy.step_ended(_now()))
+        times = self._times.delivered(_now())
+        log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
+        told = delivery(batch, times)
         self.last_batch = batch.id
         for uid in told.uids:
             self._retire(self.groups[uid])

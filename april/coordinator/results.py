@@ -67,8 +67,8 @@ def done(complete: GenerateCall) -> Done:
     )
 
 
-def delivery(batch: Batch, busy: dict[str, float]) -> Delivery:
-    """A batch as the trainer is told of it; it has the trajectories itself. ``busy``: further metrics."""
+def delivery(batch: Batch, times: dict[str, float]) -> Delivery:
+    """A batch as the trainer is told of it; it has the trajectories itself. ``times``: further metrics."""
     masked: dict[tuple[str, int], np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
     uids: dict[str, None] = {}
     for sample in batch.samples:
@@ -78,4 +78,4 @@ def delivery(batch: Batch, busy: dict[str, float]) -> Delivery:
         if int(np.count_nonzero(sample.loss_mask)) < written:
             masked[uid, sample.id.index] = sample.loss_mask
     metrics = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_"))}
-    return Delivery(batch.id, tuple(uids), metrics | busy, masked)
+    return Delivery(batch.id, tuple(uids), metrics | times, masked)

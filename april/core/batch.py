@@ -65,6 +65,9 @@ class Batch:
     """Of which distribution ``logprobs`` are: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
     sampled from; the same with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown`` (both
     allowed at T = 1 only, where they are the same too), or ``mixed`` (by engine; see the segments)"""
+    bottleneck: str = ""
+    """Which side the step waited for, how long and why, and what to change: a sentence for people. Empty if it
+    took no time"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -72,7 +75,8 @@ class Batch:
     def __repr__(self) -> str:
         return (
             f"<Batch {self.id} version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
-            f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}>"
+            f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}"
+            f"{f' ({self.bottleneck})' if self.bottleneck else ''}>"
         )
 
     @property

@@ -25,6 +25,8 @@ class OverSampler:
         self.asked = 0
         """Prompts asked for and not answered yet."""
         self.exhausted = False
+        self.held_back = False
+        """More prompts would have been drawn, had the buffer room for them."""
 
     def push(self, work: Sample | GenerateCall) -> None:
         """Queue a sample that is NEW, or a call that is QUEUED."""
@@ -90,4 +92,9 @@ class OverSampler:
         else:
             # groups were given up and N cannot be reached any more: one at a time would cost a response's time each
             wanted = s.groups_wanted - ready - open_groups if missing else 0
-        return missing if wanted <= missing else max(missing, min(wanted, room()))
+        self.held_back = False
+        if wanted <= missing:
+            return missing
+        granted = max(missing, min(wanted, room()))
+        self.held_back = granted < wanted
+        return granted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from april.core.idle import Idle
 from april.core.leases import Leases
 from april.core.settings import CoreSettings
 from april.core.types import Group, OnStale, Sample
@@ -45,19 +46,31 @@ class PartialBuffer:
 
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
-        s = self._settings
-        if s.max_held_tokens is not None and held_tokens >= s.max_held_tokens:
-            return 0
-        return max(0, self.capacity - len(self))
+        return 0 if self._has_tokens(held_tokens) else max(0, self.capacity - len(self))
+
+    def _has_tokens(self, held_tokens: int) -> bool:
+        most = self._settings.max_held_tokens
+        return most is not None and held_tokens >= most
 
     @property
     def capacity(self) -> int:
         """Most groups to be held, in every mode: more could not all be delivered in time."""
-        s = self._settings
         if self._overbooked:
             return self._wanted
-        in_time = max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
-        return min(in_time, AHEAD * s.groups_at_a_time)
+        return min(self._in_time, AHEAD * self._settings.groups_at_a_time)
+
+    def why_full(self, held_tokens: int) -> Idle:
+        """What there is no :meth:`room` for."""
+        if self._has_tokens(held_tokens):
+            return Idle.HELD
+        if self._overbooked:
+            return Idle.OVER_SAMPLING
+        return Idle.BOUND if self._in_time <= AHEAD * self._settings.groups_at_a_time else Idle.HELD
+
+    @property
+    def _in_time(self) -> int:
+        s = self._settings
+        return max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
 
     @property
     def _wanted(self) -> int:

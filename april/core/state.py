@@ -195,7 +195,7 @@ class RolloutCore:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        self.step = Step(self.counters.copy())
+        self.step = Step(self.counters.copy(), self.observed_tokens())
         self._failures.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
@@ -304,7 +304,7 @@ class RolloutCore:
                 context.tokens.deliver(sample.tape.generated)
                 context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
         metrics = batch_metrics(groups, samples, self.leases.age) | self.leases.recorded()
-        metrics |= step.metrics(self.counters) | self.engines.metrics(step.in_flight_at_stop)
+        metrics |= step.metrics(self.counters, self.observed_tokens()) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": float(self.monitor.ready),

@@ -31,10 +31,11 @@ STEP_METRICS = (
 class Step:
     """The phase of the running step, and the counters at its beginning."""
 
-    __slots__ = ("_before", "filled", "in_flight_at_stop", "stopping")
+    __slots__ = ("_before", "_observed", "filled", "in_flight_at_stop", "stopping")
 
-    def __init__(self, before: Counter[str]) -> None:
+    def __init__(self, before: Counter[str], observed: int) -> None:
         self._before = before
+        self._observed = observed
         self.filled = False
         """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
         self.stopping = False
@@ -45,8 +46,11 @@ class Step:
     def __repr__(self) -> str:
         return "stopping" if self.stopping else "running"
 
-    def metrics(self, now: Counter[str]) -> dict[str, float]:
-        """What happened in this step, from the run's totals."""
+    def metrics(self, now: Counter[str], observed: int) -> dict[str, float]:
+        """What happened in this step, from the run's totals; ``observed``: tokens."""
         out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
+        generated, again = float(observed - self._observed), out["reprefill_tokens"]
+        out["generated_tokens"] = generated
+        out["reprefill_share"] = again / (again + generated) if again else 0.0
         out["in_flight_at_stop"] = float(sum(self.in_flight_at_stop.values()))
         return out

@@ -17,7 +17,6 @@ from april.core import events as ev
 from april.core.state import RolloutCore
 from april.core.types import Attempt, AttemptFailure
 from april.core.versions import PolicyVersion
-from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.failure_log import FailureLog
 from april.driver.stop_strings import StopMatcher
@@ -70,7 +69,6 @@ class AttemptStreams:
         self,
         engines: Mapping[str, Engine],
         core: RolloutCore,
-        busy: BusyTime,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
@@ -78,7 +76,6 @@ class AttemptStreams:
     ) -> None:
         self._engines = engines
         self._core = core
-        self._busy = busy
         self._post = post
         self._spawn = spawn
         self._detokenizer = detokenizer
@@ -100,12 +97,7 @@ class AttemptStreams:
         call = command.attempt.call
         stream = _Stream(command.attempt, self, len(call.sample.tape) - call.start)
         self._open[command.attempt.id] = stream
-        self._note_busy(stream, +1)
         stream.task = self._spawn(self._run_attempt(stream))
-
-    def _note_busy(self, stream: _Stream, change: int) -> None:
-        if stream.attempt.sample.evaluation is None:  # its requests fill no place of a step's
-            self._busy.change(change, asyncio.get_running_loop().time())
 
     async def _run_attempt(self, stream: _Stream) -> None:
         attempt = stream.attempt
@@ -142,7 +134,6 @@ class AttemptStreams:
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
         self._silence.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
-            self._note_busy(stream, -1)
             self._post(event)
 
     async def _read(self, stream: _Stream) -> EngineFinish:
@@ -315,7 +306,6 @@ class AttemptStreams:
             if stream is not None and stream.task is not None:
                 self._catch_up(stream)
                 del self._open[attempt_id]
-                self._note_busy(stream, -1)
                 self._silence.stop(stream)
                 stream.task.cancel()
                 self._post(ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))

@@ -20,7 +20,9 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
+from april.core.bottleneck import bottleneck
 from april.core.event_pump import EventPump
+from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -28,7 +30,6 @@ from april.core.types import DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
-from april.driver.busy_time import BusyTime
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_calls import EngineCalls, directory_for
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
@@ -94,7 +95,9 @@ class RolloutDriver:
         self.engines = {e.name: e for e in engines}
         self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
         self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
-        self._recorder = None if record is None else Recorder(record, self.core, asyncio.get_running_loop().time)
+        self._now = asyncio.get_running_loop().time
+        self._times = RunTimes(self.core)
+        self._recorder = None if record is None else Recorder(record, self.core, self._now)
         self.sampling = sampling
         self.functions = functions
         self.detokenizer = detokenizer
@@ -126,11 +129,9 @@ class RolloutDriver:
             allow_mismatch=allow_mismatch, detokenizer=detokenizer,
             any_temperature=all(e.capabilities.logprob_kind.follows_temperature for e in engines),
         )  # fmt: skip
-        slots = sum(e.capabilities.max_in_flight or settings.max_in_flight for e in engines)
-        self._busy = BusyTime(min(settings.max_in_flight, slots))
         self.engine_calls = calls = EngineCalls(self.engines, self.post, self.spawn)
         self.streams = AttemptStreams(
-            self.engines, self.core, self._busy, self.post, self.spawn, detokenizer, stall_timeout_s
+            self.engines, self.core, self.post, self.spawn, detokenizer, stall_timeout_s
         )
         self._pump = EventPump(self._recorder or self.core, {
             do.DrawPrompts: self._draw,
@@ -186,8 +187,6 @@ class RolloutDriver:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
             self._pending.batch = loop.create_future()
-            if self.core.step is None:
-                self._busy.step_started(loop.time())
             self.post(ev.StepRequested())
         future = self._pending.batch
         try:
@@ -396,6 +395,7 @@ class RolloutDriver:
             return
         try:
             self._pump.post(event)
+            self._times.look(self._now())
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
             self._break(error)
@@ -491,10 +491,10 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         self.samples.forget(sample.id for sample in batch.samples)
-        now = asyncio.get_running_loop().time()
-        times = self._busy.step_ended(now)
-        self._busy.step_started(now)
-        batch = replace(batch, metrics={**batch.metrics, **times})
+        times = self._times.delivered(self._now())
+        why = bottleneck(times, self.core.settings)
+        batch = replace(batch, metrics={**batch.metrics, **times}, bottleneck=why)
+        log.info("batch %d: %s", batch.id, why or "it was there already")
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)

@@ -1,0 +1,109 @@
+"""Which side a step waited for, how long and why, and what to change: one sentence, from the times of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from april.core.idle import Idle
+from april.core.run_times import TrainerTime
+from april.core.settings import CoreSettings
+from april.core.types import GenerationMode
+
+LITTLE = 0.1
+"""Share of a step below which waiting is not worth a word."""
+PARTS = {
+    "update_stop_s": "until nothing was in flight",
+    "update_pause_s": "to pause the engines",
+    "update_transfer_s": "for the transfer",
+    "update_load_s": "to load",
+    "update_resume_s": "to resume the engines",
+}
+"""Of a weight update."""
+
+
+def bottleneck(times: Mapping[str, float], settings: CoreSettings) -> str:
+    """``times``: of :class:`.run_times.RunTimes`, or of several steps (``whole``). Empty if they took no time."""
+    step = times["step_s"]
+    if step <= 0.0:
+        return ""
+    waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
+    if ahead > waited:  # what it does meanwhile nobody knows; but no batch has waited for it
+        generation_is = times[TrainerTime.TRAINS] < LITTLE * step
+    else:  # stepwise, one waits while the other works
+        stepwise = settings.generation is GenerationMode.STEPWISE
+        generation_is = waited >= (0.5 if stepwise else LITTLE) * step
+    if generation_is:
+        asked = f"{_of(ahead, step)} a batch was asked for ahead of training, and none was ready before"
+        side = "generation is the bottleneck: " + (
+            asked if ahead > waited else f"the trainer waited {_of(waited, step)} for rollouts"
+        )
+    else:
+        side = _trainer_side(times)
+    return f"{side}; {_engines(times, settings, starved=generation_is)}"
+
+
+def _trainer_side(times: Mapping[str, float]) -> str:
+    step = times["step_s"]
+    own = (TrainerTime.TRAINS, TrainerTime.UPDATES, TrainerTime.EVALUATES, TrainerTime.OTHER)
+    longest = max(own, key=lambda name: times[name])
+    took = _of(times[longest], step)
+    waited = f"the trainer waited {_seconds(times[TrainerTime.WAITS], step)} s for rollouts"
+    if longest is TrainerTime.UPDATES:
+        part = max(PARTS, key=lambda name: times[name])
+        of_it = f"{_seconds(times[part], step)} s of it {PARTS[part]}"
+        return f"the weight update is the bottleneck: it took {took}, {of_it}; {waited}"
+    what = {
+        TrainerTime.TRAINS: "training is the bottleneck: it took",
+        TrainerTime.EVALUATES: "evaluation is the bottleneck: it took",
+        TrainerTime.OTHER: "the trainer is the bottleneck: it had nothing to train and asked for nothing",
+    }[longest]
+    return f"{what} {took}; {waited}"
+
+
+def _engines(times: Mapping[str, float], settings: CoreSettings, *, starved: bool) -> str:
+    """``starved``: the trainer waits for them, so what keeps them idle is worth a change."""
+    idle = {cause: times[f"idle_{cause}"] for cause in Idle}
+    total = sum(idle.values())
+    cause = max(idle, key=lambda c: idle[c])
+    if total < LITTLE:
+        return f"engines were busy {times['engines_busy']:.0%} of the step" + ("; add engines" if starved else "")
+    others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
+    because, change = _reason(cause, settings)
+    if cause is Idle.BOUND and not starved:
+        change = "fewer engines would do"
+    said = f"engines stood idle {total:.0%} of the step{others} because {because}"
+    return f"{said}; {change}" if change else said
+
+
+def _reason(cause: Idle, settings: CoreSettings) -> tuple[str, str]:
+    """Why places stood empty, and what to change, if anything can be said."""
+    s = settings
+    stepwise = s.generation is GenerationMode.STEPWISE
+    return {
+        Idle.UPDATE: ("weights were updated", ""),
+        Idle.PAUSE: ("generation was paused", ""),
+        Idle.EVALUATION: ("of an evaluation", ""),
+        Idle.TRAINER: (
+            "no batch was asked for",
+            "with GPUs of their own they could go on (generation: continuous)" if stepwise else "",
+        ),
+        Idle.BOUND: (f"max_staleness {s.max_staleness} admits no more", "raise it or train faster"),
+        Idle.STOP: ("requests that were cut took long to end", ""),
+        Idle.ENGINES: ("no engine took the work that waits", "see engine/NAME/cap and the log"),
+        Idle.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make them faster"),
+        Idle.PROMPTS: ("prompts were being drawn or have ended", ""),
+        Idle.HELD: ("as much is held as may be held", "raise max_held_tokens, if it is set"),
+        Idle.OVER_SAMPLING: (
+            f"{s.groups_wanted} groups are in work and refill: {s.refill} adds none",
+            "raise over_sampling_batch_size or set refill: sample",
+        ),
+    }[cause]
+
+
+def _of(seconds: float, step: float) -> str:
+    return f"{_seconds(seconds, step)} of {_seconds(step, step)} s"
+
+
+def _seconds(seconds: float, step: float) -> str:
+    """With as many digits as the step deserves."""
+    return f"{seconds:.{0 if step >= 100 else 1 if step >= 10 else 2 if step >= 1 else 4}f}"

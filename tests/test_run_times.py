@@ -1,0 +1,301 @@
+"""Where the time of a run went: the trainer's seconds and the shares of the places add up, and each has its cause.
+
+One decode step takes one virtual second, so everything is exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+
+from april.core.batch import Batch
+from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, whole
+from april.core.types import GenerationMode, Prompt, Refill
+from april.driver.evaluation import Evaluator
+from april.errors import EngineError
+from april.testing.records import is_evaluation
+
+CONTINUOUS: dict[str, Any] = {"generation": GenerationMode.CONTINUOUS, "refill": Refill.SAMPLE}
+
+
+class Watched(RecordingEngine):
+    """Integrates its open requests on its own; pauses, loads and resumes take as long as they are told to."""
+
+    def __init__(self, *args: Any, pause_s: float = 0.0, resume_s: float = 0.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pause_s, self.resume_s = pause_s, resume_s
+        self.request_s = 0.0
+        """Seconds of all of training's requests together."""
+        self.broken_until = 0.0
+
+    async def generate(self, request: Any) -> Any:
+        began = now()
+        if began < self.broken_until:
+            raise EngineError("it is broken")
+        try:
+            async for chunk in super().generate(request):
+                yield chunk
+        finally:
+            self.request_s += 0.0 if is_evaluation(request.attempt_id) else now() - began
+
+    async def health(self) -> Any:
+        if now() < self.broken_until:
+            raise EngineError("it is broken")
+        return await super().health()
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self.pause_s)
+        await super().pause()
+
+    async def resume(self) -> None:
+        await asyncio.sleep(self.resume_s)
+        await super().resume()
+
+
+def check(batch: Batch) -> None:
+    """The identities, of every batch."""
+    m = batch.metrics
+    assert sum(m[name] for name in TrainerTime) == pytest.approx(m["step_s"])
+    assert sum(m[name] for name in dict.fromkeys(UPDATE_PARTS.values())) == pytest.approx(m["update_s"])
+    assert sum(m[name] for name in SHARES) == pytest.approx(1.0 if m["step_s"] else 0.0)
+    assert all(-1e-9 <= m[name] <= 1.0 + 1e-9 for name in (*SHARES, "bubble"))
+    assert all(m[name] >= 0.0 for name in SECONDS)
+    assert m["idle_bound"] * m["step_s"] <= m["bound_wait_s"] + 1e-9 <= m["step_s"] + 2e-9
+    assert m["rollout_wall_s"] <= m["step_s"] + 1e-9
+
+
+def times(batch: Batch) -> dict[str, float]:
+    """What is not 0, without the two that follow from the rest."""
+    left_out = ("bubble", "rollout_wall_s")
+    found = {name: batch.metrics[name] for name in (*SECONDS, *SHARES) if name not in left_out}
+    return {name: value for name, value in found.items() if abs(value) > 1e-9}
+
+
+def test_a_trainer_that_waits_for_each_batch() -> None:
+    """Two groups of 4 and 8 s on two places, 3 s of training, an update with a part of each kind, 2 s of something."""
+
+    def lengths(group: int, index: int) -> int:
+        return 4 if group % 2 == 0 else 8
+
+    async def program() -> None:
+        engine = Watched(lengths, pause_s=1.0, resume_s=0.5, weight_update_s=2.0)
+        run = Rollouts(lengths, n=2, engines=[engine])
+        batch = await run.driver.next_batch()
+        check(batch)
+        assert times(batch) == pytest.approx(
+            {"step_s": 8, "trainer_wait_s": 8, "engines_busy": 12 / 16, "idle_over_sampling": 4 / 16}
+        )
+        assert batch.metrics["bubble"] == pytest.approx(4 / 16)
+        await asyncio.sleep(3)
+        await run.driver.update_weights("new", lambda: asyncio.sleep(4))
+        await asyncio.sleep(2)
+        batch = await run.driver.next_batch()
+        check(batch)
+        step = 3 + 7.5 + 2 + 8
+        assert times(batch) == pytest.approx(
+            {
+                "step_s": step, "train_s": 3, "update_s": 7.5, "other_s": 2, "trainer_wait_s": 8,
+                "update_pause_s": 1, "update_transfer_s": 4, "update_load_s": 2, "update_resume_s": 0.5,
+                "engines_busy": 6 / step, "idle_over_sampling": 2 / step, "idle_update": 7.5 / step,
+                "idle_trainer": 5 / step,
+            }
+        )  # fmt: skip
+        assert batch.metrics["rollout_wall_s"] == pytest.approx(8)
+        assert batch.metrics["bubble"] == pytest.approx(4 / 16)
+        await run.close()
+
+    virtual(program)
+
+
+def test_the_bound_is_what_keeps_places_empty() -> None:
+    """Continuous, bound 1: two batches' worth of groups is done after 10 s, and the trainer trains for 100 s."""
+
+    async def program() -> None:
+        run = Rollouts(lambda g, i: 5, n=2, engines=[Watched(lambda g, i: 5)], max_staleness=1, **CONTINUOUS)
+        batch = await run.driver.next_batch()
+        assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
+        assert batch.bottleneck == (
+            "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
+            "the step; add engines"
+        )
+        await asyncio.sleep(100)
+        await run.driver.update_weights()
+        batch = await run.driver.next_batch()
+        check(batch)
+        # one batch is out: the plan takes one more of 2 groups, and a second one from the update on
+        assert times(batch) == pytest.approx(
+            {"step_s": 100, "train_s": 100, "engines_busy": 0.05, "idle_bound": 0.95, "bound_wait_s": 95}
+        )
+        assert batch.bottleneck == (
+            "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
+            "idle 95% of the step because max_staleness 1 admits no more; fewer engines would do"
+        )
+        await run.close()
+
+    virtual(program)
+
+
+def test_a_broken_engine_keeps_its_places_empty() -> None:
+    """Two engines of one place each; one is broken from the start for 10 s."""
+
+    async def program() -> None:
+        engines = [Watched(lambda g, i: 20, name=f"e{i}", max_running=1) for i in range(2)]
+        engines[1].broken_until = 10.0
+        run = Rollouts(lambda g, i: 20, n=2, engines=engines)
+        batch = await run.driver.next_batch()
+        check(batch)
+        m = batch.metrics
+        assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
+        assert "no engine took the work that waits" in batch.bottleneck
+        await run.close()
+
+    virtual(program)
+
+
+def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
+    """Stepwise: of 2 places an evaluation has one for 30 s, and training has none meanwhile."""
+
+    async def program() -> None:
+        run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
+        run.engines[0].inner._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
+        waiter = asyncio.create_task(run.driver.next_batch())
+        await asyncio.sleep(4)
+        await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
+        batch = await waiter
+        check(batch)
+        assert times(batch) == pytest.approx(
+            {
+                "step_s": 40, "trainer_wait_s": 10, "evaluation_s": 30,
+                "engines_busy": 10 / 40, "idle_evaluation": 30 / 40,
+            }
+        )  # fmt: skip
+        await run.close()
+
+    virtual(program)
+
+
+def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
+    """Each is a cause of its own."""
+
+    async def reward(prompt: Any, response: Any) -> float:
+        await asyncio.sleep(50)
+        return 0.0
+
+    async def program() -> None:
+        run = Rollouts(lambda g, i: 10, n=2, prompts=3, reward=reward, engines=[Watched(lambda g, i: 10)])
+        waiter = asyncio.create_task(run.driver.next_batch())
+        await asyncio.sleep(4)
+        async with run.driver.paused():
+            await asyncio.sleep(7)
+        batch = await waiter
+        check(batch)
+        assert times(batch) == pytest.approx(
+            {
+                "step_s": 67, "trainer_wait_s": 67, "engines_busy": 10 / 67, "idle_pause": 7 / 67,
+                "idle_functions": 50 / 67,
+            }
+        )  # fmt: skip
+        await run.driver.update_weights()
+        batch = await run.driver.next_batch()
+        check(batch)
+        # one group is left: its place is busy for 10 s, the other one is empty for 60
+        found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
+        assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
+        await run.close()
+
+    virtual(program)
+
+
+def test_a_trainer_that_asks_ahead() -> None:
+    """It asks as soon as it has a batch: where it is slower, a batch waits for it, and that is training's time."""
+
+    async def program() -> None:
+        for training, ready in ((4.0, 0.0), (25.0, 15.0)):
+            run = Rollouts(lambda g, i: 10, n=2, engines=[Watched(lambda g, i: 10)])
+            batch = await run.driver.next_batch()
+            for _ in range(3):
+                ahead = asyncio.create_task(run.driver.next_batch())
+                await asyncio.sleep(training)
+                batch = await ahead
+                check(batch)
+                await run.driver.update_weights()
+            assert batch.metrics["asked_ahead_s"] == pytest.approx(10)
+            assert batch.metrics["train_s"] == pytest.approx(ready)
+            side = "training" if ready else "generation"
+            assert batch.bottleneck.startswith(f"{side} is the bottleneck"), batch.bottleneck
+            await run.close()
+
+    virtual(program)
+
+
+async def last(run: Rollouts) -> Batch:
+    """One more batch, after whatever updates it needs."""
+    while run.core.train_first:
+        await run.driver.update_weights()
+    return await run.driver.next_batch()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_times_add_up_whatever_happens(seed: int) -> None:
+    """Random settings, lengths, trainers, evaluations, pauses and broken engines, several batches out.
+
+    Sums over the run: the steps make up the whole time from the first request to the last delivery, and the busy
+    places are the requests that were at the engines.
+    """
+    dice = random.Random(seed)
+    modes: list[dict[str, Any]] = [{}, {"refill": Refill.GROUP}, {"refill": Refill.SAMPLE}, CONTINUOUS]
+    mode = modes[seed % 4]
+    bound, count = dice.randint(1, 3), dice.randint(1, 3)
+    drawn = random.Random(seed + 1000)
+    lengths = table({(g, i): drawn.choice([1, 3, 8, 40]) for g in range(200) for i in range(2)})
+
+    async def program() -> None:
+        engines = [
+            Watched(
+                lengths, name=f"e{i}", max_running=dice.randint(1, 4), pause_s=dice.random(),
+                resume_s=dice.random(), weight_update_s=dice.choice([0.0, 3.0]),
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        run = Rollouts(
+            lengths, n=2, samples=2, over=dice.randint(2, 4), engines=engines, max_in_flight=dice.randint(2, 8),
+            max_staleness=bound, **mode,
+        )  # fmt: skip
+        await asyncio.sleep(5)  # of which nothing says a word
+        batches: list[Batch] = []
+        out: list[Batch] = []
+        for _ in range(8):
+            asked = asyncio.create_task(run.driver.next_batch())
+            if dice.random() < 0.3:
+                await asyncio.sleep(2)
+                dice.choice(engines).broken_until = now() + 6 if count > 1 else 0.0
+            if dice.random() < 0.3:
+                await asyncio.sleep(dice.choice([0, 1, 7]))
+                await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
+            if dice.random() < 0.3:
+                async with run.driver.paused():
+                    await asyncio.sleep(2.5)
+            batches.append(await asked)
+            out.append(batches[-1])
+            check(batches[-1])
+            await asyncio.sleep(dice.choice([0, 4, 30]))
+            while len(out) > dice.randint(0, bound):
+                out.pop(0)
+                await run.driver.update_weights("new", lambda: asyncio.sleep(dice.random()))
+        delivered = await last(run)
+        batches.append(delivered)
+        check(delivered)
+        total = whole(b.metrics for b in batches)
+        assert total["step_s"] == pytest.approx(now() - 5)
+        assert sum(total[name] for name in SHARES) == pytest.approx(1)
+        assert sum(total[name] for name in TrainerTime) == pytest.approx(total["step_s"])
+        if mode is not CONTINUOUS:  # nothing is in flight at a delivery
+            busy = total["engines_busy"] * total["step_s"] * run.driver._times.places
+            assert busy == pytest.approx(sum(e.request_s for e in engines))
+        await run.close()
+
+    virtual(program)
