@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,15 @@ class Coordinator:
         settings: of the core.
         limits: of all servers together.
         filter_name: of what groups must not have the same value of for all their samples, in messages.
+        accepts: says instead whether the group of a prompt is kept; for a coordinator in the trainer's own process.
         check: cross-check the core's books after every event.
     """
 
     def __init__(
-        self, settings: CoreSettings, limits: EngineLimits, filter_name: str = "the filter's value", *,
-        check: bool = False,
+        self, settings: CoreSettings, limits: EngineLimits, filter_name: str = "the filter's value",
+        accepts: Callable[[str], bool] | None = None, *, check: bool = False,
     ) -> None:  # fmt: skip
-        self._execution = Execution(settings, limits, filter_name, check=check)
+        self._execution = Execution(settings, limits, filter_name, accepts, check=check)
         self._position = 0
         self._validated: deque[str] = deque()
         self._validates = asyncio.Event()
@@ -56,8 +58,24 @@ class Coordinator:
     # ---------------------------------------------------------------- the trainer asks
 
     async def begin(self, label: int) -> None:
-        """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
+        """The trainer wants a batch, under the weights that it calls ``label``; stepwise, it has trained on the last.
+
+        Raises:
+            RolloutError: with continuous generation, the weights have changed without a pause.
+        """
         self._execution.begin(label)
+
+    async def pause(self) -> None:
+        """End what is at the servers, and begin nothing: the order ``paused`` says when. Weights may change then."""
+        self._execution.post(ev.PauseRequested())
+
+    async def resume(self, label: int) -> None:
+        """Go on under the weights that the trainer calls ``label``; if they are new, it has trained on all batches."""
+        self._execution.resume(label)
+
+    async def close(self) -> None:
+        """The order ``closed`` ends whoever carries out orders."""
+        self._execution.close()
 
     async def orders(self) -> list[Order]:
         """What the trainer is to do, in order; waits until there is something.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from april.coordinator.mailboxes import Mailboxes
 from april.coordinator.messages import Go, Order, Start
@@ -24,7 +24,7 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 IGNORED: tuple[type[do.Command], ...] = (
-    do.ScoreGroup, do.EndOfData, do.Paused,
+    do.ScoreGroup, do.EndOfData,
     do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
     do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
@@ -34,7 +34,10 @@ IGNORED: tuple[type[do.Command], ...] = (
 class Execution:
     """See :class:`april.coordinator.coordinator.Coordinator` for the arguments."""
 
-    def __init__(self, settings: CoreSettings, limits: EngineLimits, filter_name: str, *, check: bool) -> None:
+    def __init__(
+        self, settings: CoreSettings, limits: EngineLimits, filter_name: str, accepts: Callable[[str], bool] | None, *,
+        check: bool,
+    ) -> None:  # fmt: skip
         self.core = RolloutCore(settings, [limits], check=check)
         self.mailboxes = Mailboxes()
         self.groups: dict[str, Group] = {}
@@ -45,7 +48,7 @@ class Execution:
         """Prompts that were given up, and whose rollouts have not all ended."""
         self.last_batch: int | None = None
         self.failed: BaseException | None = None
-        self._filter_name = filter_name
+        self._filter_name, self._accepts = filter_name, accepts
         self._runs_on = False
         """A request may be at a server that nobody waits for."""
         self._orders: list[Order] = []
@@ -64,6 +67,7 @@ class Execution:
             do.ProbeEngine: lambda c: self._pump.post(ev.EngineReady(c.engine)),  # the trainer mends its servers
             do.ReportDrop: self._report_drop,
             do.Deliver: self._deliver,
+            do.Paused: self._paused,
             do.Fail: lambda c: self._order("fail", c.error),
         }, ignored=IGNORED)  # fmt: skip
         self._times = RunTimes(self.core)
@@ -71,10 +75,37 @@ class Execution:
     # ---------------------------------------------------------------- what has happened
 
     def begin(self, label: int) -> None:
-        """A step begins, under the weights that the trainer calls ``label``; the batch before is trained on."""
+        """A batch is asked for, under the weights that the trainer calls ``label``.
+
+        Raises:
+            RolloutError: they are others than those under which requests are at the servers, or too many batches are
+                not trained.
+        """
         self.raise_if_failed()
-        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label), trained=self.last_batch))
+        if self.core.step is None:
+            self.update(label)
+        elif label != self.core.clock.current.n:
+            raise RolloutError(
+                f"the weights went from {self.core.clock.current.n} to {label} while requests were at the servers, so "
+                "nobody knows which weights wrote their tokens; pause before the weights change, and resume after it"
+            )
+        if self.core.train_first:
+            raise RolloutError(self.core.leases.why_full())
         self.post(ev.StepRequested())
+
+    def update(self, label: int) -> None:
+        """The servers have the weights that the trainer calls ``label``; all batches so far are trained on."""
+        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label), trained=self.last_batch))
+
+    def resume(self, label: int) -> None:
+        """Generation goes on after a pause, under the weights that the trainer calls ``label``."""
+        if label != self.core.clock.current.n:
+            self.update(label)
+        self.post(ev.Resumed())
+
+    def close(self) -> None:
+        """Nobody carries out orders any more."""
+        self._order("closed")
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
         """Prompts for an order to draw."""
@@ -178,18 +209,25 @@ class Execution:
         self.mailboxes.say(attempt.sample.id, Go(attempt.token_ids, attempt.sampling.max_tokens))
 
     def _verdict(self, group: Group, judgement: int) -> ev.Event:
+        keep, error = False, None
+        try:
+            keep = self._differs(group) if self._accepts is None else self._accepts(str(group.prompt.data["uid"]))
+        except Exception as raised:  # the user's; asked again, and then the group is dropped by its name
+            error = describe(raised)
+        return ev.GroupJudged(group=group.id, judgement=judgement, keep=keep, error=error)
+
+    def _differs(self, group: Group) -> bool:
+        """Whether its samples have different values of the filter's metric."""
         values = [self.scores[s.id][1] for s in group.samples]
         known = [v for v in values if v is not None and math.isfinite(v)]
         if len(known) < len(values):
-            error = f"{self._filter_name} is not a number of every sample"
-            return ev.GroupJudged(group=group.id, judgement=judgement, keep=False, error=error)
-        return ev.GroupJudged(group=group.id, judgement=judgement, keep=len(known) < 2 or min(known) < max(known))
+            raise RolloutError(f"{self._filter_name} is not a number of every sample")
+        return len(known) < 2 or min(known) < max(known)
 
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
-        if self._runs_on:
-            self._order("abort")
-            self._runs_on = False
+        if self.core.step is None:
+            self._end_what_runs_on()
         times = self._times.delivered(_now())
         log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
         told = delivery(batch, times)
@@ -197,6 +235,15 @@ class Execution:
         for uid in told.uids:
             self._retire(self.groups[uid])
         self._order("deliver", told)
+
+    def _paused(self, command: do.Paused) -> None:
+        self._end_what_runs_on()
+        self._order("paused")
+
+    def _end_what_runs_on(self) -> None:
+        if self._runs_on:
+            self._order("abort")
+            self._runs_on = False
 
     def _drop_late(self, sample: SampleId) -> None:
         late = self.mailboxes.late.pop(sample, None)

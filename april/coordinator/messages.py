@@ -84,4 +84,5 @@ class Delivery:
 
 
 Order = tuple[Any, ...]
-"""For the trainer: ("draw", count), ("abort",), ("dropped", reason, why), ("deliver", Delivery) or ("fail", error)."""
+"""For the trainer: ("draw", count), ("abort",), ("dropped", reason, why), ("deliver", Delivery), ("fail", error),
+("paused",) or ("closed",)."""

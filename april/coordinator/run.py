@@ -1,19 +1,22 @@
 """The trainer's half of a run: prompts that wait, orders of the coordinator, checkpoints.
 
-Invariant: between two steps no request of april's is at any server, so the trainer may put its servers to sleep, change
-their weights, and validate. What has to be done through the trainer is done by ``trainer``.
+Invariant: stepwise, no request of april's is at any server between two steps, so the trainer may put its servers to
+sleep, change their weights, and validate; with continuous generation that holds between ``pause`` and ``resume``. What
+has to be done through the trainer is done by ``trainer``.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from april.atomic_file import write_atomic
-from april.coordinator.messages import Delivery
+from april.coordinator.messages import Delivery, Order
 from april.errors import CheckpointError, RolloutError
 from april.state_file import pack, unpack
 
@@ -39,44 +42,99 @@ class Trainer(Protocol):
 
 
 class Run:
-    """What lives as long as the trainer."""
+    """What lives as long as the trainer.
 
-    def __init__(self, trainer: Trainer, groups: int) -> None:
+    Args:
+        trainer: what is done through it is done in the thread that asks for batches, or in a thread of the run's own.
+        groups: that it asks for.
+        own_thread: orders are carried out while nobody asks, as continuous generation needs; then :meth:`close`.
+    """
+
+    def __init__(self, trainer: Trainer, groups: int, *, own_thread: bool = False) -> None:
         self._trainer = trainer
         self._groups = groups
         self._offered: deque[tuple[str, Any]] = deque()
+        self._orders: deque[Order] = deque()
+        self._dropped: dict[str, int] = {}
         self.dropped: dict[str, int] = {}
-        """Prompts of the present step that were given up, by reason."""
+        """Prompts that were given up between the last two deliveries, by reason."""
+        self._told: SimpleQueue[Order | BaseException] | None = None
+        if own_thread:
+            self._told = SimpleQueue()
+            threading.Thread(target=self._carry_out_all, name="april-orders", daemon=True).start()
 
     def offer(self, rows: Iterable[tuple[str, Any]]) -> None:
         """Prompts, (uid, whatever :meth:`Trainer.dispatch` takes), that the trainer has submitted."""
         self._offered.extend(rows)
 
+    @property
+    def offered(self) -> list[tuple[str, Any]]:
+        """Those that the core has not drawn yet."""
+        return list(self._offered)
+
     def next_batch(self, label: int, count: int) -> Delivery:
-        """A step under the weights that the trainer calls ``label``.
+        """A batch under the weights that the trainer calls ``label``.
 
         Raises:
             RolloutError: the step cannot go on; the message says why. Or another number of prompts is asked for.
         """
         if count != self._groups:
             raise RolloutError(f"the trainer asked for {count} prompts, and its configuration says {self._groups}")
-        self.dropped = {}
         self._trainer.ask("begin", label)
+        kind, told = self._next_told()
+        self.dropped, self._dropped = self._dropped, {}
+        if kind == "fail":
+            raise RolloutError(told)
+        assert isinstance(told, Delivery)
+        return told
+
+    def pause(self) -> None:
+        """Until :meth:`resume` no request of april's is at any server, and nothing is drawn from the trainer's data."""
+        self._trainer.ask("pause")
+        self._next_told()
+
+    def resume(self, label: int) -> None:
+        """Go on, under the weights that the trainer calls ``label``."""
+        self._trainer.ask("resume", label)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._trainer.ask("close")
+
+    # ---------------------------------------------------------------- orders
+
+    def _next_told(self) -> tuple[str, Any]:
+        told = self._until_told() if self._told is None else self._told.get()
+        if isinstance(told, BaseException):
+            assert self._told is not None
+            self._told.put(told)  # for whoever asks next: the thread has ended
+            raise told
+        return told
+
+    def _carry_out_all(self) -> None:
+        assert self._told is not None
+        try:
+            while (told := self._until_told())[0] != "closed":
+                self._told.put(told)
+        except BaseException as error:
+            self._told.put(error)
+
+    def _until_told(self) -> tuple[str, Any]:
+        """Carry out orders up to one that the trainer waits for: deliver, fail, paused, or that this is the end."""
         while True:
-            for order in self._trainer.ask("orders"):
-                match order:
+            while self._orders:
+                match self._orders.popleft():
                     case ("draw", wanted):
                         self._draw(wanted)
                     case ("abort",):
                         self._trainer.abort()
                     case ("dropped", reason, why):
-                        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+                        self._dropped[reason] = self._dropped.get(reason, 0) + 1
                         if reason != "filtered":
                             log.warning("a prompt was given up (%s): %s", reason, why)
-                    case ("deliver", delivery):
-                        return delivery  # type: ignore[no-any-return]
-                    case ("fail", error):
-                        raise RolloutError(error)
+                    case (kind, *what):
+                        return kind, what[0] if what else None
+            self._orders.extend(self._trainer.ask("orders"))
 
     def _draw(self, count: int) -> None:
         if (missing := count - len(self._offered)) > 0:

@@ -1,0 +1,152 @@
+"""AReaL's executor of workflows with april's core behind its training batches; everything else is AReaL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from areal import workflow_context
+from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
+from areal.infra.workflow_executor import WorkflowExecutor, check_trajectory_format
+from areal.utils import perf_tracer, stats_tracker
+from areal.utils.data import concat_padded_tensors
+
+from april.adapters.areal.prompts import Prompts
+from april.adapters.areal.requests import Engine
+from april.adapters.areal.rollouts import SERVERS, Rollouts, Trajectory
+from april.adapters.areal.settings import MAX_CONTEXT
+from april.config.settings import Config
+from april.core.settings import EngineLimits
+from april.errors import ConfigError, RolloutError
+
+
+class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
+    """Training batches come from april; ``submit``, ``wait`` and evaluations are as they were.
+
+    Args:
+        config: AReaL's of the servers.
+        inference_engine: AReaL's RemoteInfEngine.
+        april: april's, of this rank.
+        ends: token ids that end a response.
+        check: cross-check april's books after every event.
+    """
+
+    _expected_trajectory_keys: set[str] | None
+
+    def __init__(
+        self, config: Any, inference_engine: Any, april: Config, ends: Iterable[int] = (), *, check: bool = False
+    ) -> None:
+        super().__init__(config, inference_engine)
+        self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
+        self.rollouts: Rollouts | None = None
+        """None: no batch was asked for yet."""
+        self._asked: tuple[Any, Any, Any] | None = None
+        self._pauses = 0
+        """Times that weights may have changed."""
+        self._saved: Path | None = None
+        """State to go on from."""
+
+    # ---------------------------------------------------------------- what AReaL calls
+
+    def prepare_batch(
+        self, dataloader: Any, workflow: Any, should_accept_fn: Callable[[Trajectory], bool] | None = None,
+        dynamic_bs: bool = False,
+    ) -> list[Trajectory]:  # fmt: skip
+        """A trajectory per group, once a batch of them is ready; the arguments of the first call hold for all."""
+        if dynamic_bs:
+            raise ConfigError("dynamic_bs: april's batches are whole; set it to false")
+        if self.rollouts is None:
+            self.rollouts = self._open(dataloader, workflow, should_accept_fn)
+        batch, delivery = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
+        stats = stats_tracker.get("rollout")
+        stats.scalar(**{f"april/{name}": value for name, value in delivery.metrics.items()})
+        stats.scalar(**{f"april/dropped_{reason}": count for reason, count in self.rollouts.dropped.items()})
+        return batch
+
+    def pause(self) -> None:
+        """AReaL's pause; when it returns, no request of april's is at any server."""
+        super().pause()
+        if self.rollouts is not None:
+            self.rollouts.pause()
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """AReaL's; april goes on under the weights that the servers have now."""
+        if self.rollouts is not None:
+            self.rollouts.resume(self.inference_engine.get_version())
+        super().resume()
+
+    def destroy(self) -> None:
+        """AReaL's, and the end of what april holds."""
+        if self.rollouts is not None:
+            self.rollouts.close()
+            self.rollouts = None
+        super().destroy()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, path: Path) -> bool:
+        """april's state; False: there is none yet."""
+        if self.rollouts is None:
+            return False
+        self.rollouts.save(path)
+        return True
+
+    def go_on(self, path: Path) -> None:
+        """Begin with this state."""
+        self._saved = path
+
+    # ---------------------------------------------------------------- the run
+
+    def _open(self, loader: Any, workflow: Any, accepts: Callable[[Trajectory], bool] | None) -> Rollouts:
+        if isinstance(workflow, GroupedRolloutWorkflow):
+            workflow = workflow.workflow  # april counts the samples of a group
+        engine = Engine(self.inference_engine, lambda: self._pauses)
+
+        async def episode(row: Any) -> Trajectory | None:
+            task = self._task_id_generator.next()
+            perf_tracer.register_task(task)
+            perf_tracer.set_task_id(task)
+            workflow_context.set(workflow_context.WorkflowContext(is_eval=False, task_id=task))
+            return _tensors(await workflow.arun_episode(engine, row))
+
+        rollouts = Rollouts(
+            self.april, EngineLimits(SERVERS, MAX_CONTEXT, None, self._ends), Prompts(loader), episode, self._join,
+            None if accepts is None else self._counted(accepts), self._abort, check=self._check,
+        )  # fmt: skip
+        if self._saved is not None:
+            rollouts.restore(self._saved)
+        return rollouts
+
+    def _join(self, trajectories: list[Trajectory]) -> Trajectory:
+        joined: Trajectory = concat_padded_tensors(trajectories)
+        if self.config.check_trajectory_format:
+            check_trajectory_format(joined, expected_keys=self._expected_trajectory_keys, logger=self.logger)
+            self._expected_trajectory_keys = self._expected_trajectory_keys or set(joined)
+        return joined
+
+    def _counted(self, accepts: Callable[[Trajectory], bool]) -> Callable[[Trajectory], bool]:
+        def accept(trajectory: Trajectory) -> bool:
+            verdict = bool(accepts(trajectory))
+            stats_tracker.get("rollout").scalar(**{"accepted" if verdict else "rejected": 1})
+            return verdict
+
+        return accept
+
+    def _abort(self) -> None:
+        """Both at once: nothing is sent before april says so, and what came late to a server is not kept there."""
+        self.inference_engine.pause_generation()
+        self.inference_engine.continue_generation()
+
+
+def _tensors(trajectory: Any) -> Trajectory | None:
+    """What a workflow returned, as a dict of tensors; interactions of AReaL's OpenAI client are turned into one."""
+    if trajectory is None:
+        return None
+    if not isinstance(trajectory, dict) or not trajectory:
+        raise RolloutError(f"a workflow returned {type(trajectory).__name__} where a dict of tensors was expected")
+    if all(hasattr(part, "to_tensor_dict") for part in trajectory.values()):
+        made: Trajectory = concat_padded_tensors([part.to_tensor_dict() for part in trajectory.values()])
+        return made
+    return trajectory

@@ -1,0 +1,239 @@
+"""One rank's rollouts: workflows that ask april's coordinator, on april's own loop, while the trainer trains or waits.
+
+Invariants: between ``pause`` and ``resume`` no request of april's is at any server; a group's rows and trajectories are
+kept from the moment it is drawn until it is delivered or dropped, and saved with the coordinator's state in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from april.adapters.areal.plain_values import plain, restored
+from april.adapters.areal.prompts import Prompts
+from april.atomic_file import write_atomic
+from april.config.settings import Config
+from april.coordinator.calls import Session, run_sample
+from april.coordinator.coordinator import Coordinator
+from april.coordinator.messages import Delivery
+from april.coordinator.run import Run
+from april.core.settings import EngineLimits
+from april.driver.loop_thread import LoopThread
+from april.errors import CheckpointError, RolloutError
+from april.state_file import pack, unpack
+
+log = logging.getLogger("april")
+
+KIND = "areal"
+SERVERS = "areal"
+"""AReaL spreads requests over its servers itself, so they are one engine to the core."""
+Trajectory = dict[str, Any]
+
+
+class Rollouts:
+    """From the first batch on.
+
+    Args:
+        config: april's, of this rank.
+        limits: of the servers, as one engine.
+        prompts: whole batches of rows.
+        episode: runs the workflow once for a row: its trajectory, or None if it was rejected.
+        join: trajectories of one group as one.
+        accepts: AReaL's filter of joined trajectories; None: there is none.
+        abort: ends every request at every server, of which new ones may come at once.
+        check: cross-check april's books after every event.
+    """
+
+    def __init__(
+        self, config: Config, limits: EngineLimits, prompts: Prompts,
+        episode: Callable[[Any], Awaitable[Trajectory | None]], join: Callable[[list[Trajectory]], Trajectory],
+        accepts: Callable[[Trajectory], bool] | None, abort: Callable[[], None], *, check: bool = False,
+    ) -> None:  # fmt: skip
+        self.config, self.prompts = config, prompts
+        self._episode, self._join, self._accepts, self._abort = episode, join, accepts, abort
+        # a workflow rejects by returning None, so every group is judged
+        core = config.core_settings(
+            has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64)
+        )
+        self._rows: dict[str, Any] = {}
+        """Of the groups under way, by the prompt's uid."""
+        self._done: dict[tuple[str, int], Trajectory | None] = {}
+        """By (uid, sample): of samples that have returned."""
+        self._drawn = 0
+        self._thread = LoopThread("april-areal")
+        self._coordinator = Coordinator(core, limits, accepts=self._accept, check=check)
+        continuous = config.generation == "continuous"
+        self._run = Run(self, config.rollout_batch_size, own_thread=continuous)
+
+    # ---------------------------------------------------------------- for the trainer
+
+    def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], Delivery]:
+        """A joined trajectory per group, under the weights that the trainer calls ``label``."""
+        delivery = self._run.next_batch(label, count)
+        return self._thread.call(lambda: [self._take(uid, delivery) for uid in delivery.uids]), delivery
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Prompts that were given up before the last batch, by reason."""
+        return self._run.dropped
+
+    def pause(self) -> None:
+        """Until :meth:`resume`, weights may change: no request is at any server."""
+        self._run.pause()
+
+    def resume(self, label: int) -> None:
+        """Go on under these weights."""
+        self._run.resume(label)
+
+    def close(self) -> None:
+        """What is held, and no checkpoint has, is gone."""
+        self._run.close()
+        self._thread.stop()
+
+    def _take(self, uid: str, delivery: Delivery) -> Trajectory:
+        group = self._join(self._forget(uid))
+        masked = {index: mask for (of, index), mask in delivery.masked.items() if of == uid}
+        for index, mask in masked.items():
+            if len(group["loss_mask"]) != self.config.n_samples_per_prompt:
+                raise RolloutError(
+                    f"tokens of prompt {uid} are older than max_head_offpolicyness, and its workflow gives several "
+                    "rows per sample, so april cannot take the loss off them; set april={'on_stale': 'drop'}"
+                )
+            group["loss_mask"][index, : len(mask)] *= group["loss_mask"].new_tensor(mask)
+        return group
+
+    # ---------------------------------------------------------------- for the run
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call the coordinator on its loop."""
+        return self._thread.run(lambda: getattr(self._coordinator, method)(*args))
+
+    def fetch(self, count: int) -> None:
+        """Rows of whole batches of the loader, so that its state and april's leave none between them."""
+        found = 0
+        while found < count:
+            rows = self.prompts.next()
+            self._offer(rows)
+            found += len(rows)
+
+    def _offer(self, rows: Sequence[Any]) -> None:
+        first, self._drawn = self._drawn, self._drawn + len(rows)
+        self._run.offer((f"p{number}", (f"p{number}", row)) for number, row in enumerate(rows, first))
+
+    def dispatch(self, rows: Sequence[tuple[str, Any]]) -> None:
+        """Start the rollouts of these prompts."""
+
+        def start() -> None:
+            for uid, row in rows:
+                self._rows[uid] = row
+                self._thread.follow(self._group(uid, row))
+
+        self._thread.call(start)
+
+    def abort(self) -> None:
+        """End every request at every server."""
+        self._abort()
+
+    # ---------------------------------------------------------------- on the loop
+
+    async def _group(self, uid: str, row: Any) -> None:
+        async def rollout(session: Session) -> None:
+            session.keys.append(str(session.index))
+            self._done[uid, session.index] = await self._episode(row)
+
+        async def forget(keys: list[str]) -> None:
+            for key in keys:
+                self._done.pop((uid, int(key)), None)
+
+        n = self.config.n_samples_per_prompt
+        await asyncio.gather(*(run_sample(self._coordinator, uid, i, rollout, forget) for i in range(n)))
+        if await self._coordinator.closed(uid):
+            self._forget(uid)
+
+    def _accept(self, uid: str) -> bool:
+        """The verdict on a group whose samples have all returned."""
+        kept = self._kept(uid)
+        if not kept:
+            return False
+        joined = self._join(kept)
+        return self._accepts is None or bool(self._accepts(joined))
+
+    def _kept(self, uid: str) -> list[Trajectory]:
+        """Trajectories of a prompt's samples, those left out that the workflow rejected."""
+        found = (self._done.get((uid, index)) for index in range(self.config.n_samples_per_prompt))
+        return [trajectory for trajectory in found if trajectory is not None]
+
+    def _forget(self, uid: str) -> list[Trajectory]:
+        """A prompt is settled; its trajectories."""
+        kept = self._kept(uid)
+        self._rows.pop(uid, None)
+        for index in range(self.config.n_samples_per_prompt):
+            self._done.pop((uid, index), None)
+        return kept
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, path: Path) -> None:
+        """Everything that is not in the batches delivered so far; the trainer has trained on them all.
+
+        Raises:
+            CheckpointError: a row or trajectory is not made of plain values, or the file cannot be written.
+        """
+        content = self._thread.run(self._content)
+        try:
+            write_atomic(path, pack(KIND, content))
+        except OSError as error:
+            raise CheckpointError(f"april's state cannot be written to {path}: {error.strerror}") from error
+
+    async def _content(self) -> dict[str, Any]:
+        state = await self._coordinator.state()
+        held = _held(state)
+        done = {key: t for key, t in self._done.items() if key[0] in held}
+        return {
+            "coordinator": state,
+            "rows": {uid: plain(self._rows[uid], "a prompt") for uid in held},
+            "done": [[uid, index, plain(t, "a trajectory")] for (uid, index), t in done.items()],
+            "offered": [[uid, plain(row, "a prompt")] for uid, (_, row) in self._run.offered],
+            "drawn": self._drawn,
+            "epoch": self.prompts.epoch,
+        }
+
+    def restore(self, path: Path) -> None:
+        """Go on from a saved state, before the first batch.
+
+        Raises:
+            CheckpointError: the file is not there, damaged, or belongs to other settings.
+        """
+        content = read(path)
+        try:
+            state, rows = content["coordinator"], restored(content["rows"])
+            self._drawn, self.prompts.epoch = content["drawn"], content["epoch"]
+            self._done = {(uid, index): restored(t) for uid, index, t in content["done"]}
+            offered = [(uid, (uid, restored(row))) for uid, row in content["offered"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"april's state in {path} is damaged: {type(error).__name__}: {error}") from error
+        stored = {uid: [index for of, index in self._done if of == uid] for uid in rows}
+        held = self.ask("restore", state, stored)
+        self.dispatch([(uid, rows[uid]) for uid in held])
+        self._run.offer(offered)
+        log.info("april goes on with %d prompts", len(held))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a state file; raises CheckpointError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"april's state {path} cannot be read: {error.strerror}") from error
+    content: dict[str, Any] = unpack(KIND, data, str(path))
+    return content
+
+
+def _held(state: dict[str, Any]) -> list[str]:
+    """Prompts that a state of the coordinator holds."""
+    groups = state["rollouts"]
+    return [group["data"]["uid"] for part in ("ready", "waiting") for group in groups[part]]

@@ -1,0 +1,94 @@
+"""april in AReaL's trainer, on a stand-in: batches, exact versions, conservation, filters, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters import stand_in_areal as areal
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
+    """A trainer of the adapter and its server; every third row's first request goes on until it is ended."""
+    made = []
+
+    def make(
+        april: dict[str, Any] | None = None, *,
+        held: Callable[[int, int], bool] = lambda row, so_far: row % 3 == so_far == 0, rows: int = areal.ROWS,
+        **changes: Any,
+    ) -> Any:  # fmt: skip
+        stats = areal.install(monkeypatch)
+        from april.adapters.areal import PPOTrainer
+
+        areal.SERVER[:] = [areal.Server(lambda row: 4 + row % 5, held)]
+        config = areal.config(tmp_path, **changes)
+        one = PPOTrainer(config, areal.rows(rows), april={"check": True, **(april or {})})
+        one.stats, one.workflow, one.server = stats, areal.Workflow(config), areal.SERVER[-1]
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def trained_rows(trainer: Any) -> list[int]:
+    """Of all batches, in order."""
+    return [int(group["input_ids"][0][1]) for batch in trainer.trained for group in batch]
+
+
+def mislabelled(trainer: Any) -> tuple[int, int]:
+    """Trained tokens whose version is not that of the weights named by their log-probability; and all of them."""
+    wrong = tokens = 0
+    for batch in trainer.trained:
+        for group in batch:
+            mask = group["loss_mask"].bool()
+            wrote = ((-group["logprobs"][mask] - 1.0) * 1000).round().int()
+            wrong += int((wrote != group["versions"][mask]).sum())
+            tokens += int(mask.sum())
+    return wrong, tokens
+
+
+@pytest.mark.parametrize("generation", ["continuous", "stepwise"])
+def test_batches_are_whole_and_every_token_has_its_version(trainer: Make, generation: str) -> None:
+    """Each group once, with all its samples, whole; resumed responses name several weights, each token its own."""
+    run = trainer({"generation": generation})
+    run.train(run.workflow, 6)
+    seen = trained_rows(run)
+    assert len(seen) == len(set(seen)) == 6 * areal.GROUPS
+    for group in (g for batch in run.trained for g in batch):
+        row = int(group["input_ids"][0][1])
+        assert group["loss_mask"].sum(1).tolist() == [4 + row % 5] * areal.SAMPLES
+        assert group["rewards"].tolist() == [float(row)] * areal.SAMPLES
+        assert group["versions"][:, :2].unique().tolist() == [-1]
+    wrong, tokens = mislabelled(run)
+    assert not wrong
+    assert tokens
+    assert any(len(g["versions"][g["loss_mask"].bool()].unique()) > 1 for batch in run.trained for g in batch)
+    ledgers = run._april.rollouts.ask("ledgers")
+    assert ledgers["tokens"]["delivered"] == tokens
+    assert ledgers["tokens"]["observed"] == run.server.made == tokens + ledgers["tokens"]["held"]
+    assert not ledgers["tokens"]["dropped"]
+    assert run.stats["april/off_policy_share"][-1] >= 0
+
+
+def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -> None:
+    """A batch ends nothing, places are filled without anybody asking, and only the weight update ends what runs."""
+    run = trainer(held=lambda row, so_far: row >= areal.GROUPS, rollout__max_concurrent_rollouts=6)
+    seen: list[int] = []
+
+    def while_training() -> None:
+        run.server.until_live(6 * areal.SAMPLES)
+        seen.extend((run.server.ended, run._april.rollouts.ask("ledgers")["prompts"]["observed"]))
+
+    run.train(run.workflow, 1, while_training=while_training)
+    assert seen == [0, areal.GROUPS + 6]
+    assert run.server.ended >= 6 * areal.SAMPLES
+    assert torch.equal(run.trained[0][0]["versions"].unique(), torch.tensor([-1, 0]))
