@@ -222,6 +222,7 @@ def test_functions_of_an_evaluation_beyond_those_at_once_wait() -> None:
     m.finish(0)
     m.finish(1)
     assert sum(a.sample.evaluation is not None for a in m.in_flight.values()) == 1
+    assert len(m.in_flight) == 3, "samples of the evaluation that may not start keep training waiting"
 
 
 def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> None:

@@ -10,7 +10,7 @@ training, is decided in ``RolloutCore._advance_others``.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from april.core.commands import EvaluationDone, EvaluationFailed
 from april.core.events import EvaluationCancelled, EvaluationRequested
 from april.core.ledger import Ledger
-from april.core.types import AttemptFailure, DropReason, GenerateCall, Group, Sample, SampleState
+from april.core.types import AttemptFailure, DropReason, Group, Sample, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 
@@ -42,8 +42,10 @@ class Evaluation:
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
     """Groups that are."""
+    to_start: deque[Sample] = field(default_factory=deque)
+    """Samples beyond those whose functions may run at once: in no queue, where they would keep others waiting."""
     functions: int = 0
-    """Rollout functions that run."""
+    """Rollout functions that run, or wait for a place to begin in."""
     in_flight: int = 0
     """Attempts."""
     trouble: tuple[str, AttemptFailure] | None = None
@@ -78,14 +80,6 @@ class Evaluations:
         """It ends as if it had failed; one that has ended meanwhile is left alone."""
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
-
-    def may_start(self, work: Sample | GenerateCall, *, training: bool) -> bool:
-        """Whether it may take a place: training may or waits, and functions beyond those that may run at once do."""
-        evaluation = (work if isinstance(work, Sample) else work.sample).evaluation
-        if evaluation is None:
-            return training
-        most = evaluation.request.functions_at_once if isinstance(work, Sample) else None
-        return most is None or evaluation.functions < most
 
     @property
     def running(self) -> Iterator[Evaluation]:
@@ -136,6 +130,15 @@ class Evaluations:
                 self._forget(evaluation)
                 del context.evaluations[number]
                 context.out.append(EvaluationDone(number, evaluation.groups))
+            else:
+                self._let_start(evaluation)
+
+    def _let_start(self, evaluation: Evaluation) -> None:
+        """Functions of which it may run more now."""
+        most = evaluation.request.functions_at_once
+        while evaluation.to_start and (most is None or evaluation.functions < most):
+            evaluation.functions += 1
+            self._context.over_sampler.push(evaluation.to_start.popleft())
 
     def _begin(self, evaluation: Evaluation) -> None:
         context, asked = self._context, evaluation.request
@@ -147,8 +150,7 @@ class Evaluations:
         self._next_group += len(asked.prompts)
         for group in evaluation.groups:
             context.evaluation_groups[group.id] = group
-            for sample in group.samples:
-                context.over_sampler.push(sample)
+            evaluation.to_start.extend(group.samples)
             if (length := len(group.prompt.token_ids)) >= context.engines.max_context:
                 why = f"it has {length} tokens, which leaves no room for a response"
                 evaluation.fail(why, sample=group.samples[0])

@@ -47,12 +47,12 @@ class OverSampler:
         self.forget(work)
         self.push(work)
 
-    def first(self) -> Sample | GenerateCall | None:
-        """What goes next, or None; it stays in the queue."""
+    def first(self) -> Sample | None:
+        """The sample that goes next, or None; it stays in the queue."""
         while self._heap:
             *_, ticket, work = self._heap[0]
             if work.ticket == ticket:
-                return work
+                return work if isinstance(work, Sample) else work.sample
             heapq.heappop(self._heap)
         return None
 

@@ -368,8 +368,7 @@ class RolloutCore:
         """Samples and calls of evaluations go first; ``training``: those of training follow."""
         context, queue = self.context, self.over_sampler
         for _ in range(min(context.places.free, queue.waiting)):
-            first = queue.first() if context.evaluations else None
-            if first is not None and not self._evaluations.may_start(first, training=training):
+            if not training and (first := queue.first()) is not None and first.evaluation is None:
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
@@ -378,8 +377,6 @@ class RolloutCore:
             work = queue.pop()
             if isinstance(work, Sample):
                 context.places.reserve(work)
-                if work.group.evaluation is not None:
-                    work.group.evaluation.functions += 1
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:

@@ -45,6 +45,7 @@ def validate(core: RolloutCore) -> None:
 
     held = queued = 0
     reserved = core.context.places.reserved
+    to_start = {sample for evaluation in core.context.evaluations.values() for sample in evaluation.to_start}
     started: set[SampleId] = set()
     current = [a for a in core.context.attempts if a.state is not AttemptState.ABANDONED]
     by_sample = {a.sample.id: a for a in current}
@@ -70,7 +71,7 @@ def validate(core: RolloutCore) -> None:
                 started.add(sample.id)
             if (call is not None and call.state is CallState.IN_FLIGHT) != (sample.id in by_sample):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
-            waiting = [(sample.ticket, sample.state is SampleState.NEW)]
+            waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start)]
             waiting += [(c.ticket, c.state is CallState.QUEUED) for c in sample.calls]
             if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
@@ -141,7 +142,7 @@ def check_evaluation(core: RolloutCore, evaluation: Evaluation) -> str | None:
         return f"tokens of other versions than {evaluation.version}"
     if evaluation.failure is not None:
         return None
-    running = sum(s.state is SampleState.RUNNING for s in samples)
+    running = sum(s.state is SampleState.RUNNING or s.ticket > 0 for s in samples)
     unfinished = sum(g.unfinished > 0 for g in evaluation.groups)
     if (evaluation.functions, evaluation.unfinished) != (running, unfinished):
         return f"{evaluation.functions} functions and {evaluation.unfinished} groups, not {running} and {unfinished}"
