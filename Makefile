@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Aborted requests per engine in test-engines.
 ABORTS ?= 1000
+# Random lives in random.
+LIVES ?= 2000
 
-.PHONY: demo demo-vllm demo-sglang test test-engines test-adapters docs verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test random test-engines test-adapters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -16,6 +18,10 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term
+
+# Lives of trainers that do not wait, of which `test` runs a few.
+random: $(VENV)/.installed
+	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py
 
 # The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
 test-engines: $(VENV)/.installed
@@ -34,7 +40,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Everything there is.
-verify: test docs test-engines test-adapters demo demo-vllm demo-sglang
+verify: test random docs test-engines test-adapters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing

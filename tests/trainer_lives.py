@@ -1,0 +1,365 @@
+"""Lives of trainers that do not wait, chosen by one seed: what happens next, and what must be true after everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trainer_updates import Saved, UpdatingPlayer
+
+from april.core import events as ev
+from april.core.settings import CoreSettings
+from april.core.timers import TimerKind
+from april.core.types import AttemptFailure, EngineFinish, GenerationMode, OnStale, Refill
+
+TROUBLES = [AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT, AttemptFailure.BUSY, AttemptFailure.REFUSED]
+WORK_TIMERS = [TimerKind.RETRY, TimerKind.REST, TimerKind.PROBE, TimerKind.CHECK]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a trainer is like; shares are of the chances that it has."""
+
+    ahead: int
+    """Batches that it fetches before it trains the first of them."""
+    several: int
+    """Batches that it trains by one update."""
+    skips: float
+    """Batches that no update follows."""
+    extra: float
+    """Updates that no batch is trained for."""
+    cancels: float
+    evaluates: float
+    pauses: float
+    saves: float
+    crashes: float
+    transfers: bool
+    changes: bool
+    """A restart may bring other settings, the other mode of generation among them."""
+    engine_troubles: float
+    function_troubles: float
+    rejects: float
+    """Groups that the filter rejects."""
+    ends: float
+    """Chance of each token to be the last."""
+    slow_rewards: float
+    slow_functions: float
+    slow_prompts: float
+
+
+def habits(rng: random.Random) -> Habits:
+    """Some trainer; many have no troubles of one kind or the other."""
+    some = lambda share, *values: rng.choice(values) if rng.random() < share else 0.0  # noqa: E731
+    return Habits(
+        ahead=rng.choice([0, 0, 1, 2, 4]), several=rng.choice([1, 1, 1, 2, 3]), skips=some(0.3, 0.1, 0.4),
+        extra=some(0.15, 0.1), cancels=some(0.4, 0.3), evaluates=some(0.4, 0.02, 0.1), pauses=some(0.2, 0.02),
+        saves=some(0.7, 0.03, 0.1), crashes=some(0.6, 0.01, 0.03), transfers=rng.random() < 0.4,
+        changes=rng.random() < 0.5, engine_troubles=some(0.5, 0.02, 0.06), function_troubles=some(0.5, 0.05, 0.15),
+        rejects=some(0.7, 0.1, 0.4), ends=rng.choice([0.02, 0.1, 0.3]), slow_rewards=some(0.6, 0.7, 0.95),
+        slow_functions=some(0.3, 0.7), slow_prompts=some(0.3, 0.8),
+    )  # fmt: skip
+
+
+def settings(rng: random.Random, mode: GenerationMode) -> CoreSettings:
+    """Small ones, of every kind."""
+    n, bound = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2, 2, 3, 5])
+    return planned(
+        CoreSettings(
+            rollout_batch_size=n, n_samples_per_prompt=rng.choice([1, 2, 2, 3]), over_sampling_batch_size=n,
+            max_response_len=rng.choice([5, 20, 60]), max_in_flight=1, generation=mode, max_staleness=bound,
+            on_stale=rng.choice([OnStale.FINISH] * 5 + list(OnStale)), group_reward=rng.random() < 0.2,
+            has_reward=rng.random() < 0.9, has_filter=rng.random() < 0.4, max_attempt_failures=rng.randint(1, 3),
+            retry_pause_s=rng.choice([0.0, 4.0]), max_failed_groups=rng.choice([2, 1000]), abort_deadline_s=2.0,
+            max_held_tokens=rng.choice([None, None, None, 30]),
+        ),
+        rng,
+    )  # fmt: skip
+
+
+def planned(base: CoreSettings, rng: random.Random) -> CoreSettings:
+    """Another way to keep the engines busy."""
+    n, bound = base.rollout_batch_size, base.max_staleness
+    over = rng.randint(1, 3 * n)
+    refills = [Refill.SAMPLE] * 3 + [Refill.GROUP, Refill.NONE]
+    return replace(
+        base, over_sampling_batch_size=min(over, (bound + 1) * n) if base.on_stale is OnStale.FINISH else over,
+        refill=rng.choice(refills if base.generation is GenerationMode.CONTINUOUS else list(Refill)),
+        max_in_flight=rng.randint(1, 2 * n * base.n_samples_per_prompt + 2),
+    )  # fmt: skip
+
+
+class Life(UpdatingPlayer):
+    """A run from its first prompt to its last."""
+
+    def __init__(self, seed: int, mode: GenerationMode) -> None:
+        rng = random.Random(seed)
+        self.habits = habits(rng)
+        prompts = rng.choice([6, 15, 30])
+        super().__init__(settings(rng, mode), rng.randint(1, 3), prompts, rng.choice([1, 1, 2]), rng)
+        self.books.as_promised = self.settings.on_stale is OnStale.FINISH
+        self.saved: list[Saved] = []
+
+    def happen(self, events: int) -> None:
+        """So many events, whatever they are."""
+        for _ in range(events):
+            if self.ended:
+                return
+            self.one_event()
+            self.eager()
+            self.look()
+
+    def look(self) -> None:
+        """After every event, when what follows from it has happened."""
+        self.check()
+        self.check_engines_are_full()
+
+    # ---------------------------------------------------------------- what happens
+
+    def one_event(self) -> None:
+        """Something happens."""
+        h, rng = self.habits, self.rng
+        possible: list[tuple[float, Callable[[], None]]] = []
+        if self.running:
+            possible.append((6 + len(self.running), self.generate))
+            if h.engine_troubles:
+                possible.append((40 * h.engine_troubles, self.trouble))
+        if self.to_end:
+            possible.append((6, self.end_one))
+        if self.calls or self.handing is not None or self.probes:
+            possible.append((6, self.work_on_update))
+        if self.timers:
+            deaf = (TimerKind.ABORTS,) if h.engine_troubles else ()
+            possible.append((1, lambda: self.fire(*WORK_TIMERS, *deaf)))
+            if h.engine_troubles and rng.random() < 0.02:
+                possible.append((1, lambda: self.fire(TimerKind.OUTAGE)))
+        if any(not server.alive for server in self.servers.values()):
+            possible.append((1, self.revive))
+        if self.to_draw:
+            possible.append((3, self.source))
+        if self.to_score or self.to_judge or any(f in ("started", "between") for f in self.functions.values()):
+            possible.append((6, self.functions_go_on))
+        possible.append((3, self.trainer))
+        if h.evaluates and len(self.evaluations) < 3:
+            possible.append((20 * h.evaluates, self.evaluate))
+        if self.evaluations:
+            possible.append((0.1, self.cancel_evaluation))
+        if self.held or h.pauses:
+            possible.append((0.5, self.resume) if self.held else (10 * h.pauses, self.pause))
+        if h.saves:
+            possible.append((10 * h.saves, self.checkpoint))
+        if h.crashes and self.saved:
+            possible.append((10 * h.crashes, self.crash))
+        weights = [weight for weight, _ in possible]
+        rng.choices([event for _, event in possible], weights)[0]()
+
+    def generate(self) -> None:
+        """A request gains tokens; one that is complete ends."""
+        attempt_id = self.rng.choice(list(self.running))
+        request = self.send(attempt_id, self.rng.randint(0, 8), self.habits.ends)
+        if request.complete:
+            self.finish(attempt_id)
+
+    def finish(self, attempt_id: str) -> None:
+        """A request has come to its end."""
+        ends = self.running[attempt_id].ends
+        self.end(attempt_id, EngineFinish.STOP if ends else EngineFinish.LENGTH)
+
+    def end_one(self) -> None:
+        """A request that was asked to end does, with what came in the meantime."""
+        attempt_id = self.rng.choice(sorted(self.to_end))
+        self.send(attempt_id, self.rng.choice([0, 0, 1, 3]), self.habits.ends)
+        self.end(attempt_id, EngineFinish.ABORT)
+
+    def trouble(self) -> None:
+        """Something breaks."""
+        what = self.rng.random()
+        if what < 0.1:
+            self.die()
+        elif what < 0.2:
+            self.lose_weights()
+        elif what < 0.3:
+            self.stall()
+        else:
+            attempt_id = self.rng.choice(sorted(self.running))
+            kind = self.rng.choice(TROUBLES)
+            if kind in (AttemptFailure.BUSY, AttemptFailure.REFUSED):
+                if self.running[attempt_id].tokens:
+                    return
+            else:
+                self.send(attempt_id, self.rng.randint(0, 3), self.habits.ends)
+            self.break_off(attempt_id, kind, self.rng.randint(0, 3) if kind is AttemptFailure.CORRUPT else 0)
+
+    def revive(self) -> None:
+        """A server is started again."""
+        self.rng.choice([s for s in self.servers.values() if not s.alive]).alive = True
+
+    def work_on_update(self) -> None:
+        """A server or the trainer answers."""
+        well = not self.habits.engine_troubles
+        if self.handing is not None:
+            self.hand_over(well=well)
+        elif self.probes and (not self.calls or self.rng.random() < 0.3):
+            self.probe_answered()
+        else:
+            self.answer(well=well)
+
+    def source(self) -> None:
+        """The source answers, perhaps that it cannot."""
+        fails = self.habits.function_troubles and self.rng.random() < 0.1
+        self.draw("the loader was away" if fails else None)
+
+    def functions_go_on(self, *, well: bool = False) -> None:
+        """A function, a reward function or the filter does something."""
+        rng, h = self.rng, self.habits
+        keys = [key for key, state in self.functions.items() if state in ("started", "between")]
+        trouble = not well and rng.random() < h.function_troubles
+        what = rng.choice(["function"] * bool(keys) + ["score"] * bool(self.to_score) + ["judge"] * bool(self.to_judge))
+        if what == "function":
+            key = rng.choice(keys)
+            if trouble:
+                self.fail(key)
+            else:
+                self.go_on(key)
+        elif what == "score":
+            request = self.to_score.pop(rng.randrange(len(self.to_score)))
+            self.score(request, rng.choice(["raises", "nan"]) if trouble else "good")
+        else:
+            verdict = "raises" if trouble else "reject" if rng.random() < h.rejects else "keep"
+            self.judge(self.to_judge.pop(rng.randrange(len(self.to_judge))), verdict)
+
+    def eager(self) -> None:
+        """What keeps nobody waiting."""
+        h, rng = self.habits, self.rng
+        if self.to_draw and rng.random() >= h.slow_prompts:
+            self.draw()
+        while any(f in ("started", "between") for f in self.functions.values()) and rng.random() >= h.slow_functions:
+            key = next(key for key, state in self.functions.items() if state in ("started", "between"))
+            self.go_on(key)
+        while self.to_score and rng.random() >= h.slow_rewards:
+            self.score(self.to_score.pop(0), "good")
+        while self.to_judge and rng.random() >= h.slow_rewards:
+            self.judge(self.to_judge.pop(0), "reject" if rng.random() < h.rejects else "keep")
+
+    # ---------------------------------------------------------------- the trainer
+
+    def trainer(self) -> None:
+        """It asks, trains, or updates."""
+        rng, h, out = self.rng, self.habits, list(self.books.out)
+        if self.updates:
+            if rng.random() < 0.1 * h.cancels:
+                self.cancel_update()
+            elif rng.random() < 0.1 * h.extra and len(self.updates) < 3:
+                self.ask_update(None, transfers=h.transfers)
+        elif not self.wanted and len(out) <= h.ahead and rng.random() < 0.8:
+            self.ask()
+        elif out and rng.random() < 0.5:
+            self.trains = out[: h.several]
+            if rng.random() < h.skips:
+                self.commit(out[0])
+            else:
+                self.ask_update(self.trains[-1], transfers=h.transfers)
+        elif rng.random() < 0.1 * h.extra:
+            self.ask_update(None, transfers=h.transfers)
+
+    def ask(self) -> None:
+        """The trainer wants a batch."""
+        self.wanted = self.begun = True
+        self.post(ev.StepRequested())
+
+    def commit(self, batch: int) -> None:
+        """No update follows from it."""
+        self.books.train([batch])
+        self.seen["committed without an update"] += 1
+        self.post(ev.BatchCommitted(batch))
+
+    def checkpoint(self) -> None:
+        """The trainer saves, having trained on all, some or none of what it got."""
+        through = self.rng.choice([None, *range(self.books.committed, self.books.batches)])
+        self.saved = [*self.saved[-2:], self.save(through)]
+
+    def crash(self) -> None:
+        """The process dies; what comes after it may have other settings."""
+        saved = self.rng.choice(self.saved)
+        now = saved.settings
+        if self.habits.changes:
+            flips = self.rng.random() < 0.5
+            modes = [GenerationMode.STEPWISE, GenerationMode.CONTINUOUS]
+            mode = modes[now.generation is modes[0]] if flips else now.generation
+            bound = self.rng.choice([now.max_staleness] * 2 + [0, 1, 4])
+            n = self.rng.choice([now.rollout_batch_size] * 2 + [1, 3])
+            now = planned(replace(now, generation=mode, max_staleness=bound, rollout_batch_size=n), self.rng)
+            self.seen["the other mode"] += flips
+        self.restart(saved, now)
+
+    # ---------------------------------------------------------------- nobody is idle for no reason
+
+    def check_engines_are_full(self) -> None:
+        """Continuous: no place is free while a sample waits for it, or a prompt may be drawn for it."""
+        h, s, books = self.habits, self.settings, self.books
+        quiet = self.held or self.updates or not self.begun
+        troubles = h.engine_troubles or h.function_troubles or self.core.context.failure is not None
+        if not self.continuous or quiet or troubles or s.on_stale is not OnStale.FINISH:
+            return
+        if len(books.out) > s.max_staleness:
+            return
+        generating = {request.key for request in self.running.values()}
+        started = sum(state == "started" for state in self.functions.values())
+        queued = sum(s == "waiting" and k not in generating and k[0] >= 0 for k, s in self.functions.items())
+        new = sum(key not in self.functions and key not in books.finished for key in books.tapes)
+        free = s.max_in_flight - len(self.running) - started
+        assert free >= 0
+        assert not (free and queued + new), f"{free} places are free, {queued + new} samples wait"
+        held, full = len(books.held), s.max_held_tokens is not None and books.tokens_held >= s.max_held_tokens
+        if self.to_draw or full or books.position >= self.prompts:
+            return
+        if held >= min(self.most_held, 8 * s.groups_at_a_time):
+            return
+        work = held - len(books.accepted)
+        assert s.refill is not Refill.SAMPLE or not free, f"{free} places are free, {held} groups of {self.most_held}"
+        assert s.refill is not Refill.GROUP or work >= s.groups_wanted, f"{work} groups in work of {s.groups_wanted}"
+
+    # ---------------------------------------------------------------- the end
+
+    def end_well(self) -> None:
+        """Troubles are over: every prompt is settled, once."""
+        if self.held:
+            self.resume()
+        for server in self.servers.values():
+            server.alive = True
+        for _ in range(20_000):
+            if self.ended:
+                return
+            self.next_of_what_is_due()
+            self.look()
+        raise AssertionError(f"it never comes to an end: {self.core!r} {self.updates} {self.functions}")
+
+    def next_of_what_is_due(self) -> None:
+        """Everybody does what they should."""
+        out = list(self.books.out)
+        if self.to_draw:
+            self.draw()
+        elif self.handing is not None:
+            self.hand_over(well=True)
+        elif self.calls:
+            self.answer(well=True)
+        elif self.probes:
+            self.probe_answered()
+        elif self.to_end:
+            self.end(min(self.to_end), EngineFinish.ABORT)
+        elif self.to_score or self.to_judge or any(f in ("started", "between") for f in self.functions.values()):
+            self.functions_go_on(well=True)
+        elif out and not self.updates and (len(out) > self.settings.max_staleness or self.rng.random() < 0.3):
+            self.ask_update(out[0], transfers=self.habits.transfers)
+        elif not self.wanted:
+            self.ask()
+        elif self.running:
+            attempt_id = self.rng.choice(list(self.running))
+            if self.send(attempt_id, 4, 0.5).complete:
+                self.finish(attempt_id)
+        elif any(t.kind in WORK_TIMERS for t in self.timers) and self.rng.random() < 0.95:
+            self.fire(*WORK_TIMERS)
+        elif not self.updates:
+            self.ask_update(None)  # of weights that nobody can give again
+        else:
+            self.fire(TimerKind.OUTAGE)
