@@ -72,6 +72,7 @@ def test_batches_are_whole_and_every_token_has_its_version(trainer: Make, genera
     assert not wrong
     assert tokens
     assert any(len(g["versions"][g["loss_mask"].bool()].unique()) > 1 for batch in run.trained for g in batch)
+    run.rollout.pause()
     ledgers = run._april.rollouts.ask("ledgers")
     assert ledgers["tokens"]["delivered"] == tokens
     assert ledgers["tokens"]["observed"] == run.server.made == tokens + ledgers["tokens"]["held"]
