@@ -17,6 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from april.core.bottleneck import bottleneck
+from april.core.idle import Idle
+from april.core.run_times import TrainerTime, whole
+from april.core.settings import CoreSettings
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Schedule, Workload
 
@@ -91,13 +95,22 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
         if began < end and ended > start
     ]
     figures = _figures(workload, schedule, simulation, before, after)
-    trained_s = math.fsum(ended - began for began, ended in trainings)
     return Measured(
-        figures | {"trainer_idle_share": 1.0 - trained_s / (end - start)},
+        figures,
         [(at - start, running) for at, running in busy],
         [step.end_s - start for step in steps],
         trainings,
     )
+
+
+def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """Who waited, for how long and why: the account that real runs have among their metrics."""
+    times = whole(steps)
+    return {
+        "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
+        "idle_shares": {str(cause): share for cause in Idle if (share := times[f"idle_{cause}"])},
+        "bottleneck": bottleneck(times, settings),
+    }
 
 
 def _trainings(deliveries: list[float], train_s: float) -> Iterator[tuple[float, float]]:
@@ -167,5 +180,6 @@ def _figures(
         "held_groups_max": int(max(step.metrics["carried_groups"] for step in steps)),
         "decode_steps": int(totals["decode_steps"]),
         "preemptions": after.preemptions - before.preemptions,
+        **_waited(simulation.core.settings, [step.metrics for step in steps]),
         "digest": simulation.result.digest,
     }

@@ -30,6 +30,8 @@ DEFINITIONS = {
     "long_run_limit_tokens_per_s": "the same for ever, with a large sample of the lengths",
     "bubble": "1 - busy slots integrated over time / (samples in flight x time), each mode against its own in_flight",
     "trainer_idle_share": "share of the time in which the trainer waits for a batch",
+    "idle_shares": "share of samples in flight x time that is empty, by cause, as the metrics idle_... of a run",
+    "bottleneck": "the sentence that a run says of its steps, here of all after the ramp",
     "off_policy_share": "share of the trained tokens that are older than the weights which are trained with them",
     "staleness": "weight updates between a trained response's oldest token and its training",
     "trained_token_age_shares": "share of the trained tokens by age in weight updates: 0, 1, 2, ...",

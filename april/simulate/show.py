@@ -158,7 +158,7 @@ def _loop_verdict(report: dict[str, Any]) -> list[str]:
             f"{enough['fraction_of_limit']:.1%} of it (sync {modes['sync']['fraction_of_limit']:.1%}, refill "
             f"{modes['refill']['fraction_of_limit']:.1%}); of the bounds here none reaches more than {most:.1%}"
         )
-    return lines
+    return [*lines, *(f"{name}: {m['bottleneck']}" for name, m in modes.items())]
 
 
 def _groups(m: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.event_pump import EventPump
+from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -152,8 +153,11 @@ class Simulation:
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
         self._asked = False
         self._batch: Batch | None = None
+        self._waited: dict[str, float] = {}
+        """Where the time before that batch went."""
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
+        self._times = RunTimes(self.core)
         self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
 
@@ -167,6 +171,7 @@ class Simulation:
             self._trainer.take(batch, self.now)
             if self._trainer.ends_s <= self.now:  # training takes no time
                 self._update_weights()
+                self._times.look(self.now)
         self.result.digest = self._digest.hexdigest()
         return self.result
 
@@ -174,6 +179,7 @@ class Simulation:
         if not self._asked and self._trainer.wants_more:
             self._asked = True
             self._pump.post(ev.StepRequested())
+            self._times.look(self.now)
             return
         # the earliest engine goes first; ties go by the order of the engines, the trainer is the last
         name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
@@ -186,6 +192,7 @@ class Simulation:
             self.now = at
             for finished in self.decoders[name].advance(at):
                 self._ended(finished.request_id)
+        self._times.look(self.now)
         if self._watch is not None:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
 
@@ -227,7 +234,7 @@ class Simulation:
         trained = int(batch.metrics["trained_tokens"])
         ages: dict[int, int] = {}
         lengths = [len(sample.tokens) for sample in batch.samples]
-        metrics = dict(batch.metrics)
+        metrics = {**batch.metrics, **self._waited}
         out = int(metrics["batches_out"])
         self.result.steps.append(
             StepRecord(
@@ -251,7 +258,7 @@ class Simulation:
             self._digest.update(repr((self.now, sample.id, len(sample.tokens), spans)).encode())
 
     def _deliver(self, command: do.Deliver) -> None:
-        self._batch = command.batch
+        self._batch, self._waited = command.batch, self._times.delivered(self.now)
 
     def _fail(self, command: do.Fail) -> None:
         raise RolloutError(command.error)
