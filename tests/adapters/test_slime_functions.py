@@ -104,6 +104,22 @@ def test_a_sample_goes_on_where_it_stood() -> None:
     engine_test(test)
 
 
+def test_a_response_that_april_has_refused_goes_on_where_it_stood() -> None:
+    """From the state before the call that april did not believe; without that state nothing is made up."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        told.go = True
+        await read(engine, request(0, "a"))
+        await read(engine, request(0, "b", offset=1))
+        again = await read(engine, request(0, "c", offset=1))
+        assert again.tokens.tolist() == [9]
+        assert samples[SampleId(0, 0)].tokens == [5, 7, 9, 9]
+        with pytest.raises(EngineError, match=r"no state of sample .* with the 7 tokens"):
+            await read(engine, request(0, "d", offset=7))
+
+    engine_test(test)
+
+
 def test_one_of_several_is_ended_without_the_others() -> None:
     """Its call is given up, the sample stays as it was; the other one runs to its end."""
 

@@ -138,6 +138,21 @@ def test_a_function_that_talks_to_the_servers_itself() -> None:
             rollout_id += 1
 
 
+def test_a_limit_of_the_function_s_own_ends_a_response() -> None:
+    """--rollout-max-response-len, which such a function keeps itself: nothing of it is dropped or made twice."""
+    with Fleet(custom_generate_function_path=f"{USER}.over_http") as fleet:
+        fleet.args.rollout_max_response_len = 12
+        cut = 0
+        for rollout_id in range(4):
+            fleet.update(str(rollout_id + 1))
+            for s in fleet(rollout_id):
+                cut += s.status is Status.TRUNCATED
+                assert s.response_length == s.metadata["april"]["spans"][-1][1] <= 12
+        assert cut
+        (session,) = fleet.function.function.sessions.values()
+        assert not sum(session.scheduler.ledger()["tokens"].dropped.values())
+
+
 def test_servers_that_nobody_labels_have_new_weights_every_time() -> None:
     """Where the trainer sets no labels, every rollout counts as an update."""
     with Fleet() as fleet:

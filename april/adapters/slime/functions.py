@@ -60,6 +60,8 @@ class FunctionEngine(ServerEngine):
         self._args, self._framework, self._function = args, framework, function
         self._groups, self._samples = groups, samples
         self._fresh: Held = {}
+        self._before: Held = {}
+        """As they were before the last call, whose tokens april may refuse."""
         self._urls = urls
         self._clients: list[HttpClient] = []
         self._calls: dict[str, asyncio.Task[Any]] = {}
@@ -70,6 +72,7 @@ class FunctionEngine(ServerEngine):
         self._fresh[llm.sample_id] = prompt.data["group"][llm.sample_id.index]
         await llm.generate()
         del self._fresh[llm.sample_id]
+        self._before.pop(llm.sample_id, None)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Call the function; one chunk with everything that it added."""
@@ -79,9 +82,7 @@ class FunctionEngine(ServerEngine):
             if not admitted:
                 yield empty_chunk(self._version, EngineFinish.ABORT)
                 return
-            known = self._samples.get(key)
-            if known is None or known.response_length != request.response_offset:
-                known = self._groups.sample(self._fresh[key])
+            known = self._standing_at(key, request.response_offset)
             before = known.response_length
             # a copy: a call that fails has changed nothing
             call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
@@ -96,8 +97,19 @@ class FunctionEngine(ServerEngine):
             finally:
                 del self._calls[request.attempt_id]
                 self._cut.discard(request.attempt_id)
-            self._samples[key] = sample
+            self._before[key], self._samples[key] = known, sample
             yield self._chunk(sample, before)
+
+    def _standing_at(self, key: SampleId, offset: int) -> Any:
+        """The sample with ``offset`` response tokens, to go on from; raises EngineError if there is none any more."""
+        for known in (self._samples.get(key), self._before.get(key)):
+            if known is not None and known.response_length == offset:
+                return known
+        if offset:
+            raise EngineError(
+                f"the custom generate function has no state of sample {key} with the {offset} tokens that april has"
+            )
+        return self._groups.sample(self._fresh[key])
 
     async def _call(self, sample: Any, index: int) -> Any:
         args = self._args
@@ -127,9 +139,8 @@ class FunctionEngine(ServerEngine):
         tokens = np.array(sample.tokens[len(sample.tokens) - length :][before:], np.int32)
         said = sample.rollout_log_probs
         logprobs = np.zeros(len(tokens), np.float32) if said is None else np.array(said[before:], np.float32)
-        finish = {
-            sample.Status.ABORTED: EngineFinish.ABORT, sample.Status.TRUNCATED: EngineFinish.LENGTH,
-        }.get(sample.status, EngineFinish.STOP)  # fmt: skip
+        # a limit that ended it is the function's own, and none of those that april sets and checks
+        finish = EngineFinish.ABORT if sample.status is sample.Status.ABORTED else EngineFinish.STOP
         return Chunk(tokens, logprobs, self._version, finish)
 
     # ---------------------------------------------------------------- aborts and weights
