@@ -59,6 +59,12 @@ def forced_lengths() -> LognormalLengths:
     return LognormalLengths(median, SIGMA_BETWEEN, SIGMA_WITHIN, cap=CAP)
 
 
+def drawn_lengths() -> list[int]:
+    """Of so many groups that their mean is that of the distribution."""
+    lengths = forced_lengths()
+    return [length for group in range(512) for length in lengths.group(group, SAMPLES).tolist()]
+
+
 def config(arm: str, engine: dict[str, Any]) -> Config:
     """Settings of an arm."""
     return Config(
@@ -233,17 +239,16 @@ def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, st
     return {
         "arms": rows,
         "limit_tokens_per_s": limit,
-        "limit_by_curve": {n: 1.0 / _seconds_per_token(cost, n) for n in limit},
+        "limit_by_curve": {n: 1.0 / seconds_per_token(cost, n) for n in limit},
         "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
         "held_token_ns": cost.per_kv_token_s * 1e9,
         "start_ms": {n: s * 1e3 for n, s in times.start_s().items()},
     }
 
 
-def _seconds_per_token(cost: MeasuredCost, in_flight: int) -> float:
+def seconds_per_token(cost: MeasuredCost, in_flight: int) -> float:
     """Of an engine kept full by responses of the forced lengths."""
-    lengths = forced_lengths()
-    drawn = [lengths.sample(group, index) for group in range(512) for index in range(SAMPLES)]
+    drawn = drawn_lengths()
     # a response of length L is met with a probability proportional to L, and half done
     held = PROMPT_LEN + sum(n * n for n in drawn) / (2 * sum(drawn))
     return cost.step_s(in_flight, round(in_flight * held)) / in_flight

@@ -1,4 +1,5 @@
-"""An engine with a stopwatch: when aborts were asked for, when the last request ended, how many were in flight."""
+"""An engine with a stopwatch: when aborts were asked for, when the last request ended, how many were in flight, and how
+long nothing was."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ class StopwatchEngine(WrappedEngine):
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step; nothing is in flight."""
+        """Begin anew; nothing is in flight."""
         self._changed = time.perf_counter()
         self.busy_s = 0.0
         """Requests in flight, integrated over the time of the step."""
+        self.idle_s = 0.0
+        """Seconds in which nothing was in flight."""
         self.peak = 0
         self.first_request: float | None = None
         self.first_abort: float | None = None
@@ -36,9 +39,15 @@ class StopwatchEngine(WrappedEngine):
             return 0.0
         return max(self.last_end - self.first_abort, 0.0)
 
+    def up_to_now(self) -> None:
+        """Count the time since the last request began or ended, too."""
+        self._change(0)
+
     def _change(self, by: int) -> float:
         now = time.perf_counter()
         self.busy_s += self._running * (now - self._changed)
+        if not self._running:
+            self.idle_s += now - self._changed
         self._changed = now
         self._running += by
         self.peak = max(self.peak, self._running)

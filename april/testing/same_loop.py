@@ -165,6 +165,14 @@ class Rollouts:
         """As ``RolloutScheduler.commit``."""
         self._driver.commit(batch_id)
 
+    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
+        """As ``RolloutScheduler.state_dict``."""
+        return self._scheduler.state_dict(trained_through)
+
+    async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
+        """As ``RolloutScheduler.load_state_dict``, in rollouts that are new."""
+        return await self._loop.run_async(self._driver.load_state_dict(state, path))
+
     async def evaluate(self, prompts: Iterable[Any], **sampling: Any) -> EvaluationResult:
         """As ``RolloutScheduler.evaluate``."""
         return await self._scheduler.aevaluate(prompts, **sampling)

@@ -1,8 +1,8 @@
 """``python -m tests.real_engines.benchmark vllm``: a server of that kind, and april's schedules on it.
 
-The server is started with a model that has no end-of-sequence token, ``benchmarks.abort_latency`` and
-``benchmarks.real_engines`` are run against it, and the server is stopped. Needs the machine for itself, and some ten
-minutes.
+The server is started with a model that has no end-of-sequence token, ``benchmarks.abort_latency``,
+``benchmarks.real_engines`` and, if asked for, ``benchmarks.continuous`` are run against it, and the server is stopped.
+Needs the machine for itself, and some ten minutes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def main(
     kind: Annotated[str, typer.Argument(help="vllm or sglang")],
     steps: Annotated[int, typer.Option(min=0, help="Counted steps of each arm; 0: no schedules.")] = 64,
     pairs: Annotated[int, typer.Option(min=0, help="Aborts of 256 requests by each client; 0: none.")] = 15,
+    turns: Annotated[int, typer.Option(min=0, help="Turns of each schedule before a trainer that takes time.")] = 0,
+    train: Annotated[float, typer.Option(min=0, help="Its time, in batches at the server's limit.")] = 1.0,
 ) -> None:
-    """The table goes to the terminal, everything else to runs/real_engines/KIND.json."""
+    """Tables go to the terminal, everything else to runs/real_engines/KIND.json and its like."""
     out = ROOT / "runs" / "real_engines"
     out.mkdir(parents=True, exist_ok=True)
     models = make_models(out / "models", eos=False)
@@ -57,6 +59,12 @@ def main(
                 code |= _run(
                     "real_engines", kind, server.url, "--steps", str(steps), "--weights", str(models["first"]),
                     str(models["second"]), "--json", str(out / f"{kind}.json"),
+                )  # fmt: skip
+            if turns:
+                code |= _run(
+                    "continuous", kind, server.url, "--turns", str(turns), "--train", str(train), "--weights",
+                    str(models["first"]), str(models["second"]), "--server-group", str(server.group), "--json",
+                    str(out / f"{kind}-continuous.json"),
                 )  # fmt: skip
     except (CannotInstall, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -53,6 +53,13 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def group(self) -> int:
+        """Number of its process group; raises ServerFailed before it was started."""
+        if self._process is None:
+            raise ServerFailed(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
     def age_s(self) -> float:
         """Since it was started."""
         return time.monotonic() - self._started
