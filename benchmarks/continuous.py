@@ -185,7 +185,12 @@ class Arm:
             settings, cost, forced_lengths(), prompt_len=PROMPT_LEN, train_s=train_s,
             fetch_ahead=int(self.schedule.ahead),
         )  # fmt: skip
-        return simulation.run(ramp + batches).summary(skip=ramp)
+        result = simulation.run(ramp + batches)
+        trained_s = [0.0]  # when the trainer was done with each batch, which may have waited for it
+        for step in result.steps:
+            trained_s.append(max(trained_s[-1], step.end_s) + train_s)
+        counted = result.summary(skip=ramp)
+        return counted | {"trained_tokens_per_s": counted["trained_tokens"] / (trained_s[-1] - trained_s[ramp])}
 
 
 async def _respond(prompt: Prompt, llm: LLM) -> None:

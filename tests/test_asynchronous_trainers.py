@@ -125,7 +125,7 @@ def test_a_restart_trains_every_prompt_once(moment: str, out: int) -> None:
             config(2, "sample", 2 * N), engines=[engine], prompts=prompts, reward=slow_reward
         ) as run:
             if state is not None:
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
             updates = run.version.n
             waiting: deque[Batch] = deque()
             saved, fetching = None, None
@@ -140,14 +140,14 @@ def test_a_restart_trains_every_prompt_once(moment: str, out: int) -> None:
                 trained.extend((s.prompt.epoch, s.prompt.position) for s in batch.samples if s.id.index == 0)
                 updates, steps = updates + 1, steps - 1
                 if steps == 0 and moment == "before the update":
-                    saved = run.scheduler.state_dict(trained_through=batch.id)
+                    saved = run.state_dict(trained_through=batch.id)
                 await run.weight_update()
                 if steps == 0 and moment != "before the update":
                     if moment != "after it":
                         fetching = asyncio.create_task(run.next_batch())
                         await asyncio.sleep(5.0)
-                    saved = run.scheduler.state_dict(trained_through=batch.id)
-                    assert saved["core"]["version"][1] == run.scheduler.state_dict()["core"]["version"][1]
+                    saved = run.state_dict(trained_through=batch.id)
+                    assert saved["core"]["version"][1] == run.state_dict()["core"]["version"][1]
                 if saved is not None:
                     assert saved["core"]["version"][1] == updates
                     if fetching is not None:
@@ -223,7 +223,7 @@ def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() ->
             assert list(core.leased) == [3, 4]
             assert run.version.n == 3
             with pytest.raises(CheckpointError, match="trained_through=1"):
-                run.scheduler.state_dict(trained_through=1)
+                run.state_dict(trained_through=1)
 
     run_virtual(main())
 

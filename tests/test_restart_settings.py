@@ -44,7 +44,7 @@ async def saved(steps: int = 3, **how: Any) -> tuple[Any, Counter[int]]:
         for _ in range(steps):
             seen.update({s.prompt.position for s in (await run.next_batch()).samples})
             await run.weight_update()
-        return run.scheduler.state_dict(), seen
+        return run.state_dict(), seen
 
 
 async def to_the_end(run: Rollouts, seen: Counter[int]) -> list[april.Batch]:
@@ -83,7 +83,7 @@ def test_settings_that_may_change(changes: dict[str, Any], caplog: pytest.LogCap
         state, seen = await saved()
         with caplog.at_level(logging.INFO, "april"):
             async with started(**changes) as run:
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
                 batches = await to_the_end(run, seen)
         assert seen == dict.fromkeys(range(60), 1)
         assert sum(b.metrics["masked_tokens"] for b in batches) == 0
@@ -127,13 +127,13 @@ def test_settings_that_must_not_change(changes: dict[str, Any], words: str) -> N
         state, seen = await saved()
         async with started(**changes) as run:
             if not words:
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
                 return
             with pytest.raises(CheckpointError, match=words):
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
             assert run.version == (0, 0)
         async with started() as run:
-            await run.scheduler._driver.load_state_dict(state)
+            await run.load_state_dict(state)
             await to_the_end(run, seen)
         assert seen == dict.fromkeys(range(60), 1)
 
@@ -148,7 +148,7 @@ def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
 
         async def load(n: int) -> Any:
             async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
                 return await to_the_end(run, seen.copy())
 
         with pytest.raises(CheckpointError, match="to at least") as caught:
@@ -182,7 +182,7 @@ def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
         state, seen = await saved(rng.randint(1, 3), **first)
         async with started(**second) as run:
             try:
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
             except CheckpointError as error:
                 assert "could not be delivered in time" in str(error)  # noqa: PT017
                 return
@@ -203,9 +203,9 @@ def test_an_unchanged_configuration_is_never_in_the_way() -> None:
                 await run.next_batch()
                 for _ in range(3):
                     await run.weight_update()
-            state = run.scheduler.state_dict()
+            state = run.state_dict()
         async with started(max_staleness=1, over_sampling_batch_size=12) as run:
-            await run.scheduler._driver.load_state_dict(state)
+            await run.load_state_dict(state)
             await run.next_batch()
 
     run_virtual(program())
@@ -226,9 +226,9 @@ def test_engines_with_a_smaller_context(policy: str, context: int) -> None:
         async with started(engine={"max_context": context}, on_long_prompt=policy, **how) as run:
             if policy == "error" and context == 130:
                 with pytest.raises(CheckpointError, match=r"\d+ unfinished groups .* context of 130 tokens, which"):
-                    await run.scheduler._driver.load_state_dict(state)
+                    await run.load_state_dict(state)
                 return
-            await run.scheduler._driver.load_state_dict(state)
+            await run.load_state_dict(state)
             books = run.ledger()
             dropped = {str(reason): count for reason, count in books["prompts"].dropped.items()}
             assert books["tokens"].observed == before["observed"]
@@ -247,7 +247,7 @@ def test_engines_with_a_smaller_vocabulary() -> None:
         state, _ = await saved()
         async with started(engine={"vocab_size": 40}) as run:
             with pytest.raises(CheckpointError, match=r"does not fit these engines: token id \d+ is outside .* of 40"):
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
 
     run_virtual(program())
 
@@ -287,7 +287,7 @@ def test_other_prompts(prompts: list[Any] | None, words: str, once: bool) -> Non
         source = loader(given, broken=prompts is None)() if once else _Again(loader(given, broken=prompts is None))
         async with started(prompts=source, over_sampling_batch_size=6) as run:
             with pytest.raises(CheckpointError, match=words):
-                await run.scheduler._driver.load_state_dict(state)
+                await run.load_state_dict(state)
             if prompts is not None and "text" not in prompts:
                 batch = await run.next_batch()
                 assert {s.prompt.position for s in batch.samples} == set(range(6))
@@ -314,7 +314,7 @@ def test_more_prompts_at_the_end_are_no_others() -> None:
     async def program() -> None:
         state, seen = await saved()
         async with started(prompts=[*PROMPTS, {"token_ids": [7, 7]}]) as run:
-            await run.scheduler._driver.load_state_dict(state)
+            await run.load_state_dict(state)
             await to_the_end(run, seen)
         assert seen == dict.fromkeys(range(61), 1)
 
@@ -331,7 +331,7 @@ def test_a_state_whose_prompts_were_not_drawn_is_damaged() -> None:
         changed = resealed({**state, "prompts": source.state_dict()})
         async with started() as run:
             with pytest.raises(CheckpointError, match="prompts that were not drawn before prompt 6 of epoch 0"):
-                await run.scheduler._driver.load_state_dict(changed)
+                await run.load_state_dict(changed)
 
     run_virtual(program())
 
@@ -354,10 +354,10 @@ def test_what_a_trainer_or_a_function_writes_into_is_its_own() -> None:
             kept = [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in batch.samples]
             for sample in batch.samples:
                 sample.tokens[:], sample.logprobs[:], sample.prompt.token_ids[:] = 7, 7.0, 7
-            state = run.scheduler.state_dict(trained_through=-1)
+            state = run.state_dict(trained_through=-1)
         assert not any(tokens == [7] * len(tokens) for tokens, _, _ in kept)
         async with started(over_sampling_batch_size=6) as run:
-            await run.scheduler._driver.load_state_dict(state)
+            await run.load_state_dict(state)
             again = await run.next_batch()
         assert [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in again.samples] == kept
 
