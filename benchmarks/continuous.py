@@ -3,8 +3,8 @@
 The trainer sleeps, then the server loads weights from a directory: a whole loop without the trainer's arithmetic.
 Forced lengths (lognormal between and within prompts), the same for every schedule, and the same number of requests at
 the server at most. Schedules take turns of a few batches, in rotating order, so that a machine that gets slower favours
-nobody; between two turns of a schedule stands a restart from its state, whose load is the weight update that was due.
-Beside each: what the simulation expects of the same core, lengths and times.
+nobody; between two turns of a schedule only its state is left of it, taken behind a weight update, when no request has
+got far. Beside each: what the simulation expects of the same core, lengths and times.
 
     python -m benchmarks.continuous vllm http://127.0.0.1:8000 --weights DIR DIR --server-group PID
 """
@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 
 from april.config.settings import Config
-from april.core.batch import Batch
 from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.engines.kinds.factory import open_servers
@@ -89,7 +88,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     wall_s: float
     update_s: list[float]
-    """Of each weight update, the load of the state among them."""
+    """Of each weight update."""
     idle_s: float
     """Nothing at the server."""
     busy_s: float
@@ -124,7 +123,7 @@ class Arm:
         )  # fmt: skip
 
     async def turn(self, batches: int, train_s: float) -> None:
-        """``batches`` batches, from a restart to the state that is saved when the last one is trained."""
+        """``batches`` batches, from the end of a weight update to that of the last one's."""
         config = self.config
         (server,) = await open_servers(config.engine)  # type: ignore[arg-type]
         watched = StopwatchEngine(server)
@@ -132,9 +131,14 @@ class Arm:
         async with rollouts(
             config, engines=[watched], prompts=prompts, rollout=_respond, reward=None, check=False
         ) as loop:
+            if self._state is None:
+                await loop.weight_update(next(self.weights))
+            else:
+                await loop.load_state_dict(self._state, next(self.weights))
             watched.reset()
             server_cpu, client_cpu, start = self._server_cpu_s(), time.process_time(), time.perf_counter()
             updates = await self._train(loop, batches, train_s)
+            self._state = loop.state_dict()
             watched.up_to_now()
             self.turns.append(
                 Turn(
@@ -149,27 +153,20 @@ class Arm:
                 )
             )
             loop.validate()
-            self._state = loop.state_dict(trained_through=loop.batches[batches - 1].id)
 
     async def _train(self, loop: Rollouts, batches: int, train_s: float) -> list[float]:
-        """Update the weights, wait for a batch, sleep; seconds of the updates."""
+        """Wait for a batch, sleep, update the weights; seconds of the updates."""
         updates: list[float] = []
-        batch: Batch | None = None
         asked = None
         for _ in range(batches):
-            begun = time.perf_counter()
-            if batch is not None:
-                await loop.weight_update(next(self.weights), trained=batch.id)
-            elif self._state is not None:
-                await loop.load_state_dict(self._state, next(self.weights))
-            else:
-                await loop.weight_update(next(self.weights))
-            updates.append(time.perf_counter() - begun)
             batch = await (asked or loop.next_batch())
             if batch.lengths.tolist() != [forced_lengths().sample(s.id.group, s.id.index) for s in batch.samples]:
                 raise RuntimeError("a response has not the forced length; has the model an end-of-sequence token?")
             asked = asyncio.create_task(loop.next_batch()) if self.schedule.ahead else None
             await asyncio.sleep(train_s)
+            begun = time.perf_counter()
+            await loop.weight_update(next(self.weights), trained=batch.id)
+            updates.append(time.perf_counter() - begun)
         if asked is not None:
             asked.cancel()  # the state has its batch
             await asyncio.wait([asked])

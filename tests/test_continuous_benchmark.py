@@ -52,11 +52,11 @@ def test_measured_is_expected(found: dict[str, Any]) -> None:
         assert (row["batches"], row["masked"], row["dropped"]) == (8, 0, 0), name
         assert row["trained_per_s"] == pytest.approx(row["expected_trained_per_s"], rel=0.05), name
         if not continuous.SCHEDULES[name].ahead:  # else the simulation counts from other instants
-            assert row["free_slots"] == pytest.approx(continuous.SLOTS * row["expected_bubble"], abs=0.5), name
+            assert row["free_slots"] == pytest.approx(continuous.SLOTS * row["expected_bubble"], abs=1.0), name
         assert row["staleness_mean"] == pytest.approx(row["expected_staleness_mean"], abs=0.25), name
         assert row["staleness_max"] <= continuous.SCHEDULES[name].settings["max_staleness"], name
     assert arms[continuous.STEPWISE]["gain"] == 1.0
-    assert arms["continuous, bound 1"]["idle_share"] < 0.05 < arms[continuous.STEPWISE]["idle_share"]
+    assert arms["continuous, bound 1"]["idle_share"] < arms[continuous.STEPWISE]["idle_share"] / 2
     assert continuous.table(found).row_count == len(arms)
 
 
