@@ -51,6 +51,8 @@ from benchmarks.stopwatch_engine import StopwatchEngine
 
 SLOTS = GROUPS * SAMPLES
 """Requests at the server at most, in every schedule."""
+LENGTHS = forced_lengths(mean=150.0)
+"""Shorter than where nothing else takes time, so that all schedules have their turns within ten minutes."""
 CURVE = (1, 8, 16, 32)
 """In flight, where step times are measured."""
 
@@ -160,7 +162,7 @@ class Arm:
         asked = None
         for _ in range(batches):
             batch = await (asked or loop.next_batch())
-            if batch.lengths.tolist() != [forced_lengths().sample(s.id.group, s.id.index) for s in batch.samples]:
+            if batch.lengths.tolist() != [LENGTHS.sample(s.id.group, s.id.index) for s in batch.samples]:
                 raise RuntimeError("a response has not the forced length; has the model an end-of-sequence token?")
             asked = asyncio.create_task(loop.next_batch()) if self.schedule.ahead else None
             await asyncio.sleep(train_s)
@@ -179,7 +181,7 @@ class Arm:
         """The same by the simulation, where decoding, prefill and training take time, and nothing else does."""
         settings = self.config.core_settings(has_reward=False, group_reward=False, run_id=0)
         simulation = Simulation(
-            settings, cost, forced_lengths(), prompt_len=PROMPT_LEN, train_s=train_s,
+            settings, cost, LENGTHS, prompt_len=PROMPT_LEN, train_s=train_s,
             fetch_ahead=int(self.schedule.ahead),
         )  # fmt: skip
         result = simulation.run(ramp + batches)
@@ -191,20 +193,20 @@ class Arm:
 
 
 async def _respond(prompt: Prompt, llm: LLM) -> None:
-    await llm.generate(max_tokens=forced_lengths().sample(llm.sample_id.group, llm.sample_id.index))
+    await llm.generate(max_tokens=LENGTHS.sample(llm.sample_id.group, llm.sample_id.index))
 
 
 def batch_tokens() -> float:
     """Mean of a batch."""
-    return GROUPS * SAMPLES * fmean(drawn_lengths())
+    return GROUPS * SAMPLES * fmean(drawn_lengths(LENGTHS))
 
 
 def fitted(times: StepTimes, limit: float) -> MeasuredCost:
     """The measured step times and prefill, stretched so that a server that is kept full makes ``limit`` tokens/s."""
     cost = MeasuredCost.of(times, PROMPT_LEN)
     prefill_s = max(median(times.prefill), 0.0)
-    decoding_s = 1.0 / limit - prefill_s * PROMPT_LEN / fmean(drawn_lengths())
-    stretch = decoding_s / seconds_per_token(cost, SLOTS)
+    decoding_s = 1.0 / limit - prefill_s * PROMPT_LEN / fmean(drawn_lengths(LENGTHS))
+    stretch = decoding_s / seconds_per_token(cost, SLOTS, LENGTHS)
     return replace(
         cost,
         points=tuple((n, s * stretch) for n, s in cost.points),
@@ -252,7 +254,7 @@ async def _connected(config: Config) -> AsyncIterator[Engine]:
 async def limit(config: Config) -> float:
     """Tokens per second of the server while it is kept full."""
     async with _connected(config) as engine:
-        slices = LimitSlices(engine, SLOTS)
+        slices = LimitSlices(engine, SLOTS, LENGTHS)
         await slices.measure()
     return slices.rates[0]
 

@@ -53,15 +53,14 @@ CURVE_EVERY = 8
 """Rounds between two measurements of the step times."""
 
 
-def forced_lengths() -> LognormalLengths:
+def forced_lengths(mean: float = MEAN) -> LognormalLengths:
     """Of every arm: the same group has the same lengths everywhere."""
-    median = MEAN / math.exp((SIGMA_BETWEEN**2 + SIGMA_WITHIN**2) / 2.0)
+    median = mean / math.exp((SIGMA_BETWEEN**2 + SIGMA_WITHIN**2) / 2.0)
     return LognormalLengths(median, SIGMA_BETWEEN, SIGMA_WITHIN, cap=CAP)
 
 
-def drawn_lengths() -> list[int]:
+def drawn_lengths(lengths: LognormalLengths) -> list[int]:
     """Of so many groups that their mean is that of the distribution."""
-    lengths = forced_lengths()
     return [length for group in range(512) for length in lengths.group(group, SAMPLES).tolist()]
 
 
@@ -148,11 +147,11 @@ class Arm:
 class LimitSlices:
     """The server kept full at ``in_flight`` by a client that never stops."""
 
-    def __init__(self, engine: Engine, in_flight: int) -> None:
+    def __init__(self, engine: Engine, in_flight: int, lengths: LognormalLengths) -> None:
         self.in_flight = in_flight
         self.rates: list[float] = []
         self._engine = engine
-        self._lengths = forced_lengths()
+        self._lengths = lengths
         self._numbers = itertools.count()
 
     async def measure(self) -> None:
@@ -205,7 +204,7 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
         stack.push_async_callback(probe.close)
         for arm in arms:
             stack.push_async_callback(arm.open(probe).close)
-        limits = {n: LimitSlices(probe, n) for n in sorted(set(IN_FLIGHT.values()))}
+        limits = {n: LimitSlices(probe, n, forced_lengths()) for n in sorted(set(IN_FLIGHT.values()))}
         await times.measure(probe, PROMPT_LEN, (1, 8))  # a first request is slow everywhere
         times = StepTimes()
         steps_of_arms, slices_of_limits = [arm.step for arm in arms], [s.measure for s in limits.values()]
@@ -239,16 +238,16 @@ def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, st
     return {
         "arms": rows,
         "limit_tokens_per_s": limit,
-        "limit_by_curve": {n: 1.0 / seconds_per_token(cost, n) for n in limit},
+        "limit_by_curve": {n: 1.0 / seconds_per_token(cost, n, forced_lengths()) for n in limit},
         "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
         "held_token_ns": cost.per_kv_token_s * 1e9,
         "start_ms": {n: s * 1e3 for n, s in times.start_s().items()},
     }
 
 
-def seconds_per_token(cost: MeasuredCost, in_flight: int) -> float:
-    """Of an engine kept full by responses of the forced lengths."""
-    drawn = drawn_lengths()
+def seconds_per_token(cost: MeasuredCost, in_flight: int, lengths: LognormalLengths) -> float:
+    """Of an engine kept full by responses of such lengths."""
+    drawn = drawn_lengths(lengths)
     # a response of length L is met with a probability proportional to L, and half done
     held = PROMPT_LEN + sum(n * n for n in drawn) / (2 * sum(drawn))
     return cost.step_s(in_flight, round(in_flight * held)) / in_flight
