@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, who
 from april.core.types import GenerationMode, Prompt, Refill
 from april.driver.evaluation import Evaluator
 from april.errors import EngineError
+from april.record.file import RunRecord
+from april.record.replay import replay
 from april.testing.records import is_evaluation
 
 CONTINUOUS: dict[str, Any] = {"generation": GenerationMode.CONTINUOUS, "refill": Refill.SAMPLE}
@@ -120,7 +123,7 @@ def test_the_bound_is_what_keeps_places_empty() -> None:
         assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
         assert batch.bottleneck == (
             "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
-            "the step; add engines"
+            "the time; add engines"
         )
         await asyncio.sleep(100)
         await run.driver.update_weights()
@@ -132,7 +135,7 @@ def test_the_bound_is_what_keeps_places_empty() -> None:
         )
         assert batch.bottleneck == (
             "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
-            "idle 95% of the step because max_staleness 1 admits no more; fewer engines would do"
+            "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
         )
         await run.close()
 
@@ -230,6 +233,27 @@ def test_a_trainer_that_asks_ahead() -> None:
             await run.close()
 
     virtual(program)
+
+
+def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
+    """The events of a record say where the time of its run went."""
+    lengths = table({(g, i): 3 + 7 * (g % 3) for g in range(60) for i in range(2)})
+    batches: list[Batch] = []
+
+    async def program() -> None:
+        engines = [Watched(lengths, name=f"e{i}", max_running=3, pause_s=0.5, weight_update_s=2.0) for i in range(2)]
+        run = Rollouts(lengths, n=2, samples=2, over=3, engines=engines, record=RunRecord(tmp_path / "run.jsonl"))
+        for _ in range(4):
+            batches.append(await run.driver.next_batch())
+            await asyncio.sleep(6)
+            await run.driver.update_weights("new")
+        await run.close()
+
+    virtual(program)
+    again = replay(tmp_path / "run.jsonl")
+    for batch, found in zip(batches, again.steps, strict=True):
+        assert {name: batch.metrics[name] for name in found} == pytest.approx(found, abs=1e-5)
+    assert again.rows()["time"].startswith("trainer and engines take turns: the trainer waited ")
 
 
 async def last(run: Rollouts) -> Batch:

@@ -1,4 +1,4 @@
-"""Which side a step waited for, how long and why, and what to change: one sentence, from the times of the step."""
+"""Which side a step waited for, how long and why, and what to change: one sentence, from the times of the time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from april.core.types import GenerationMode
 
 LITTLE = 0.1
 """Share of a step below which waiting is not worth a word."""
+TURNS = 0.25
+"""Share for which each side must wait for the other to say that they take turns."""
 PARTS = {
     "update_stop_s": "until nothing was in flight",
     "update_pause_s": "to pause the engines",
@@ -27,19 +29,24 @@ def bottleneck(times: Mapping[str, float], settings: CoreSettings) -> str:
     if step <= 0.0:
         return ""
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
+    stepwise = settings.generation is GenerationMode.STEPWISE
     if ahead > waited:  # what it does meanwhile nobody knows; but no batch has waited for it
-        generation_is = times[TrainerTime.TRAINS] < LITTLE * step
+        starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, one waits while the other works
-        stepwise = settings.generation is GenerationMode.STEPWISE
-        generation_is = waited >= (0.5 if stepwise else LITTLE) * step
-    if generation_is:
-        asked = f"{_of(ahead, step)} a batch was asked for ahead of training, and none was ready before"
-        side = "generation is the bottleneck: " + (
-            asked if ahead > waited else f"the trainer waited {_of(waited, step)} for rollouts"
+        starved = waited >= (0.5 if stepwise else LITTLE) * step
+    turns = times["idle_trainer"] + times["idle_update"]
+    if stepwise and min(waited / step, turns) >= TURNS:
+        side = f"trainer and engines take turns: the trainer waited {_of(waited, step)} for rollouts"
+    elif not starved:
+        side = _trainer_side(times)
+    elif ahead > waited:
+        side = (
+            f"generation is the bottleneck: a batch was asked for ahead of training for {_of(ahead, step)}, and none "
+            "was there before"
         )
     else:
-        side = _trainer_side(times)
-    return f"{side}; {_engines(times, settings, starved=generation_is)}"
+        side = f"generation is the bottleneck: the trainer waited {_of(waited, step)} for rollouts"
+    return f"{side}; {_engines(times, settings, starved=starved)}"
 
 
 def _trainer_side(times: Mapping[str, float]) -> str:
@@ -66,12 +73,12 @@ def _engines(times: Mapping[str, float], settings: CoreSettings, *, starved: boo
     total = sum(idle.values())
     cause = max(idle, key=lambda c: idle[c])
     if total < LITTLE:
-        return f"engines were busy {times['engines_busy']:.0%} of the step" + ("; add engines" if starved else "")
+        return f"engines were busy {times['engines_busy']:.0%} of the time" + ("; add engines" if starved else "")
     others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
     because, change = _reason(cause, settings)
     if cause is Idle.BOUND and not starved:
         change = "fewer engines would do"
-    said = f"engines stood idle {total:.0%} of the step{others} because {because}"
+    said = f"engines stood idle {total:.0%} of the time{others} because {because}"
     return f"{said}; {change}" if change else said
 
 

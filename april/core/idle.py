@@ -64,11 +64,11 @@ def why_idle(core: RolloutCore) -> Idle:
     if step.stopping:
         return STOP
     if queue.waiting:
-        return EVALUATION if evaluates else ENGINES
+        return ENGINES
     if queue.asked:
         return PROMPTS
     if not core.attempts and core.monitor.ready < len(core.buffer) and not core.monitor.target_reached:
         return FUNCTIONS
     if queue.exhausted:
         return PROMPTS
-    return core.buffer.why_full(core.tokens.held) if queue.held_back else OVER_SAMPLING
+    return core.buffer.limit if queue.held_back else OVER_SAMPLING

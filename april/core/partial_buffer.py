@@ -24,6 +24,8 @@ class PartialBuffer:
         self._settings = settings
         self._leases = leases
         self.groups: dict[int, Group] = {}
+        self.limit = Idle.BOUND
+        """What the last :meth:`room` was limited by."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -46,31 +48,26 @@ class PartialBuffer:
 
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
-        return 0 if self._has_tokens(held_tokens) else max(0, self.capacity - len(self))
-
-    def _has_tokens(self, held_tokens: int) -> bool:
         most = self._settings.max_held_tokens
-        return most is not None and held_tokens >= most
+        if most is not None and held_tokens >= most:
+            self.limit = Idle.HELD
+            return 0
+        groups, self.limit = self._most()
+        return max(0, groups - len(self))
 
     @property
     def capacity(self) -> int:
         """Most groups to be held, in every mode: more could not all be delivered in time."""
-        if self._overbooked:
-            return self._wanted
-        return min(self._in_time, AHEAD * self._settings.groups_at_a_time)
+        return self._most()[0]
 
-    def why_full(self, held_tokens: int) -> Idle:
-        """What there is no :meth:`room` for."""
-        if self._has_tokens(held_tokens):
-            return Idle.HELD
-        if self._overbooked:
-            return Idle.OVER_SAMPLING
-        return Idle.BOUND if self._in_time <= AHEAD * self._settings.groups_at_a_time else Idle.HELD
-
-    @property
-    def _in_time(self) -> int:
+    def _most(self) -> tuple[int, Idle]:
+        """The same, and what makes it the most."""
         s = self._settings
-        return max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
+        if self._overbooked:
+            return self._wanted, Idle.OVER_SAMPLING
+        in_time = max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
+        ahead = AHEAD * s.groups_at_a_time
+        return (in_time, Idle.BOUND) if in_time <= ahead else (ahead, Idle.HELD)
 
     @property
     def _wanted(self) -> int:

@@ -63,7 +63,7 @@ class RunTimes:
         slots = (state.limits.max_in_flight or most for state in core.engines.states.values())
         self.places = min(most, sum(slots))
         """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
-        self._core = core
+        self._core, self._places = core, core.context.places
         self._began: float | None = None
         """The last delivery, or the first request; None: there was none yet."""
         self._since = 0.0
@@ -75,10 +75,18 @@ class RunTimes:
         self._clear()
 
     def _clear(self) -> None:
-        self._busy_place_s = self._rollout_s = self._bound_s = 0.0
-        self._idle_place_s: dict[Idle, float] = dict.fromkeys(Idle, 0.0)
-        self._trainer_s: dict[TrainerTime, float] = dict.fromkeys(TrainerTime, 0.0)
-        self._update_s: dict[Phase, float] = dict.fromkeys(UPDATE_PARTS, 0.0)
+        self._busy_place_s = self._rollout_s = 0.0
+        # cells, as a dict's lookup by an enum's member costs more than all the rest
+        self._idle: dict[Idle, list[float]] = {cause: [0.0, 0.0] for cause in Idle}
+        self._doing: dict[TrainerTime, list[float]] = {name: [0.0] for name in TrainerTime}
+        self._updating: dict[Phase, list[float]] = {phase: [0.0] for phase in UPDATE_PARTS}
+        self._evaluating_cell, self._reserved_cell = self._idle[EVALUATION], self._idle[FUNCTIONS]
+        self._enter()
+
+    def _enter(self) -> None:
+        """The cells of what holds now."""
+        self._idle_cell, self._trainer_cell = self._idle[self._why], self._doing[self._trainer]
+        self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
     def look(self, now_s: float) -> None:
         """Something may have happened: what held until now is counted, and what holds from now on remembered."""
@@ -89,23 +97,24 @@ class RunTimes:
             self._began = self._since = now_s
         else:
             return
-        context, updates = core.context, core.updates
-        self._busy, self._evaluating = len(core.attempts), len(context.attempts.of_evaluations)
+        attempts, updates = core.context.attempts, core.updates
+        self._busy, self._evaluating = len(core.attempts), len(attempts.of_evaluations)
         free = self.places - self._busy - self._evaluating
-        self._reserved = min(len(context.places.reserved), free)
+        self._reserved = min(len(self._places.reserved), free) if self._places.reserved else 0
         self._free = free - self._reserved
-        if self._free > 0:
-            self._why = why_idle(core)
-        self._phase = updates.phase
-        if updates.running or updates.waits:
-            self._trainer = UPDATES
-        elif context.evaluations:
-            self._trainer = EVALUATES
+        why = why_idle(core) if self._free > 0 else self._why
+        if updates.pending:
+            trainer = UPDATES
+        elif core.context.evaluations:
+            trainer = EVALUATES
         elif core.wanted and not core.train_first:
-            self._trainer = AHEAD if core.leased else WAITS
+            trainer = AHEAD if core.leased else WAITS
         else:
-            self._trainer = TRAINS if core.leased else OTHER
+            trainer = TRAINS if core.leased else OTHER
         self._generates = core.step is not None
+        if why is not self._why or trainer is not self._trainer or updates.phase is not self._phase:
+            self._why, self._trainer, self._phase = why, trainer, updates.phase
+            self._enter()
 
     def _count(self, now_s: float) -> None:
         passed = now_s - self._since
@@ -113,18 +122,18 @@ class RunTimes:
             return
         self._since = now_s
         self._busy_place_s += self._busy * passed
-        self._trainer_s[self._trainer] += passed
-        if self._trainer is UPDATES:
-            self._update_s[self._phase] += passed
+        self._trainer_cell[0] += passed
         if self._generates:
             self._rollout_s += passed
         if self._free > 0:
-            self._idle_place_s[self._why] += self._free * passed
-            if self._why is BOUND:
-                self._bound_s += passed
+            cell = self._idle_cell
+            cell[0] += self._free * passed
+            cell[1] += passed
+        if self._update_cell is not None:
+            self._update_cell[0] += passed
         if self._evaluating or self._reserved:
-            self._idle_place_s[EVALUATION] += self._evaluating * passed
-            self._idle_place_s[FUNCTIONS] += self._reserved * passed
+            self._evaluating_cell[0] += self._evaluating * passed
+            self._reserved_cell[0] += self._reserved * passed
 
     def delivered(self, now_s: float) -> dict[str, float]:
         """The metrics of the batch that is delivered now; what follows is of the next one."""
@@ -135,16 +144,16 @@ class RunTimes:
         per_place = 1.0 / most if most > 0 else 0.0
         out = {
             "step_s": step_s,
-            **{str(name): seconds for name, seconds in self._trainer_s.items()},
+            **{str(name): cell[0] for name, cell in self._doing.items()},
             **dict.fromkeys(UPDATE_PARTS.values(), 0.0),
             "engines_busy": self._busy_place_s * per_place,
-            **{f"idle_{cause}": place_s * per_place for cause, place_s in self._idle_place_s.items()},
-            "bound_wait_s": self._bound_s,
+            **{f"idle_{cause}": cell[0] * per_place for cause, cell in self._idle.items()},
+            "bound_wait_s": self._idle[BOUND][1],
             "rollout_wall_s": self._rollout_s,
             "bubble": _bubble(self._busy_place_s, self.places * self._rollout_s),
         }
-        for phase, seconds in self._update_s.items():
-            out[UPDATE_PARTS[phase]] += seconds
+        for phase, cell in self._updating.items():
+            out[UPDATE_PARTS[phase]] += cell[0]
         self._began = self._since = now_s
         self._clear()
         return out

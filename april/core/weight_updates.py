@@ -82,6 +82,11 @@ class WeightUpdates:
         return self.phase is STOPPING or bool(self._requests)
 
     @property
+    def pending(self) -> bool:
+        """Whether there is an update, which runs or waits."""
+        return self.phase is not IDLE or bool(self._requests)
+
+    @property
     def numbers(self) -> list[int]:
         """Of the updates that were asked for and have not ended."""
         return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]

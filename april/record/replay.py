@@ -15,8 +15,10 @@ import numpy as np
 from april import __version__
 from april.core import events as ev
 from april.core import snapshot
-from april.core.commands import Command
+from april.core.bottleneck import bottleneck
+from april.core.commands import Command, Deliver
 from april.core.history import History
+from april.core.run_times import RunTimes, whole
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
@@ -40,6 +42,9 @@ class Replay:
 
     head: dict[str, Any]
     core: RolloutCore
+    times: RunTimes
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Where the time before each batch went."""
     decisions: Decisions = field(default_factory=Decisions)
     events: Counter[str] = field(default_factory=Counter)
     checks: int = 0
@@ -56,6 +61,7 @@ class Replay:
             "recorded": f"{self.head.get('began')}, april {self.head.get('april')}, {self.seconds:.1f} s",
             "events": f"{count}, all decided as in the run; ledgers and indices checked {self.checks} times",
             "steps": f"{self.events['StepRequested']} asked for, {core.context.batches} batches delivered",
+            "time": bottleneck(whole(self.steps), core.settings) or "none passed before a batch",
             "version": str(core.clock.current),
             **{name: ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in ledgers.items()},
             "digest": self.decisions.digest,
@@ -82,7 +88,8 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
         raise RecordError(f"{path} cannot be replayed: {by}, this april reads format {FORMAT}")
     try:
         engines = [replace(back(parts, EngineLimits), eos_token_ids=(END,)) for parts in head["engines"]]
-        run = Replay(head=head, core=RolloutCore(back(head["settings"], CoreSettings), engines))
+        core = RolloutCore(back(head["settings"], CoreSettings), engines)
+        run = Replay(head=head, core=core, times=RunTimes(core))
     except _WRONG as error:
         raise RecordError(f"line 1 of {path}: {error}") from None
     if whole_story:
@@ -135,6 +142,8 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     last = len(tokens) - 1
     tokens[last] = END  # for as long as the core looks: calls are compared with zeros
     commands = core.handle(event)
+    run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
+    run.times.look(time_s)
     tokens[last] = 0
     if tape is not None:  # which may have grown meanwhile
         tape.tokens[last : last + 1] = 0
