@@ -39,7 +39,8 @@ SENTENCES = {
         CONTINUOUS, step_s=14, trainer_wait_s=0.2, train_s=13.8, idle_bound=0.41
     ),
     "trainer and engines take turns: the trainer waited 9.0 of 14.0 s for rollouts; engines stood idle 52% of the "
-    "time, 36% because no batch was asked for; with GPUs of their own they could go on (generation: continuous)": sentence(
+    "time, 36% because no batch was asked for; with GPUs of their own they could go on (generation: "
+    "continuous)": sentence(
         step_s=14, trainer_wait_s=9, train_s=5, idle_trainer=0.36, idle_over_sampling=0.16
     ),
     "generation is the bottleneck: the trainer waited 12.3 of 14.0 s for rollouts; engines stood idle 62% of the time, "
