@@ -6,9 +6,12 @@ actor and its executor. The real ones are in real_openrlhf/.
 
 from __future__ import annotations
 
+import queue
 import random
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from real_schedulers import LENGTHS, VOCAB
 import april.adapters.openrlhf
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import Rollouts
+from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 
@@ -30,7 +34,8 @@ def namespace(**changes: Any) -> SimpleNamespace:
         "data.max_len": 200, "data.max_images_per_prompt": 0, "rollout.batch_size": GROUPS,
         "rollout.n_samples_per_prompt": SAMPLES, "rollout.max_new_tokens": 100, "rollout.temperature": 1.0,
         "rollout.top_p": 1.0, "rollout.vllm_generate_batch_size": GROUPS, "train.seed": 42, "train.num_episodes": 1,
-        "train.agent_func_path": None, "train.async_enable": False, "train.partial_rollout_enable": False,
+        "train.agent_func_path": None, "train.async_enable": False, "train.async_queue_size": 1,
+        "train.partial_rollout_enable": False, "train.colocate_all": False,
         "vllm.num_engines": 2, "vllm.enable_sleep": False, "reward.remote_url": ["reward.py"],
         "algo.dynamic_filtering_enable": False, "algo.dynamic_filtering_range": (0.0, 1.0),
         "algo.advantage.is_correction_level": "token",
@@ -119,10 +124,28 @@ class Engine(SimulatedEngine):
         cost = DecodeCost(5e-4, 0.0, 0.0)
         super().__init__(name, cost, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
         self.counted = 0
+        self.running = 0
+        """Requests that have begun and not ended."""
+        self.began = threading.Event()
+        """A request has begun since somebody cleared it."""
         self.judged: list[tuple[str, str, Any]] = []
         self.answer: Callable[[str, str, Any], Any] = lambda query, prompt, label: {
             "rewards": [float(len(query.split()))], "scores": [0.5], "extra_logs": {"words": [1.0]}
         }  # fmt: skip
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.running += 1
+        self.began.set()
+        try:
+            async for chunk in super().generate(request):
+                yield chunk
+        finally:
+            self.running -= 1
+
+    def receive(self) -> None:
+        """The trainer puts weights here, which OpenRLHF's actor lets it do with april's requests gone only."""
+        assert self.running == 0
+        self.counted += 1
 
     async def pushes(self) -> int:
         return self.counted
@@ -180,8 +203,8 @@ class Run:
 
     def push(self, times: int = 1) -> None:
         """The trainer puts weights into the engines."""
-        for engine in self.engines:
-            engine.counted += times
+        for _ in range(times):
+            self.rollouts.hand_over(lambda: [engine.receive() for engine in self.engines] and None)
 
     def episode(self) -> None:
         """To its end."""
@@ -207,13 +230,34 @@ def modules(made: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
     return found
 
 
+class Handle:
+    """Of an actor: its methods run in threads of its own, as many at once as its class was made for."""
+
+    def __init__(self, cls: type, options: dict[str, Any], args: Any, kwargs: Any) -> None:
+        self._threads = ThreadPoolExecutor(options.get("max_concurrency", 1))
+        self.object_ = cls(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.object_, name)
+        return SimpleNamespace(remote=lambda *args: self._threads.submit(method, *args))
+
+    def end(self) -> None:
+        """Its threads end with what they do."""
+        self._threads.shutdown()
+
+
+def get(reply: Any) -> Any:
+    """``ray.get``: of a list, all of them; what one raises comes when it is raised, whatever the others do."""
+    return [get(one) for one in reply] if isinstance(reply, list) else reply.result(timeout=60)
+
+
 def remote(*args: Any, **options: Any) -> Any:
-    """``ray.remote``: the class below is found where Ray keeps it, and ``.remote()`` makes an object."""
+    """``ray.remote``: the class below is found where Ray keeps it, and ``.remote()`` makes an actor."""
 
     def decorate(cls: type) -> Any:
         modified = SimpleNamespace(__ray_actor_class__=cls)
         actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=modified), options_=options)
-        actor.remote = cls
+        actor.remote = lambda *args, **kwargs: Handle(cls, options, args, kwargs)
         return actor
 
     return decorate(args[0]) if args else decorate
@@ -253,26 +297,43 @@ class SamplesGenerator:
         return SimpleNamespace(**response)
 
 
-class PPOTrainer:
+class BasePPOTrainer:
+    """What both trainers have: an update, and the broadcast after it."""
+
+    def __init__(self, strategy: Any, vllm_engines: Any) -> None:
+        self.args, self.vllm_engines = strategy.args, vllm_engines
+        self.update = getattr(strategy, "update", lambda samples: None)
+        """The optimizer's step, of the test."""
+        self.trained: list[Any] = []
+        self.checkpoints: list[Any] = []
+
+    def train_step(self, samples: Any) -> None:
+        self.update(samples)
+        self.trained.append(samples)
+        self.broadcast_to_vllm()
+
+    def broadcast_to_vllm(self) -> None:
+        for engine in self.vllm_engines:
+            engine.receive()
+
+
+class PPOTrainer(BasePPOTrainer):
     """The synchronous loop: a batch, an update, weights into the engines, the loader's state into a checkpoint."""
 
     def __init__(self, strategy: Any, vllm_engines: Any) -> None:
-        self.args = strategy.args
+        super().__init__(strategy, vllm_engines)
         self.prompts_dataloader: Any = Loader()
         self.samples_generator = SamplesGenerator(strategy, self.prompts_dataloader, [1], Tokenizer(), vllm_engines)
-        self.trained: list[Any] = []
-        self.checkpoints: list[Any] = []
         self.start: Any = None
 
     def fit(self, global_step: int = 0) -> None:
         if self.start is not None:
             self.prompts_dataloader.load_state_dict(self.start)
+            self.broadcast_to_vllm()
         while True:
             samples, _, _, exhausted = self.samples_generator.generate_samples(max_len=200)
             if samples:
-                self.trained.append(samples)
-                for engine in self.samples_generator.vllm_engines:
-                    engine.counted += 1
+                self.train_step(samples)
                 self.checkpoints.append(self.prompts_dataloader.state_dict())
                 self.samples_generator.generate_eval_samples()
             if exhausted:
@@ -280,28 +341,79 @@ class PPOTrainer:
 
 
 class GenerateSamplesActor:
-    """The generating half of the asynchronous trainer, as far as april changes it."""
+    """The half of the asynchronous trainer that generates."""
 
-    def __init__(self, strategy: Any, vllm_engines: Any) -> None:
+    def __init__(self, strategy: Any, vllm_engines: Any, *, lock: Any, batches: Any, slots: Any) -> None:
         self.prompts_dataloader: Any = Loader()
         self.samples_generator = SamplesGenerator(strategy, self.prompts_dataloader, [1], Tokenizer(), vllm_engines)
+        self._partial_rollout = strategy.args.train.partial_rollout_enable
+        self.lock, self.batches, self.slots = lock, batches, slots
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.prompts_dataloader.load_state_dict(state_dict)
 
-    def fit(self, episode: int, total_consumed_prompts: int) -> Any:
-        return self.samples_generator.generate_samples()
+    def fit(self, episode: int, total_consumed_prompts: int) -> None:
+        exhausted = False
+        while not exhausted:
+            if self.slots.get() == "killed":
+                return
+            if not self._partial_rollout:
+                self.lock.acquire()
+            try:
+                samples, _, _, exhausted = self.samples_generator.generate_samples()
+            finally:
+                if not self._partial_rollout:
+                    self.lock.release()
+            if samples:
+                self.batches.put((samples, self.prompts_dataloader.state_dict()))
+            else:
+                self.slots.put(None)
+        self.batches.put("done")
+
+
+class TrainingActor(BasePPOTrainer):
+    """The half that trains; its broadcast waits for what holds the lock."""
+
+    def __init__(self, strategy: Any, vllm_engines: Any, *, lock: Any, batches: Any, slots: Any) -> None:
+        super().__init__(strategy, vllm_engines)
+        self.lock, self.batches, self.slots = lock, batches, slots
+
+    def fit(self, global_step: int = 0) -> None:
+        while (payload := self.batches.get()) != "done":
+            self.slots.put(None)
+            self.train_step(payload[0])
+            self.checkpoints.append(payload[1])
+
+    def broadcast_to_vllm(self) -> None:
+        with self.lock:
+            super().broadcast_to_vllm()
 
 
 class PPOTrainerAsync:
-    """Makes its generating half by the name that stands in its module."""
+    """Makes its halves by the names that stand in its module; a batch that is taken from the queue frees a place."""
 
     def __init__(self, strategy: Any, vllm_engines: Any) -> None:
         module: Any = sys.modules["openrlhf.trainer.ppo_trainer_async"]
-        self.generator = module.GenerateSamplesActor.remote(strategy, vllm_engines)
+        size = strategy.args.train.async_queue_size
+        self.slots: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        shared = {"lock": threading.Lock(), "batches": queue.SimpleQueue(), "slots": self.slots}
+        for _ in range(size):
+            self.slots.put(None)
+        self.generator_actor = module.GenerateSamplesActor.remote(strategy, vllm_engines, **shared)
+        self.trainer_actor = module.TrainingActor.remote(strategy, vllm_engines, **shared)
+        self.start: Any = None
 
-    def fit(self) -> Any:
-        return self.generator.fit(0, 0)
+    def fit(self) -> None:
+        if self.start is not None:
+            get(self.generator_actor.load_state_dict.remote(self.start))
+            get(self.trainer_actor.broadcast_to_vllm.remote())
+        get([self.trainer_actor.fit.remote(0), self.generator_actor.fit.remote(0, 0)])
+
+    def kill(self) -> None:
+        """Both halves, wherever they are; april is closed by the test."""
+        self.slots.put("killed")
+        for actor in (self.generator_actor, self.trainer_actor):
+            actor.end()
 
 
 class Executor:
@@ -340,19 +452,22 @@ def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
     """OpenRLHF and Ray as modules; ``SamplesGenerator=...`` puts another class in a place."""
     classes = {**globals(), **changes}
     made = modules({
-        "ray": {"remote": remote},
+        "ray": {"remote": remote, "get": get},
         "openrlhf.trainer.ppo_utils.samples_generator": {"SamplesGenerator": classes["SamplesGenerator"]},
         "openrlhf.utils.agent": {"SingleTurnAgentExecutor": classes["Executor"]},
-        "openrlhf.trainer.ppo_trainer": {"PPOTrainer": remote(classes["PPOTrainer"])},
+        "openrlhf.trainer.ppo_trainer": {
+            "PPOTrainer": remote(classes["PPOTrainer"]), "BasePPOTrainer": classes["BasePPOTrainer"],
+        },
         "openrlhf.trainer.ppo_trainer_async": {
             "GenerateSamplesActor": remote(classes["GenerateSamplesActor"]),
+            "TrainingActor": remote(classes["TrainingActor"]),
             "PPOTrainerAsync": remote(classes["PPOTrainerAsync"]),
         },
         "openrlhf.trainer.ray.vllm_engine": {"RolloutRayActor": remote(classes["RolloutRayActor"])},
         "openrlhf.utils": {"get_strategy": lambda args: SimpleNamespace(args=args)},
         "openrlhf.cli.train_ppo_ray": {},
     })  # fmt: skip
-    for name in ("PPOTrainer", "GenerateSamplesActor", "PPOTrainerAsync", "RolloutRayActor"):
+    for name in ("PPOTrainer", "GenerateSamplesActor", "TrainingActor", "PPOTrainerAsync", "RolloutRayActor"):
         classes[name].__module__ = {
             "PPOTrainer": "openrlhf.trainer.ppo_trainer", "RolloutRayActor": "openrlhf.trainer.ray.vllm_engine"
         }.get(name, "openrlhf.trainer.ppo_trainer_async")  # fmt: skip

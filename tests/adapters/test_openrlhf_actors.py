@@ -68,12 +68,17 @@ def test_the_synchronous_trainer(modules: Any, strategy: Any, monkeypatch: pytes
 
 
 def test_the_asynchronous_trainer(modules: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its generating half is april's, in the process where it is made."""
+    """Both halves are april's, in the processes where they are made; all prompts are trained once."""
     actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
     trainer = actors.AprilPPOTrainerAsync(strategy, engines_are_engines(actors, monkeypatch))
-    assert isinstance(trainer.generator, actors.AprilGenerateSamplesActor)
-    samples, _, drawn, exhausted = trainer.fit()
-    assert (len(samples), drawn, exhausted) == (4 * SAMPLES, 8, False)
+    generator, training = trainer.generator_actor.object_, trainer.trainer_actor.object_
+    assert isinstance(generator, actors.AprilGenerateSamplesActor)
+    assert isinstance(training, actors.AprilTrainingActor)
+    trainer.fit()
+    trainer.kill()
+    trained = [sample.label for batch in training.trained for sample in batch]
+    assert Counter(trained) == Counter({row(i)[1]: SAMPLES for i in range(ROWS)})
+    assert not generator.samples_generator.stock_calls
 
 
 def test_another_number_of_prompts(modules: Any, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
 from april.adapters.openrlhf.prompts import CarryingLoader
 from april.adapters.openrlhf.rollouts import Rollouts
+from april.adapters.openrlhf.transfers import TransferElsewhere
 from april.engines.vllm.actor import ACTOR_CALLS, ActorSide
 from april.errors import RolloutError
 
@@ -20,6 +21,8 @@ SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.Sampl
 PPOTrainer: Any = undecorated("openrlhf.trainer.ppo_trainer.PPOTrainer")
 PPOTrainerAsync: Any = undecorated("openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync")
 GenerateSamplesActor: Any = undecorated("openrlhf.trainer.ppo_trainer_async.GenerateSamplesActor")
+BasePPOTrainer: Any = find("openrlhf.trainer.ppo_trainer.BasePPOTrainer")
+TrainingActor: Any = undecorated("openrlhf.trainer.ppo_trainer_async.TrainingActor")
 RolloutRayActor: Any = undecorated("openrlhf.trainer.ray.vllm_engine.RolloutRayActor")
 
 
@@ -78,19 +81,83 @@ class WithApril:
 class AprilPPOTrainer(WithApril, PPOTrainer):  # type: ignore[misc]
     """The synchronous trainer."""
 
+    def broadcast_to_vllm(self) -> None:
+        """OpenRLHF's; continuous generation is interrupted meanwhile."""
+        assert self.april is not None
+        self.april.hand_over(super().broadcast_to_vllm)
+
 
 class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignore[misc]
     """The half of the asynchronous trainer that generates."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.april is not None
+        self._transfer = TransferElsewhere(self.april.hand_over)
+        if self.april.continuous:
+            self._partial_rollout = True  # OpenRLHF's name for: the lock is for evaluations, and not for training
 
-class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
-    """The asynchronous trainer; its other half, TrainingActor, is OpenRLHF's own."""
+    def april_begin_transfer(self) -> None:
+        """Called by the half that trains; returns when it may write weights into the engines."""
+        self._transfer.begin()
+
+    def april_end_transfer(self, written: bool) -> None:
+        """Called by the half that trains, when it has or has not; returns when generation goes on."""
+        self._transfer.end(written=written)
+
+
+class TellsTheGenerator(BasePPOTrainer):  # type: ignore[misc]
+    """Below TrainingActor, which holds its lock around the broadcast: evaluations and transfers exclude each other."""
+
+    april_generator: Any = None
+    """Handle of the half that generates; None: what it generates is over when the lock is free."""
+
+    def broadcast_to_vllm(self) -> None:
+        """OpenRLHF's, while no request of april's is at any engine."""
+        generator, ray_get = self.april_generator, find("ray.get")
+        if generator is None:
+            super().broadcast_to_vllm()
+            return
+        ray_get(generator.april_begin_transfer.remote())
+        written = False
+        try:
+            super().broadcast_to_vllm()
+            written = True
+        finally:
+            ended = generator.april_end_transfer.remote(written)
+            if written:
+                ray_get(ended)
+
+
+class AprilTrainingActor(TrainingActor, TellsTheGenerator):  # type: ignore[misc]
+    """The half of the asynchronous trainer that trains.
+
+    Ray sends by value what is inherited from a decorated class, and there super() does not know it; so what uses it is
+    found here by name.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # its __init__ takes the class from its module, here in this actor's process
+        super().__init__(*args, **kwargs)
+
+    def broadcast_to_vllm(self) -> None:
+        """OpenRLHF's, under its lock."""
+        super().broadcast_to_vllm()
+
+    def april_meets(self, generator: Any) -> None:
+        """From now on the half that generates hears of every transfer."""
+        self.april_generator = generator
+
+
+class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
+    """The asynchronous trainer, whose halves are april's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # its __init__ takes the classes from its module, here in this actor's process
         its_module: Any = sys.modules[PPOTrainerAsync.__module__]
         its_module.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
+        its_module.TrainingActor = as_actor(AprilTrainingActor)
         super().__init__(*args, **kwargs)
+        find("ray.get")(self.trainer_actor.april_meets.remote(self.generator_actor))
 
 
 class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
@@ -150,6 +217,8 @@ def as_actor(cls: type) -> Any:
     remote = find("ray.remote")
     if issubclass(cls, RolloutRayActor):
         return remote(max_concurrency=ACTOR_CALLS)(cls)
+    if issubclass(cls, GenerateSamplesActor):
+        return remote(max_concurrency=2)(cls)  # it hears of transfers while it generates
     return remote(cls)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from april.config.settings import Config, read_yaml
-from april.core.types import OnStale
+from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError
 
 PREFIX = "--april."
@@ -104,7 +104,21 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
             f"generated, which then is older than april.max_staleness={config.max_staleness} when it is trained; lower "
             "the one or raise the other"
         )
+    if config.generation is GenerationMode.CONTINUOUS and (where := _shared_gpus(args)):
+        raise ConfigError(
+            f"{where}: the engines sleep or stand still on the trainer's GPUs while it trains, and april.generation: "
+            "continuous is for engines that go on; give them GPUs of their own (--train.async_enable, or no "
+            "--train.colocate_all), or leave it out"
+        )
     return config
+
+
+def _shared_gpus(args: Any) -> str:
+    """The flag by which the engines have the trainer's GPUs; in the asynchronous trainer they never do."""
+    if getattr(args.vllm, "enable_sleep", False):
+        return "--vllm.enable_sleep"
+    together = getattr(args.train, "colocate_all", False) and not getattr(args.train, "async_enable", False)
+    return "--train.colocate_all" if together else ""
 
 
 def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:

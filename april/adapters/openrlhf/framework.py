@@ -18,6 +18,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         "_generate_vllm": ("self", "dataloader_iter", "num_prompts", "dynamic_filtering", "generate_kwargs"),
         "_process_response_into_experience": ("self", "response", "generate_kwargs"),
     },
+    "openrlhf.trainer.ppo_trainer.BasePPOTrainer": {"broadcast_to_vllm": ("self",)},
     "openrlhf.utils.agent.SingleTurnAgentExecutor": {
         "_fetch_rewards_via_func": ("self", "queries_list", "prompts_list", "labels_list"),
         "_fetch_rewards_via_http": ("self", "queries_list", "prompts_list", "labels_list"),
@@ -25,11 +26,12 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Classes, and the methods that are called or overridden, with their parameters."""
 NEEDED_ACTORS: dict[str, dict[str, tuple[str, ...]]] = {
-    "openrlhf.trainer.ppo_trainer.PPOTrainer": {"fit": ("self", "global_step")},
+    "openrlhf.trainer.ppo_trainer.PPOTrainer": {"fit": ("self", "global_step"), "broadcast_to_vllm": ("self",)},
     "openrlhf.trainer.ppo_trainer_async.GenerateSamplesActor": {
         "fit": ("self", "episode", "total_consumed_prompts"),
         "load_state_dict": ("self", "state_dict"),
     },
+    "openrlhf.trainer.ppo_trainer_async.TrainingActor": {"broadcast_to_vllm": ("self",)},
     "openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync": {"fit": ("self",)},
     "openrlhf.trainer.ray.vllm_engine.RolloutRayActor": {
         "update_weight": ("self", "name", "dtype", "shape", "empty_cache"),

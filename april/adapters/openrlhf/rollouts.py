@@ -1,13 +1,14 @@
 """One training run of OpenRLHF: a scheduler over its prompts, a batch per step, the carry in every checkpoint.
 
-Invariant: between two calls of :meth:`Rollouts.next` no request of april's is at any engine, so OpenRLHF may put them
-to sleep, change their weights and evaluate on them as it likes.
+Invariant: no request of april's is at any engine while OpenRLHF changes their weights. Stepwise none is between two
+calls of :meth:`Rollouts.next`, so it may put them to sleep as well; continuous, :meth:`Rollouts.hand_over` sees to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from april.adapters.openrlhf.samples import Held, RewardResult, judged_text, pro
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
-from april.core.types import Prompt, SampleId
+from april.core.types import GenerationMode, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import CheckpointError, DataExhausted, RolloutError
 from april.scheduler import RolloutScheduler
@@ -61,6 +62,13 @@ class Rollouts:
         self._scored: Held = {}
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
+        self._handing_over = threading.Lock()
+        """The scheduler is not closed before the trainer's transfer is through."""
+
+    @property
+    def continuous(self) -> bool:
+        """Generation goes on between two batches."""
+        return self._config.generation is GenerationMode.CONTINUOUS
 
     @property
     def _has_rewards(self) -> bool:
@@ -83,7 +91,8 @@ class Rollouts:
             self.scheduler = self._open()
         elif begins:
             self.scheduler.extend(self._prompts)
-        self._follow_weights()
+        if not self.continuous:
+            self._follow_weights()
         before = self._prompts.drawn
         try:
             batch = self.scheduler.next_batch()
@@ -106,6 +115,26 @@ class Rollouts:
             # they are there: april counts them, and has the cached keys of the old ones thrown away
             self.scheduler.weight_update(transfer=lambda: None)
             self._pushes += 1
+
+    def hand_over(self, transfer: Callable[[], None]) -> None:
+        """The trainer's transfer of weights into the engines, after the update for the oldest batch that is out.
+
+        Continuous: requests are cut before it and go on after it, under the new version. May be called from another
+        thread than :meth:`next`.
+
+        Raises:
+            RolloutError: the engines have not all got the weights.
+            EngineError: an engine could not be stopped, or could not go on with them.
+        """
+        if not self.continuous:
+            transfer()
+            return
+        with self._handing_over:
+            if self.scheduler is None:  # before the first batch, or after the last
+                transfer()
+            else:
+                self.scheduler.weight_update(transfer=transfer)
+                self._pushes = self._updates_of_engines()
 
     def _updates_of_engines(self) -> int:
         async def all_engines() -> list[int]:
@@ -166,7 +195,8 @@ class Rollouts:
 
     def close(self) -> None:
         """End the scheduler; what it held and no checkpoint has is gone."""
-        scheduler, self.scheduler = self.scheduler, None
+        with self._handing_over:
+            scheduler, self.scheduler = self.scheduler, None
         if scheduler is None:
             return
         try:

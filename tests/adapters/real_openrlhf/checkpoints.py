@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import short_runs
@@ -12,12 +13,17 @@ from training import ALL, differences, report
 SAVED, KILLED = 3, 4
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {}, "async": {"train__async_enable": True},
+    "continuous": {"train__async_enable": True, "april__generation": "continuous"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_training(mode: str, tmp_path: Path) -> None:
     """Killed one step after the checkpoint; partials cross the restart, and log-probabilities still agree."""
     files = short_runs.prepare(tmp_path)
-    changes = {"ckpt__save_steps": SAVED, "train__async_enable": True if mode == "async" else None}
-    words = short_runs.flags(files, tmp_path, **changes)
+    words = short_runs.flags(files, tmp_path, ckpt__save_steps=SAVED, **MODES[mode])
     before = short_runs.run(tmp_path / "before", words, killed_after=KILLED)
     assert before.status != 0
     assert len(before.trained) >= KILLED

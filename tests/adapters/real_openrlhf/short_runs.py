@@ -27,6 +27,8 @@ class Seen:
     output: str
     batches: list[dict[str, Any]] = field(default_factory=list)
     trained: list[list[dict[str, Any]]] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,8 +53,14 @@ def flags(files: dict[str, str], where: Path, **changes: Any) -> list[str]:
     return words
 
 
-def run(where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None) -> Seen:
-    """``python -m april.adapters.openrlhf`` with these flags, to its end, or until the trainer dies after a step."""
+def run(
+    where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None, train_s: float = 0.0,
+    command: str = "april.adapters.openrlhf",
+) -> Seen:  # fmt: skip
+    """``python -m command`` with these flags, to its end, or until the trainer dies after a step.
+
+    ``train_s``: what an update takes at least; what it does not need, it sleeps.
+    """
     seen = where / "seen"
     seen.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
@@ -60,21 +68,23 @@ def run(where: Path, words: list[str], *, dtype: str = "float32", killed_after: 
         "OPENRLHF_ON_CPU_DTYPE": dtype, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false",
-        "OBSERVED_UNTIL": str(killed_after or 0),
+        "OBSERVED_UNTIL": str(killed_after or 0), "OBSERVED_TRAIN_S": str(train_s),
         # on a machine that others use, too
         "RAY_raylet_start_wait_time_s": "600",
         "RAY_gcs_server_request_timeout_seconds": "300",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "april.adapters.openrlhf", *words], cwd=where, env=environment, text=True, check=False,
+        [sys.executable, "-m", command, *words], cwd=where, env=environment, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
     )  # fmt: skip
-    paths = [path for kind in ("batch", "trained") for path in sorted(seen.glob(f"{kind}_*.json"))]
-    read = [json.loads(path.read_text()) for path in paths]
-    ends = [json.loads(path.read_text()) for path in seen.glob("end_*.json")]
-    batches = [content for content in read if isinstance(content, dict)]
-    trained = [content for content in read if isinstance(content, list)]
-    return Seen(done.returncode, done.stdout, batches, trained, ends[0] if ends else {})
+    read = {
+        kind: [json.loads(path.read_text()) for path in sorted(seen.glob(f"{kind}_*.json"))]
+        for kind in ("batch", "trained", "step", "end")
+    }
+    lines = [line for path in seen.glob("requests_*.jsonl") for line in path.read_text().splitlines()]
+    requests = [json.loads(line) for line in lines]
+    ledger = read["end"][0] if read["end"] else {}
+    return Seen(done.returncode, done.stdout, read["batch"], read["trained"], read["step"], requests, ledger)
 
 
 def prepare(where: Path, *, rows: int = ROWS, dtype: str = "float32") -> dict[str, str]:

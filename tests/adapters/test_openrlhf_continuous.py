@@ -1,0 +1,266 @@
+"""Continuous generation under OpenRLHF: engines go on while it trains, and only its broadcasts cut requests."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from real_schedulers import assert_nothing_is_left
+
+from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Run, installed, namespace, row
+from april.adapters.openrlhf.arguments import config_of
+from april.adapters.openrlhf.rollouts import Rollouts
+from april.adapters.openrlhf.transfers import TransferElsewhere
+from april.errors import CheckpointError, ConfigError, RolloutError
+
+ALL = Counter({row(i)[1]: SAMPLES for i in range(ROWS)})
+CONTINUOUS = {"generation": "continuous", "over_sampling_batch_size": 2 * GROUPS, "max_staleness": 2}
+STEPWISE = {"over_sampling_batch_size": 2 * GROUPS, "max_staleness": 2}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    assert_nothing_is_left()
+
+
+class Training:
+    """One of OpenRLHF's trainers with april in it, over two simulated engines."""
+
+    def __init__(
+        self, kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *,
+        update: Callable[[Any], None] = lambda samples: None, start: Any = None, **flags: Any,
+    ) -> None:  # fmt: skip
+        actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+        self.engines = [Engine("e0"), Engine("e1")]
+        self.rollouts: list[Rollouts] = []
+
+        async def opened(handles: Any) -> Any:
+            return handles
+
+        def made(*args: Any) -> Rollouts:
+            self.rollouts.append(Rollouts(*args, open_engines=opened, check=True))
+            return self.rollouts[-1]
+
+        monkeypatch.setattr(actors, "Rollouts", made)
+        args = namespace(train__async_enable=kind == "async", **flags)
+        args.april = settings
+        strategy = SimpleNamespace(args=args, update=update)
+        make = actors.AprilPPOTrainer if kind == "sync" else actors.AprilPPOTrainerAsync
+        trainer = make(strategy, self.engines)
+        trainer.start = start
+        try:
+            trainer.fit()
+        finally:
+            for one in self.rollouts:
+                one.close()
+            if kind == "async":
+                trainer.kill()
+        half = trainer if kind == "sync" else trainer.trainer_actor.object_
+        self.checkpoints: list[Any] = half.checkpoints
+        self.trained: list[list[Any]] = half.trained
+        self.ledger = self.rollouts[0].ledger
+
+    def labels(self, batches: slice = slice(None)) -> Counter[str]:
+        """Of the samples that were trained."""
+        return Counter(sample.label for batch in self.trained[batches] for sample in batch)
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[Any]:
+    with installed() as made:
+        yield made
+
+
+@pytest.mark.parametrize("queued", [1, 2])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_every_prompt_is_trained_once(kind: str, queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both trainers, also with batches that wait in the queue: books balance, no token is older than the bound."""
+    run = Training(kind, CONTINUOUS, monkeypatch, train__async_queue_size=queued)
+
+    assert run.labels() == ALL
+    assert (run.ledger["prompts"].delivered, run.ledger["prompts"].held) == (ROWS, 0)
+    assert run.ledger["tokens"].observed == run.ledger["tokens"].delivered
+    logs = [sample.extra_logs for batch in run.trained for sample in batch]
+    assert max(log["april/staleness"] for log in logs) <= 2
+    assert all(log["april/version_first"] <= log["april/version_last"] for log in logs)
+    assert max(log["april/version_last"] for log in logs) > 0
+    assert all(engine.counted == len(run.trained) == ROWS // GROUPS for engine in run.engines)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_engines_go_on_while_the_trainer_trains(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first optimizer step ends after requests have begun in the middle of it, which stepwise none does."""
+    began = []
+
+    def update(samples: Any) -> None:
+        if began:
+            return
+        for engine in run_engines():
+            engine.began.clear()
+        began.append([engine.began.wait(10) for engine in run_engines()])
+
+    made: list[Engine] = []
+    monkeypatch.setattr(Engine, "__init__", _remembering(made))
+
+    def run_engines() -> list[Engine]:
+        return made
+
+    run = Training(kind, {**CONTINUOUS, "max_in_flight": 6}, monkeypatch, update=update)
+    assert began == [[True, True]]
+    assert run.labels() == ALL
+
+
+def test_stepwise_engines_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side of the comparison: no request runs while the synchronous trainer trains."""
+    made: list[Engine] = []
+    monkeypatch.setattr(Engine, "__init__", _remembering(made))
+    running: list[int] = []
+    Training("sync", STEPWISE, monkeypatch, update=lambda samples: running.append(sum(e.running for e in made)))
+    assert set(running) == {0}
+
+
+def _remembering(made: list[Engine]) -> Any:
+    begin = Engine.__init__
+
+    def remembered(self: Engine, name: str) -> None:
+        begin(self, name)
+        made.append(self)
+
+    return remembered
+
+
+def test_only_a_broadcast_cuts_requests() -> None:
+    """Two batches are delivered before the first transfer and nothing is aborted; then what ran goes on under it."""
+    with Run(CONTINUOUS, train__async_enable=True) as run:
+        for _ in range(2):
+            run.step(0)
+            assert run.rollouts.batch is not None
+            assert run.rollouts.batch.metrics["aborted_attempts"] == 0
+        run.push(2)
+        while run.step(1):
+            pass
+        assert run.rollouts.scheduler is None or run.rollouts.scheduler.version.n >= 2
+    resumed = [r["extra_logs"] for r in run.responses if r["extra_logs"]["april/resumes"]]
+    assert resumed
+    assert all(log["april/versions"] <= log["april/resumes"] + 1 for log in resumed)
+    assert sorted(run.labels, key=int) == [row(i)[1] for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("saved_at", range(1, 7))
+def test_a_run_goes_on_from_its_checkpoint(saved_at: int) -> None:
+    """A state that was taken while requests run, at every step: no prompt is lost and none is trained twice."""
+    with Run(CONTINUOUS) as before:
+        for _ in range(saved_at):
+            before.step()
+        saved = before.loader.state_dict()
+        trained = list(before.labels)
+        before.step()  # goes on, and is killed
+    with Run(CONTINUOUS) as after:
+        after.loader.load_state_dict(saved)
+        after.push()
+        more = after.step()
+        assert more == (saved_at < 6)
+        if more:
+            assert after.rollouts.batch is not None
+            assert after.rollouts.batch.version == (1, saved_at)
+            after.episode()
+        assert sorted(trained + after.labels, key=int) == [row(i)[1] for i in range(ROWS)]
+    assert after.rollouts.ledger["tokens"].balanced
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_trainers_checkpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that belongs to the third update, though batches after it were under way when it was taken."""
+    before = Training(kind, CONTINUOUS, monkeypatch)
+    after = Training(kind, CONTINUOUS, monkeypatch, start=before.checkpoints[2])
+    assert before.labels(slice(3)) + after.labels() == ALL
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_transfer_that_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's own error ends the run; nobody goes on to generate under weights that nobody knows."""
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer  # type: ignore[import-not-found]
+
+    stock = BasePPOTrainer.broadcast_to_vllm
+
+    def breaks(self: Any) -> None:
+        if len(self.trained) == 2:
+            self.vllm_engines[0].receive()
+            raise OSError("a rank is gone")
+        stock(self)
+
+    monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", breaks)
+    seen: list[Rollouts] = []
+    close = Rollouts.close
+    monkeypatch.setattr(Rollouts, "close", lambda self: (seen.append(self), close(self)))
+    with pytest.raises((OSError, RolloutError), match=r"a rank is gone|transfer of weights broke off"):
+        Training(kind, CONTINUOUS, monkeypatch)
+
+
+def test_a_transfer_elsewhere() -> None:
+    """Between its two calls weights may be written, and nothing else happens; what stands against it comes out."""
+    said: list[str] = []
+
+    def hand_over(transfer: Callable[[], None]) -> None:
+        said.append("stopped")
+        transfer()
+        said.append("goes on")
+
+    there = TransferElsewhere(hand_over)
+    for _ in range(2):
+        there.begin()
+        assert said == ["stopped"]
+        there.end(written=True)
+        assert said == ["stopped", "goes on"]
+        said.clear()
+
+    there.begin()
+    with pytest.raises(RolloutError, match="transfer of weights broke off"):
+        there.end(written=False)
+    assert said == ["stopped"]
+
+    def refuses(transfer: Callable[[], None]) -> None:
+        raise CheckpointError("not now")
+
+    with pytest.raises(CheckpointError, match="not now"):
+        TransferElsewhere(refuses).begin()
+
+
+def test_the_end_waits_for_a_transfer() -> None:
+    """The half that generates is done first; the broadcast after the last batches still finds a scheduler."""
+    with Run(CONTINUOUS) as run:
+        run.step(0)
+        there = TransferElsewhere(run.rollouts.hand_over)
+        there.begin()
+        closing = threading.Thread(target=run.rollouts.close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        for engine in run.engines:
+            engine.receive()
+        there.end(written=True)
+        closing.join(10)
+        assert not closing.is_alive()
+        run.push()  # there is no scheduler any more, and nothing to stop
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ({"vllm__enable_sleep": True, "train__colocate_all": True}, "--vllm.enable_sleep"),
+        ({"train__colocate_all": True}, "--train.colocate_all"),
+    ],
+)
+def test_engines_on_the_trainers_gpus(flags: dict[str, Any], flag: str) -> None:
+    """They sleep while it trains: refused by one sentence with the flag, which the asynchronous trainer may have."""
+    with pytest.raises(ConfigError, match=f"^{flag}: the engines sleep or stand still") as refusal:
+        config_of(namespace(**flags), CONTINUOUS)
+    assert "\n" not in str(refusal.value)
+    config_of(namespace(**flags), STEPWISE)
+    config_of(namespace(train__colocate_all=True, train__async_enable=True), CONTINUOUS)
