@@ -52,6 +52,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric",
     ),
     ({"april__rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
+    ({"april__generation": "continuous"}, "april.generation: verl's trainer.v1.trainer_mode decides this"),
     ({"april__max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
     ({"april": "fast"}, "april: expected a mapping of settings, got str"),
     (

@@ -27,6 +27,7 @@ DECIDED = {
     "epochs": "trainer.total_epochs",
     "on_data_end": "trainer.total_epochs",
     "engine": "actor_rollout_ref.rollout.name",
+    "generation": "trainer.v1.trainer_mode",
     "seed": "data.seed",
 }
 SERVERS = "verl"

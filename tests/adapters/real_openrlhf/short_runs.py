@@ -54,12 +54,12 @@ def flags(files: dict[str, str], where: Path, **changes: Any) -> list[str]:
 
 
 def run(
-    where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None, train_s: float = 0.0,
-    command: str = "april.adapters.openrlhf",
+    where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None,
+    command: str = "april.adapters.openrlhf", **variables: str,
 ) -> Seen:  # fmt: skip
     """``python -m command`` with these flags, to its end, or until the trainer dies after a step.
 
-    ``train_s``: what an update takes at least; what it does not need, it sleeps.
+    ``variables``: of the environment, for observe.py.
     """
     seen = where / "seen"
     seen.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def run(
         "OPENRLHF_ON_CPU_DTYPE": dtype, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false",
-        "OBSERVED_UNTIL": str(killed_after or 0), "OBSERVED_TRAIN_S": str(train_s),
+        "OBSERVED_UNTIL": str(killed_after or 0), **variables,
         # on a machine that others use, too
         "RAY_raylet_start_wait_time_s": "600",
         "RAY_gcs_server_request_timeout_seconds": "300",

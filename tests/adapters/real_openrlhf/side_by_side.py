@@ -3,9 +3,10 @@
     .venv/openrlhf/bin/python tests/adapters/real_openrlhf/side_by_side.py DIRECTORY [--arms own stepwise ...]
 
 The real packages and the real vLLM on a CPU, one process per arm and round, the arms one after the other in each round:
-N = 4 groups of 4, responses of at most 400 tokens, whose lengths a random model decides (geometric, mean about 60), a
-learning rate that leaves them so. An update takes ``--train-s`` seconds in all arms; what it does not need, it sleeps.
-Prints a line of JSON per arm and round: of the steps after the first ``--skip``.
+N = 4 groups of 4, responses of at most 400 tokens whose lengths a random model decides (about geometric, mean 60), and
+a learning rate that leaves them so. A forward pass of vLLM takes ``--decode-s`` and an update ``--train-s`` in all
+arms: what they do not need they sleep, as they would on processors of their own. Prints a line of JSON per arm and
+round, of the steps after the first ``--skip``; the trainer is killed after ``--steps``, long before the data end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from short_runs import Seen, flags, prepare, run
 
 N, SAMPLES, LONGEST = 4, 4, 400
 APRIL = {"april.over_sampling_batch_size": 2 * N, "april.max_staleness": 2}
-NONE = {"april.over_sampling_batch_size": None}
+NONE: dict[str, Any] = {"april.over_sampling_batch_size": None}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "own": ("openrlhf.cli.train_ppo_ray", NONE),
+    "own-2n": ("openrlhf.cli.train_ppo_ray", {**NONE, "rollout.vllm_generate_batch_size": 2 * N}),
     "own-partial": ("openrlhf.cli.train_ppo_ray", {**NONE, "train.partial_rollout_enable": True}),
     "stepwise": ("april.adapters.openrlhf", APRIL),
     "continuous": ("april.adapters.openrlhf", {**APRIL, "april.generation": "continuous"}),
@@ -90,7 +92,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--skip", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--train-s", type=float, default=4.0)
+    parser.add_argument("--train-s", type=float, default=3.5)
+    parser.add_argument("--decode-s", type=float, default=0.02)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["own", "stepwise", "continuous"])
     given = parser.parse_args(arguments)
     for number in range(given.rounds):
@@ -99,14 +102,17 @@ def main(arguments: list[str]) -> int:
             shutil.rmtree(where, ignore_errors=True)
             where.mkdir(parents=True)
             command, changes = ARMS[arm]
-            files = prepare(where, rows=given.steps * N)
+            files = prepare(where, rows=(given.steps + 10) * N)
             words = flags(files, where, **{
                 "train.async_enable": True, "rollout.batch_size": N, "rollout.n_samples_per_prompt": SAMPLES,
                 "train.batch_size": N * SAMPLES, "rollout.max_new_tokens": LONGEST, "data.max_len": LONGEST + 50,
                 "actor.adam.lr": 1e-7, **changes,
             })  # fmt: skip
-            seen = run(where, words, train_s=given.train_s, command=command)
-            if seen.status:
+            seen = run(
+                where, words, killed_after=given.steps, command=command, OBSERVED_TRAIN_S=str(given.train_s),
+                OBSERVED_DECODE_S=str(given.decode_s),
+            )
+            if len(seen.steps) < given.steps:
                 raise RuntimeError(seen.output[-3000:])
             print(json.dumps({"arm": arm, "round": number, **summary(seen, given.skip)}), flush=True)
     return 0

@@ -30,6 +30,19 @@ def _cpu_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def _lasting(method: Callable[..., Any], variable: str) -> Callable[..., Any]:
+    """Takes at least as many seconds as an environment variable says: what it does not need, it sleeps."""
+    least_s = float(os.environ.get(variable, "0"))
+
+    def lasting(*args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        answer = method(*args, **kwargs)
+        time.sleep(max(0.0, least_s - (time.time() - began)))
+        return answer
+
+    return lasting
+
+
 def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> None:
     """Wrap one method of april's and one of the trainer's, where they are imported."""
     me = os.getpid()
@@ -74,7 +87,6 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
     def _steps(module: Any) -> None:
         last, save = int(os.environ["OBSERVED_UNTIL"]), module.BasePPOTrainer.save_logs_and_checkpoints
         number, step, train = count(), module.BasePPOTrainer.train_step, module.BasePPOTrainer.ppo_train
-        least_s = float(os.environ.get("OBSERVED_TRAIN_S", "0"))
 
         def stepped(self: Any, rollout_samples: Any, global_step: int) -> Any:
             began = time.time()
@@ -82,14 +94,8 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
             _write(f"step_{me}_{next(number):03d}", {"began": began, "ended": time.time(), "cpu_s": _cpu_s()})
             return answer
 
-        def trained(self: Any, global_steps: int) -> Any:
-            """Takes as long as a trainer of this speed does, without the processors that it would not share."""
-            began = time.time()
-            answer = train(self, global_steps)
-            time.sleep(max(0.0, least_s - (time.time() - began)))
-            return answer
-
-        module.BasePPOTrainer.train_step, module.BasePPOTrainer.ppo_train = stepped, trained
+        module.BasePPOTrainer.train_step = stepped
+        module.BasePPOTrainer.ppo_train = _lasting(train, "OBSERVED_TRAIN_S")
 
         def saved(self: Any, global_step: int, *args: Any, **kwargs: Any) -> None:
             save(self, global_step, *args, **kwargs)
@@ -97,6 +103,10 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
                 os._exit(9)
 
         module.BasePPOTrainer.save_logs_and_checkpoints = saved
+
+    @after("vllm.v1.worker.gpu_worker")
+    def _decodes(module: Any) -> None:
+        module.Worker.execute_model = _lasting(module.Worker.execute_model, "OBSERVED_DECODE_S")
 
     @after("vllm.v1.engine.async_llm")
     def _requests(module: Any) -> None:
