@@ -6,7 +6,7 @@
 #   DATA       dapo-math-17k | deepscaler | deepmath-103k
 #   PLATFORM   nvidia | amd
 #   MODE       sync (all GPUs colocated) | async (half of them generate)
-#   ROLLOUT    april | own (OpenRLHF alone: no over-sampling)
+#   ROLLOUT    april | continuous (april, whose engines go on while it trains; MODE=async) | own (OpenRLHF alone)
 #
 # MODEL_DIR, DATA_DIR and SAVE_DIR say where things are; models and data sets that are not there come from the Hugging
 # Face hub. DRY_RUN=1 prints the command.
@@ -47,12 +47,13 @@ esac
 RUN=$SAVE_DIR/$NAME-$DATA-$ALGORITHM-$MODE-$ROLLOUT
 
 case $ROLLOUT in
-    april)
+    april | continuous)
         COMMAND=(python3 -m april.adapters.openrlhf)
         COMMAND+=(--april.config "$HERE/april.yaml")
+        [ "$ROLLOUT" = april ] || COMMAND+=(--april.generation continuous --april.refill sample)
         ;;
     own) COMMAND=(python3 -m openrlhf.cli.train_ppo_ray) ;;
-    *) wrong "ROLLOUT=$ROLLOUT must be april or own" ;;
+    *) wrong "ROLLOUT=$ROLLOUT must be april, continuous or own" ;;
 esac
 COMMAND+=(
     --actor.model_name_or_path "$NAME_OR_PATH" --data.prompt_dataset "$SET" --data.input_key "$QUESTION"

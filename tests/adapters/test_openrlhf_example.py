@@ -15,6 +15,7 @@ import yaml
 
 from adapters.openrlhf_stand_in import namespace
 from april.adapters.openrlhf.arguments import config_of
+from april.errors import ConfigError
 
 HERE = Path(__file__).parent.parent.parent / "examples" / "openrlhf"
 
@@ -47,6 +48,19 @@ def test_one_switch() -> None:
     april, own = command(ROLLOUT="april"), command(ROLLOUT="own")
     assert april[3] == "--april.config"
     assert [w.replace("-april/", "-own/") for w in april[5:]] == own[3:]
+
+
+def test_continuous_generation_is_for_the_asynchronous_trainer() -> None:
+    """Two of april's settings more; where all GPUs are colocated, april refuses them."""
+    words = command(ROLLOUT="continuous", MODE="async")
+    assert words[5:9] == ["--april.generation", "continuous", "--april.refill", "sample"]
+    theirs = command(ROLLOUT="april", MODE="async")[5:]
+    assert [w.replace("-continuous/", "-april/") for w in words[9:]] == theirs
+    settings = yaml.safe_load((HERE / "april.yaml").read_text("utf-8")) | {"generation": "continuous"}
+    flags = {"rollout__batch_size": 32, "rollout__vllm_generate_batch_size": 32}
+    config_of(namespace(train__async_enable=True, **flags), settings)
+    with pytest.raises(ConfigError, match=r"^--vllm.enable_sleep: the engines sleep"):
+        config_of(namespace(train__colocate_all=True, vllm__enable_sleep=True, **flags), settings)
 
 
 def test_wrong_choices_are_named() -> None:

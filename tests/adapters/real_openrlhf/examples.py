@@ -83,6 +83,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"april__partial_rollout": "false"}, "set partial_rollout: true"),
     ({"april__group_quorum": 0.5}, "groups are delivered whole"),
     ({"rollout__temperature": 0.0}, "--rollout.temperature 0: greedy"),
+    ({"april__generation": "continuous", "train__colocate_all": True}, "--train.colocate_all: the engines sleep"),
     ({"train__async_enable": True, "rollout__vllm_generate_batch_size": 8}, "own over-sampling"),
 ]
 
