@@ -37,7 +37,7 @@ def config(folder: Path, **changes: Any) -> SimpleNamespace:
         "rollout.backend": "sglang:d1", "rollout.max_head_offpolicyness": 2, "rollout.max_concurrent_rollouts": None,
         "rollout.scheduling_strategy": SimpleNamespace(type="separation", target=None),
         "rollout.agent": SimpleNamespace(mode="inline"), "rollout.request_timeout": 60.0,
-        "rollout.check_trajectory_format": False,
+        "rollout.check_trajectory_format": False, "rollout.dump_to_file": False,
         "recover.experiment_name": "e", "recover.trial_name": "t", "recover.fileroot": str(folder),
     }  # fmt: skip
     root = SimpleNamespace()
@@ -396,7 +396,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, spmd: bool = True) -> dict[str, 
         },
         "areal.trainer.rl_trainer": {"PPOTrainer": PPOTrainer},
         "areal.utils": {
-            "perf_tracer": SimpleNamespace(register_task=lambda t: None, set_task_id=lambda t: None),
+            "perf_tracer": SimpleNamespace(register_task=lambda t: None, set_task_id=lambda t: None,
+                                           trace_session_event=lambda *a, **k: None),
             "stats_tracker": SimpleNamespace(get=lambda name: SimpleNamespace(scalar=scalar)),
         },
         "areal.utils.data": {"concat_padded_tensors": concat_padded_tensors},

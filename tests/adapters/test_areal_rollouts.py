@@ -24,6 +24,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
         held: Callable[[int, int], bool] = lambda row, so_far: row % 3 == so_far == 0, rows: int = areal.ROWS,
         **changes: Any,
     ) -> Any:  # fmt: skip
+        while made:  # there is one trainer at a time
+            made.pop().close()
         stats = areal.install(monkeypatch)
         from april.adapters.areal import PPOTrainer
 

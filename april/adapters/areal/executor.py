@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
         self.rollouts: Rollouts | None = None
         """None: no batch was asked for yet."""
-        self._asked: tuple[Any, Any, Any] | None = None
         self._pauses = 0
         """Times that weights may have changed."""
         self._saved: Path | None = None
@@ -62,6 +62,9 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         stats = stats_tracker.get("rollout")
         stats.scalar(**{f"april/{name}": value for name, value in delivery.metrics.items()})
         stats.scalar(**{f"april/dropped_{reason}": count for reason, count in self.rollouts.dropped.items()})
+        if self.config.dump_to_file:
+            for trajectory in batch:
+                asyncio.run(self._dump_trajectory(trajectory, self._task_id_generator.next(), False))
         return batch
 
     def pause(self) -> None:
@@ -109,7 +112,13 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             perf_tracer.register_task(task)
             perf_tracer.set_task_id(task)
             workflow_context.set(workflow_context.WorkflowContext(is_eval=False, task_id=task))
-            return _tensors(await workflow.arun_episode(engine, row))
+            status = "failed"
+            try:
+                made = _tensors(await workflow.arun_episode(engine, row))
+                status = "rejected" if made is None else "accepted"
+                return made
+            finally:
+                perf_tracer.trace_session_event("mark_finalized", task_id=task, status=status)
 
         rollouts = Rollouts(
             self.april, EngineLimits(SERVERS, MAX_CONTEXT, None, self._ends), Prompts(loader), episode, self._join,

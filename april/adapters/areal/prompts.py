@@ -6,10 +6,13 @@ AReaL saves names april's file of that very moment, so that the two cannot be of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from april.errors import RolloutError
+
+log = logging.getLogger("april")
 
 KEY = "april"
 """In the loader's state; AReaL without april passes over it."""
@@ -20,11 +23,11 @@ class CarryingLoader:
 
     Args:
         loader: AReaL's.
-        save: writes april's state, and says where (None: there is none).
+        save: writes april's state, and says where (None: this rank has none).
         load: is told so after a restart.
     """
 
-    def __init__(self, loader: Any, save: Callable[[], str | None], load: Callable[[str | None], None]) -> None:
+    def __init__(self, loader: Any, save: Callable[[], str | None], load: Callable[[str], None]) -> None:
         self._loader, self._save, self._load = loader, save, load
 
     def __len__(self) -> int:
@@ -43,9 +46,15 @@ class CarryingLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The rest of the saved epoch; april goes on when it is first asked for a batch."""
         theirs = dict(state)
+        if KEY not in theirs:
+            log.warning(
+                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
+                "are not asked again in this epoch"
+            )
         ours = theirs.pop(KEY, None)
         self._loader.load_state_dict(theirs)
-        self._load(ours)
+        if ours is not None:
+            self._load(ours)
 
 
 class Prompts:

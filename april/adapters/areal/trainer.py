@@ -95,13 +95,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
             self._april_files.pop(0).unlink(missing_ok=True)
         return path.name
 
-    def _load_april(self, name: str | None) -> None:
-        if name is None:
-            log.warning(
-                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
-                "are not asked again in this epoch"
-            )
-            return
+    def _load_april(self, name: str) -> None:
         path = self._folder() / name
         if path.parent != self._folder() or not path.is_file():
             raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, and it is not there")
