@@ -27,7 +27,9 @@ class Run:
     The server makes a token per second and request, whose log-probability names the weights, up to ``length_of`` a row.
     """
 
-    def __init__(self, length_of: Callable[[int], int], accepts: Callable[[str], bool] | None = None, **more: Any) -> None:
+    def __init__(
+        self, length_of: Callable[[int], int], accepts: Callable[[str], bool] | None = None, **more: Any
+    ) -> None:  # fmt: skip
         values: dict[str, Any] = {
             "rollout_batch_size": N, "n_samples_per_prompt": SAMPLES, "over_sampling_batch_size": N,
             "max_response_len": 1000, "max_in_flight": PLACES, "generation": GenerationMode.CONTINUOUS,
@@ -138,7 +140,7 @@ def test_a_trainer_that_trains_holds_nobody_up() -> None:
 
 
 def test_every_token_has_its_version_and_none_is_lost() -> None:
-    """Over updates that end what runs: spans are those of the weights that wrote, the bound holds, the ledger closes."""
+    """Over updates that end what runs: spans are of the weights that wrote, the bound holds, the ledger closes."""
 
     async def program() -> None:
         run = Run(lambda row: 3 + row * 7 % 11)

@@ -58,7 +58,9 @@ class Run:
         self._dropped: dict[str, int] = {}
         self.dropped: dict[str, int] = {}
         """Prompts that were given up between the last two deliveries, by reason."""
-        self._told: SimpleQueue[Order | BaseException] | None = None
+        self._told: SimpleQueue[tuple[str, Any] | BaseException] | None = None
+        self._broken: BaseException | None = None
+        """What has ended the thread of the run's own."""
         if own_thread:
             self._told = SimpleQueue()
             threading.Thread(target=self._carry_out_all, name="april-orders", daemon=True).start()
@@ -80,7 +82,7 @@ class Run:
         """
         if count != self._groups:
             raise RolloutError(f"the trainer asked for {count} prompts, and its configuration says {self._groups}")
-        self._trainer.ask("begin", label)
+        self._ask("begin", label)
         kind, told = self._next_told()
         self.dropped, self._dropped = self._dropped, {}
         if kind == "fail":
@@ -90,7 +92,7 @@ class Run:
 
     def pause(self) -> None:
         """Until :meth:`resume` no request of april's is at any server, and nothing is drawn from the trainer's data."""
-        self._trainer.ask("pause")
+        self._ask("pause")
         self._next_told()
 
     def resume(self, label: int) -> None:
@@ -106,10 +108,14 @@ class Run:
     def _next_told(self) -> tuple[str, Any]:
         told = self._until_told() if self._told is None else self._told.get()
         if isinstance(told, BaseException):
-            assert self._told is not None
-            self._told.put(told)  # for whoever asks next: the thread has ended
             raise told
         return told
+
+    def _ask(self, method: str, *args: Any) -> None:
+        """What the coordinator answers by an order; raises what has ended the thread that would carry it out."""
+        if self._broken is not None:
+            raise self._broken
+        self._trainer.ask(method, *args)
 
     def _carry_out_all(self) -> None:
         assert self._told is not None
@@ -117,6 +123,7 @@ class Run:
             while (told := self._until_told())[0] != "closed":
                 self._told.put(told)
         except BaseException as error:
+            self._broken = error
             self._told.put(error)
 
     def _until_told(self) -> tuple[str, Any]:

@@ -34,7 +34,7 @@ def config(folder: Path, **changes: Any) -> SimpleNamespace:
         "actor._version": "v1", "actor.use_lora": False, "actor.recompute_logprob": False,
         "actor.use_decoupled_loss": True, "actor.scheduling_strategy": SimpleNamespace(type="separation", target=None),
         "rollout._version": "v1", "rollout.use_lora": False, "rollout.return_routed_experts": False,
-        "rollout.backend": "sglang:d1", "rollout.max_head_offpolicyness": 2, "rollout.max_concurrent_rollouts": None,
+        "rollout.backend": "sglang:d1", "rollout.max_head_offpolicyness": 2, "rollout.max_concurrent_rollouts": 20,
         "rollout.scheduling_strategy": SimpleNamespace(type="separation", target=None),
         "rollout.agent": SimpleNamespace(mode="inline"), "rollout.request_timeout": 60.0,
         "rollout.check_trajectory_format": False, "rollout.dump_to_file": False,
@@ -323,12 +323,12 @@ class Workflow:
 
     async def arun_episode(self, engine: Any, data: Any) -> Any:
         row = data["row"]
+        made = await engine.agenerate(request([50, row], self._config.gconfig.new()))
         if self.fails.get(row):
             what = self.fails[row].pop()
             if isinstance(what, Exception):
                 raise what
             return what
-        made = await engine.agenerate(request([50, row], self._config.gconfig.new()))
         prompt = len(made.input_tokens)
         parts = {
             "input_ids": made.input_tokens + made.output_tokens,

@@ -91,7 +91,7 @@ def test_another_areal_is_named_by_what_has_changed(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"WorkflowExecutor.pause of AReaL .* takes \(self, hard\)"):
         checks.require_areal()
     monkeypatch.delattr(module, "WorkflowExecutor")
-    with pytest.raises(ConfigError, match="is not there, and april.adapters.areal builds on"):
+    with pytest.raises(ConfigError, match="is not there, and april"):
         checks.require_areal()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adapters import stand_in_areal as areal
+from april.errors import ConfigError, RolloutError
 
 Make = Callable[..., Any]
 
@@ -95,3 +96,79 @@ def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -
     assert seen == [0, areal.GROUPS + 6]
     assert run.server.ended >= 6 * areal.SAMPLES
     assert torch.equal(run.trained[0][0]["versions"].unique(), torch.tensor([-1, 0]))
+
+
+def test_an_episode_that_fails_is_tried_again_and_then_dropped_by_name(trainer: Make) -> None:
+    """One failure costs nothing but its tokens; a prompt that always fails is replaced, and everybody hears why."""
+    run = trainer()
+    run.workflow.fails = {1: [ValueError("once")], 4: [ValueError("always")] * 99}
+    run.train(run.workflow, 4)
+    seen = trained_rows(run)
+    assert 1 in seen
+    assert 4 not in seen
+    assert len(seen) == len(set(seen)) == 4 * areal.GROUPS
+    assert run.stats["april/dropped_failed"] == [1.0]
+
+
+def test_samples_that_a_workflow_rejects_are_left_out(trainer: Make) -> None:
+    """As in AReaL: None shrinks a group, and a group of nothing else is rejected and replaced."""
+    run = trainer()
+    run.workflow.fails = {1: [None], 2: [None] * 99}
+    run.train(run.workflow, 3)
+    assert 2 not in trained_rows(run)
+    sizes = {int(g["input_ids"][0][1]): len(g["input_ids"]) for batch in run.trained for g in batch}
+    assert sizes.pop(1) == areal.SAMPLES - 1
+    assert set(sizes.values()) == {areal.SAMPLES}
+    assert run._april.rollouts.ask("ledgers")["prompts"]["dropped"]["filtered"] >= 1
+
+
+def test_the_filter_of_train_is_asked_for_whole_groups(trainer: Make) -> None:
+    """It gets joined trajectories, its verdicts are counted as AReaL counts them, and batches stay whole."""
+    run = trainer()
+    asked = []
+
+    def accept(trajectory: dict[str, Any]) -> bool:
+        asked.append(len(trajectory["rewards"]))
+        return bool(trajectory["rewards"][0] % 4 != 3)
+
+    run.train(run.workflow, 4, accept)
+    seen = trained_rows(run)
+    assert len(seen) == 4 * areal.GROUPS
+    assert not any(row % 4 == 3 for row in seen)
+    assert set(asked) == {areal.SAMPLES}
+    assert len(run.stats["accepted"]) + len(run.stats["rejected"]) == len(asked)
+
+
+def test_a_server_that_breaks_off_costs_nothing(trainer: Make) -> None:
+    """The request is sent again; what it said is short, without the prompt that AReaL's error repeats."""
+    run = trainer()
+    run.server.fails = [OSError("gone")]
+    run.train(run.workflow, 2)
+    assert len(trained_rows(run)) == 2 * areal.GROUPS
+    assert not run._april.rollouts.ask("ledgers")["tokens"]["dropped"]
+
+
+def test_prompts_that_never_work_end_the_run_with_their_own_words(trainer: Make) -> None:
+    """After eight in a row."""
+    run = trainer()
+    run.workflow.fails = {row: [ValueError("no such column")] * 99 for row in range(areal.ROWS)}
+    with pytest.raises(RolloutError, match="ValueError: no such column"):
+        run.train(run.workflow, 1)
+
+
+def test_a_data_set_smaller_than_a_batch_is_told(trainer: Make) -> None:
+    """Instead of a search for prompts that never ends; found beside the trainer, and told to it."""
+    run = trainer(rows=0)
+    with pytest.raises(RolloutError, match="gives no batch"):
+        run.train(run.workflow, 1)
+    with pytest.raises(RolloutError, match="gives no batch"):
+        run.train(run.workflow, 1)
+
+
+def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
+    """The evaluation's engine keeps AReaL's executor; a batch of varying size is refused."""
+    run = trainer()
+    assert type(run.eval_rollout._engine.workflow_executor) is areal.WorkflowExecutor
+    assert not run.eval_rollout._engine.workflow_executor.destroyed
+    with pytest.raises(ConfigError, match="dynamic_bs: april's batches are whole"):
+        run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
