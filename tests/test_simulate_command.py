@@ -15,6 +15,7 @@ from april.cli import app
 from april.extras import install
 from april.simulate import workload
 
+PAGE = Path(__file__).parent.parent / "docs" / "simulate.md"
 SMALL = [
     "simulate", "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--prompt-len", "20",
     "--max-response-len", "900", "--median-len", "60", "--steps", "8", "--ramp", "2",
@@ -62,6 +63,17 @@ def test_the_whole_loop(tmp_path: Path) -> None:
     assert report["loop"]["train_time_in_batch_times"] == 1.0
     assert f"{report['modes']['continuous 4']['trainer_idle_share']:.1%}" in text
     assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("line", re.findall(r"^april (simulate.*)$", PAGE.read_text("utf-8"), re.M))
+def test_commands_of_the_page(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as they stand, here with a smaller workload."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)  # without the picture
+
+    code, text = call(*line.split()[1:], "--out", str(tmp_path))
+
+    assert code == 0
+    assert f"wrote {tmp_path}/simulate.json" in text
 
 
 def test_the_same_arguments_give_the_same_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

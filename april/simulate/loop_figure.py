@@ -90,7 +90,7 @@ def _throughput(axes: Any, report: dict[str, Any]) -> None:
         words = f"{m['fraction_of_limit']:.0%}\n{m['speed_up']:.2f}x"
         axes.text(x, 0.97 * m["trained_tokens_per_s"], words, fontsize=8, ha="center", va="top", color="white")
     _names(axes, report)
-    axes.set_title("Tokens trained per second of the loop (lines: the limit)", fontsize=10)
+    axes.set_title("Tokens trained per second (lines: the limit)", fontsize=10)
 
 
 def _idle(axes: Any, report: dict[str, Any]) -> None:
@@ -110,5 +110,5 @@ def _staleness(axes: Any, report: dict[str, Any]) -> None:
         axes.plot([x - 0.42, x + 0.42], [m["staleness_max"]] * 2, color=LIMIT, linewidth=1.6)
         axes.text(x, m["staleness_max"], f"{m['off_policy_share']:.0%}", fontsize=8, ha="center", va="bottom")
     _names(axes, report)
-    axes.set_title("Staleness, mean (lines: max; figures: off-policy share)", fontsize=10)
+    axes.set_title("Staleness: mean, max (line), off-policy share", fontsize=10)
     axes.set_ylabel("updates", fontsize=9)

@@ -90,7 +90,7 @@ def loop_table(report: dict[str, Any]) -> Table:
     loop = report["loop"]
     title = (
         f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
-        f"{loop['train_time_in_batch_times']:.2g} batch times"
+        f"{loop['train_time_in_batch_times']:.2f} batch times"
     )
     out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for column in ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
@@ -149,16 +149,18 @@ def _loop_verdict(report: dict[str, Any]) -> list[str]:
         f"a batch takes the engines {loop['batch_s']:.3g} s at their limit and the trainer {loop['train_s']:.3g} s; "
         f"{limit}"
     ]
-    bounds = [m for m in modes.values() if m["generation"] == "continuous"]
-    if bounds:
-        most = max(m["fraction_of_limit"] for m in bounds)
-        enough = next(m for m in bounds if m["fraction_of_limit"] >= most - WORTH_MORE_STALENESS)
+    of_them = {name: m for name, m in modes.items() if m["generation"] == "continuous"} or modes
+    most = max(m["fraction_of_limit"] for m in of_them.values())
+    name, enough = next(
+        (name, m) for name, m in of_them.items() if m["fraction_of_limit"] >= most - WORTH_MORE_STALENESS
+    )
+    if of_them is not modes:
         lines.append(
             f"generation: continuous with max_staleness: {enough['max_staleness']} reaches "
             f"{enough['fraction_of_limit']:.1%} of it (sync {modes['sync']['fraction_of_limit']:.1%}, refill "
             f"{modes['refill']['fraction_of_limit']:.1%}); of the bounds here none reaches more than {most:.1%}"
         )
-    return [*lines, *(f"{name}: {m['bottleneck']}" for name, m in modes.items())]
+    return [*lines, f"{name}: {enough['bottleneck']}"]
 
 
 def _groups(m: dict[str, Any]) -> str:
