@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.real_engines.environments import ROOT, TORCH, Recipe
 
-TRL_VERSION, VERL_VERSION, OPENRLHF_VERSION = "1.16.0", "0.9.1", "0.11.2"
+TRL_VERSION, VERL_VERSION, OPENRLHF_VERSION, AREAL_VERSION = "1.16.0", "0.9.1", "0.11.2", "1.0.4"
 
 TRL = Recipe(
     "trl",
@@ -55,6 +55,23 @@ OPENRLHF = Recipe(
          "torchdata", "torchmetrics", "tqdm"),
         # without flash-attn, bitsandbytes and what else there is for GPUs only
         ("install", "--no-deps", f"openrlhf=={OPENRLHF_VERSION}"),
+        ("install", "pytest", "pytest-asyncio"),
+        ("install", "--editable", f"{ROOT}[yaml]"),
+    ),
+)  # fmt: skip
+
+AREAL = Recipe(
+    "areal",
+    (
+        ("install", TORCH),
+        # outside its pins, which ask for an older torch, pre-releases and what there is for GPUs only
+        ("install", "--no-deps", f"areal=={AREAL_VERSION}"),
+        ("install", TORCH, "transformers==5.10.4", "datasets", "ray[default]", "torchdata", "aiohttp", "httpx",
+         "fastapi", "uvicorn", "pandas", "hydra-core", "omegaconf", "colorlog", "tenacity", "flask", "lark", "uvloop",
+         "numba",
+         "einops", "aiofiles", "openai", "pillow", "pybase64", "orjson"),
+        # what its trainer and its FSDP engine import besides
+        ("install", "peft", "swanlab", "trackio", "wandb", "tensorboardX", "tabulate"),
         ("install", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[yaml]"),
     ),
