@@ -116,6 +116,41 @@ def test_engines_go_on_while_the_trainer_trains(kind: str, monkeypatch: pytest.M
     assert run.labels() == ALL
 
 
+class SomeAreLong:
+    """Lengths of responses: those of the second batch take the better part of a second."""
+
+    def sample(self, group: int, index: int) -> int:
+        return 1500 if GROUPS <= group < 2 * GROUPS else 20 + 3 * index + group % 5
+
+
+def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half that generates is asked for the second batch first, and has the new weights long before it is there."""
+    monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
+    happened: list[str] = []
+    asked_again = threading.Event()
+    take, receive = Rollouts.next, Engine.receive
+
+    def taken(self: Rollouts, rows: Any) -> Any:
+        happened.append("asked")
+        if len(happened) > 1:
+            asked_again.set()
+        answer = take(self, rows)
+        happened.append("delivered")
+        return answer
+
+    def received(self: Engine) -> None:
+        happened.append("weights")
+        receive(self)
+
+    monkeypatch.setattr(Rollouts, "next", taken)
+    monkeypatch.setattr(Engine, "receive", received)
+    Training(
+        "async", {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch,
+        update=lambda samples: asked_again.wait(10) and None, rollout__max_new_tokens=2000, data__max_len=4000,
+    )  # fmt: skip
+    assert happened[:6] == ["asked", "delivered", "asked", "weights", "weights", "delivered"]
+
+
 def test_stepwise_engines_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side of the comparison: no request runs while the synchronous trainer trains."""
     made: list[Engine] = []
