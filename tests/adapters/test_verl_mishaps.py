@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from adapters.stand_in_verl import Trainer, single_turn
 from april.coordinator.calls import Session, generate
+from april.coordinator.coordinator import Coordinator
+from april.coordinator.messages import Go, Result, Start
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.types import GenerationMode, Refill
 
 Make = Callable[..., Trainer]
 
@@ -170,3 +175,24 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
         assert response["spans"][1][2].startswith("1.")
     tokens = again.ask("ledgers")["tokens"]
     assert tokens["observed"] == generated + again.server.generated
+
+
+@pytest.mark.asyncio
+async def test_tokens_of_weights_that_nobody_told_of() -> None:
+    """What separate_async would bring, whose servers get weights without a word: the tokens are dropped by name."""
+    settings = CoreSettings(
+        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, max_response_len=50, max_in_flight=2,
+        generation=GenerationMode.CONTINUOUS, refill=Refill.SAMPLE,
+    )  # fmt: skip
+    coordinator = Coordinator(settings, EngineLimits("verl", 100, None, (0,), "temperature"), check=True)
+    await coordinator.begin(0)
+    await coordinator.drawn(["a", "b"])
+    start = await coordinator.start("a", 0)
+    assert isinstance(start, Start)
+    assert isinstance(await coordinator.call("a", 0, start.life, np.array([1, 2], np.int32), 50, 1.0), Go)
+    tokens, logprobs = np.array([5, 6, 0], np.int32), np.zeros(3, np.float32)
+    result = Result(offset=2, tokens=tokens, logprobs=logprobs, label=1, aborted=False)
+
+    await coordinator.ended("a", 0, start.life, result)
+
+    assert (await coordinator.ledgers())["tokens"]["dropped"] == {"corrupt": 3}

@@ -41,7 +41,7 @@ def test_weights_change_without_a_word_to_anybody() -> None:
 
 
 def test_a_trainer_of_ones_own_is_not_found() -> None:
-    """It could be told, as a subclass; but verl looks for its name before it imports the sampler of the settings."""
+    """It could be told, as a subclass; but verl looks for its name before it imports what the settings name."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     with pytest.raises(ValueError, match="Unknown trainer 'april'"):
