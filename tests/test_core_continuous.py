@@ -225,6 +225,21 @@ def test_functions_of_an_evaluation_beyond_those_at_once_wait() -> None:
     assert len(m.in_flight) == 3, "samples of the evaluation that may not start keep training waiting"
 
 
+def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> None:
+    """Training's requests find no engine before; they wait for one, and end no evaluation."""
+    m = Machine(of_length(9), n=2, samples=1, max_in_flight=3)
+    m.ask()
+    m.post(evaluation(functions_at_once=1))
+    m.finish(0)
+    (own,) = [a.id for a in m.in_flight.values() if a.sample.evaluation is not None]
+    m.post(ev.EngineStale("e0"))
+    for attempt_id in sorted(set(m.in_flight) - {own}):
+        m.end(attempt_id, 0)
+    assert not any(isinstance(c, do.EvaluationFailed) for c in m.commands)
+    m.end(own, 0)
+    assert any(isinstance(c, do.EvaluationFailed) for c in m.commands)
+
+
 def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> None:
     """Nothing is admitted meanwhile; the request after that goes on with what was kept."""
     m = Machine(of_length(9), n=1, samples=1, max_in_flight=2, max_failed_groups=1)

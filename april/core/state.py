@@ -372,7 +372,7 @@ class RolloutCore:
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
-                self._watch_outage()
+                self._watch_outage(training=training)
                 return
             work = queue.pop()
             if isinstance(work, Sample):
@@ -530,9 +530,12 @@ class RolloutCore:
         if attempt is not None and event.kind is AttemptFailure.BUSY:
             self._recovery.busy(attempt.engine, event)
 
-    def _watch_outage(self) -> None:
-        """No engine is well and has the current weights: wait for one, but not for ever."""
-        if self.context.evaluations and self._evaluations.hopeless:
+    def _watch_outage(self, *, training: bool) -> None:
+        """No engine is well and has the current weights: wait for one, but not for ever.
+
+        ``training``: for its requests; evaluations that have none waiting hear of it when theirs have ended.
+        """
+        if not training and self._evaluations.hopeless:
             self._evaluations.no_engine()
         elif not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
