@@ -59,7 +59,7 @@ class Books:
     as_promised: bool = True
     """One update at most per batch so far, and on_stale has always been finish: no token is trained too old."""
     oldest: int = 0
-    """Greatest age of a token at the moment of its training."""
+    """Greatest age of a token at the moment of its training, in this process."""
 
     # ---------------------------------------------------------------- prompts and tokens
 
@@ -159,7 +159,7 @@ class Books:
         """
         last = self.committed if trained_through is None else trained_through
         books = self.copy()
-        books.batches, books.committed, books.out = last + 1, last, {}
+        books.batches, books.committed, books.out, books.oldest = last + 1, last, {}, 0
         if not keeps:
             books.finished = {key for key in self.finished if key[0] in self.accepted}
         for key, tokens, lost in running:

@@ -118,7 +118,9 @@ class TrainerPlayer:
         self.evaluations: dict[int, ev.EvaluationRequested] = {}
         self.under: dict[int, tuple[int, int]] = {}
         """Version under which the first request of an evaluation was sent."""
-        self.wanted = self.begun = self.held = self.ended = self.troubled = False
+        self.wanted = self.begun = self.held = self.ended = False
+        self.untold = False
+        """The source has failed, and the trainer has not heard of it."""
         self.telling = False
         """The trainer is told of trouble at this moment."""
         self.leaving: set[Key] = set()
@@ -209,7 +211,7 @@ class TrainerPlayer:
         count = min(wanted if error is None else wanted // 2, self.prompts - first)
         self.books.draw(range(first, first + count))
         prompts = [Prompt(np.array([5, 10 + k], np.int32), {"k": k}, 0, k) for k in range(first, first + count)]
-        self.troubled |= error is not None
+        self.untold |= error is not None
         self.post(ev.PromptsDrawn(prompts, error is None and count < wanted, error))
 
     # ---------------------------------------------------------------- functions, rewards, the filter
@@ -223,6 +225,11 @@ class TrainerPlayer:
             assert key[0] in self.books.held
             assert key not in self.books.finished or self.settings.on_stale is OnStale.RESTART
             self.books.finished.discard(key)
+        else:
+            asked = command.sample.evaluation.request
+            theirs = [k for k, f in self.functions.items() if k[0] < 0 and f in ("started", "waiting", "between")]
+            others = sum(e.functions_at_once or 1 << 20 for n, e in self.evaluations.items() if n != asked.evaluation)
+            assert len(theirs) < (asked.functions_at_once or 1 << 20) + others, "too many functions at once"
         self.functions[key], self.asked[key] = "started", 0
 
     def call(self, key: Key) -> None:
@@ -445,6 +452,7 @@ class TrainerPlayer:
         """A batch: whole groups that count, every token as it was sent, nothing masked that is not too old."""
         batch, books, s = command.batch, self.books, self.settings
         assert self.wanted, "delivered to nobody"
+        assert not self.untold, "a failure is forgotten"
         self.wanted = False
         assert batch.trained_at == (books.version[0], books.trained_at)
         assert set(batch.group_sizes) == {books.samples}
@@ -489,6 +497,6 @@ class TrainerPlayer:
     def on_Fail(self, command: do.Fail) -> None:
         """The trainer is told of trouble that there was."""
         assert self.wanted, "nobody waits"
-        assert self.troubled or self.causes
-        self.wanted = self.troubled = False
+        assert self.untold or self.causes
+        self.wanted = self.untold = False
         self.seen["failed"] += 1

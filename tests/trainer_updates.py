@@ -140,7 +140,7 @@ class UpdatingPlayer(TrainerPlayer):
         if due := [t for t in self.timers if t.kind in kinds]:
             timer = self.rng.choice(due)
             self.timers.remove(timer)
-            self.troubled |= timer.kind is TimerKind.OUTAGE
+            self.causes["outage", 0] += timer.kind is TimerKind.OUTAGE
             self.post(ev.TimerFired(timer))
 
     # ---------------------------------------------------------------- the trainer's weights
