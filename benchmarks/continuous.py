@@ -202,17 +202,16 @@ def batch_tokens() -> float:
 
 
 def fitted(times: StepTimes, limit: float) -> MeasuredCost:
-    """The measured step times and prefill, stretched so that a server that is kept full makes ``limit`` tokens/s."""
+    """The measured step times and prefill, and so much more for each token that a server kept full makes ``limit``/s.
+
+    The waves by which step times are measured have neither the prefills nor the answers between them that a server kept
+    full has, and those cost decoding time where they share its cores.
+    """
     cost = MeasuredCost.of(times, PROMPT_LEN)
     prefill_s = max(median(times.prefill), 0.0)
     decoding_s = 1.0 / limit - prefill_s * PROMPT_LEN / fmean(drawn_lengths(LENGTHS))
-    stretch = decoding_s / seconds_per_token(cost, SLOTS, LENGTHS)
-    return replace(
-        cost,
-        points=tuple((n, s * stretch) for n, s in cost.points),
-        per_kv_token_s=cost.per_kv_token_s * stretch,
-        per_prefill_token_s=prefill_s,
-    )
+    more = decoding_s - seconds_per_token(cost, SLOTS, LENGTHS)
+    return replace(cost, points=tuple((n, s + n * more) for n, s in cost.points), per_prefill_token_s=prefill_s)
 
 
 async def run(
@@ -223,22 +222,26 @@ async def run(
     began = time.perf_counter()
     arms = [Arm(name, s, engine, itertools.cycle(weights), server_group) for name, s in SCHEDULES.items()]
     times = StepTimes()
-    async with _connected(arms[0].config) as probe:
+    config = arms[0].config
+    async with _connected(config) as probe:
         await StepTimes().measure(probe, PROMPT_LEN, (1, 8))  # a first request is slow everywhere
-        await times.measure(probe, PROMPT_LEN, CURVE)
-    limits = [await limit(arms[0].config)]
-    train_s = train * batch_tokens() / limits[0]
+    limits: list[float] = []
     for number in range(turns + 1):
+        async with _connected(config) as probe:
+            await times.measure(probe, PROMPT_LEN, CURVE)
+        limits.append(await limit(config))
         shift = number % len(arms)
         for arm in arms[shift:] + arms[:shift]:
-            await arm.turn(batches if number else ramp, train_s)
+            # a machine that gets slower has a slower trainer, too
+            await arm.turn(batches if number else ramp, train * batch_tokens() / limits[-1])
             line = f"turn {number} of {turns}: {arm.name}, {time.perf_counter() - began:.0f} s"
             print(f"\r{line.ljust(72)}", end="", file=sys.stderr, flush=True)
-        limits.append(await limit(arms[0].config))
+    limits.append(await limit(config))
     print(file=sys.stderr)
     for arm in arms:
         del arm.turns[0]  # the way into a steady state
-    return report(arms, times, fmean(limits), train_s, ramp)
+    mean_limit = 1.0 / fmean(1.0 / rate for rate in limits[1:])
+    return report(arms, times, mean_limit, train * batch_tokens() / mean_limit, ramp)
 
 
 @asynccontextmanager
@@ -262,7 +265,7 @@ async def limit(config: Config) -> float:
 def report(arms: list[Arm], times: StepTimes, limit_rate: float, train_s: float, ramp: int) -> dict[str, Any]:
     """Rates of the loop, idle shares, staleness, and the same as the simulation expects it."""
     cost = fitted(times, limit_rate)
-    rows = {arm.name: arm_row(arm, times, cost, train_s, ramp) for arm in arms}
+    rows = {arm.name: arm_row(arm, cost, train_s, ramp) for arm in arms}
     smaller_limit = min(limit_rate, batch_tokens() / max(train_s, 1e-9))
     for row in rows.values():
         for kind in ("", "expected_"):
@@ -280,7 +283,7 @@ def report(arms: list[Arm], times: StepTimes, limit_rate: float, train_s: float,
     }
 
 
-def arm_row(arm: Arm, times: StepTimes, cost: MeasuredCost, train_s: float, ramp: int) -> dict[str, float]:
+def arm_row(arm: Arm, cost: MeasuredCost, train_s: float, ramp: int) -> dict[str, Any]:
     """Means over the counted turns."""
     turns, metrics = arm.turns, [m for t in arm.turns for m in t.batches]
     wall = sum(t.wall_s for t in turns)
@@ -290,6 +293,7 @@ def arm_row(arm: Arm, times: StepTimes, cost: MeasuredCost, train_s: float, ramp
         "batches": len(metrics),
         "wall_s": wall,
         "trained_per_s": trained / wall,
+        "trained_per_s_of_turns": [sum(m["trained_tokens"] for m in t.batches) / t.wall_s for t in turns],
         "idle_share": sum(t.idle_s for t in turns) / wall,
         "free_slots": SLOTS - sum(t.busy_s for t in turns) / wall,
         "bubble": 1.0 - sum(t.busy_s for t in turns) / (SLOTS * wall),
@@ -316,7 +320,7 @@ def table(found: dict[str, Any]) -> Table:
     shown = Table(
         title=f"Trained tokens per second of the loop; expected in brackets. Server kept full: "
         f"{found['limit_tokens_per_s']:,.0f} tokens/s, a batch in {found['batch_s_at_limit']:.2f} s; training takes "
-        f"{found['train_s']:.2f} s"
+        f"{found['train_s']:.2f} s (means)"
     )
     for name in (
         "schedule", "trained tok/s", f"over {STEPWISE}", "of the limit", "idle", "free slots", "staleness mean, max",
