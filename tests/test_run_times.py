@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,8 @@ class Watched(RecordingEngine):
         await super().resume()
 
 
-def check(batch: Batch) -> None:
-    """The identities, of every batch."""
-    m = batch.metrics
+def check(m: Mapping[str, float]) -> None:
+    """The identities, of the metrics of every batch."""
     assert sum(m[name] for name in TrainerTime) == pytest.approx(m["step_s"])
     assert sum(m[name] for name in dict.fromkeys(UPDATE_PARTS.values())) == pytest.approx(m["update_s"])
     assert sum(m[name] for name in SHARES) == pytest.approx(1.0 if m["step_s"] else 0.0)
@@ -88,7 +88,7 @@ def test_a_trainer_that_waits_for_each_batch() -> None:
         engine = Watched(lengths, pause_s=1.0, resume_s=0.5, weight_update_s=2.0)
         run = Rollouts(lengths, n=2, engines=[engine])
         batch = await run.driver.next_batch()
-        check(batch)
+        check(batch.metrics)
         assert times(batch) == pytest.approx(
             {"step_s": 8, "trainer_wait_s": 8, "engines_busy": 12 / 16, "idle_over_sampling": 4 / 16}
         )
@@ -97,7 +97,7 @@ def test_a_trainer_that_waits_for_each_batch() -> None:
         await run.driver.update_weights("new", lambda: asyncio.sleep(4))
         await asyncio.sleep(2)
         batch = await run.driver.next_batch()
-        check(batch)
+        check(batch.metrics)
         step = 3 + 7.5 + 2 + 8
         assert times(batch) == pytest.approx(
             {
@@ -128,7 +128,7 @@ def test_the_bound_is_what_keeps_places_empty() -> None:
         await asyncio.sleep(100)
         await run.driver.update_weights()
         batch = await run.driver.next_batch()
-        check(batch)
+        check(batch.metrics)
         # one batch is out: the plan takes one more of 2 groups, and a second one from the update on
         assert times(batch) == pytest.approx(
             {"step_s": 100, "train_s": 100, "engines_busy": 0.05, "idle_bound": 0.95, "bound_wait_s": 95}
@@ -150,7 +150,7 @@ def test_a_broken_engine_keeps_its_places_empty() -> None:
         engines[1].broken_until = 10.0
         run = Rollouts(lambda g, i: 20, n=2, engines=engines)
         batch = await run.driver.next_batch()
-        check(batch)
+        check(batch.metrics)
         m = batch.metrics
         assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
         assert "no engine took the work that waits" in batch.bottleneck
@@ -169,7 +169,7 @@ def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
         await asyncio.sleep(4)
         await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
         batch = await waiter
-        check(batch)
+        check(batch.metrics)
         assert times(batch) == pytest.approx(
             {
                 "step_s": 40, "trainer_wait_s": 10, "evaluation_s": 30,
@@ -195,7 +195,7 @@ def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
         async with run.driver.paused():
             await asyncio.sleep(7)
         batch = await waiter
-        check(batch)
+        check(batch.metrics)
         assert times(batch) == pytest.approx(
             {
                 "step_s": 67, "trainer_wait_s": 67, "engines_busy": 10 / 67, "idle_pause": 7 / 67,
@@ -204,7 +204,7 @@ def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
         )  # fmt: skip
         await run.driver.update_weights()
         batch = await run.driver.next_batch()
-        check(batch)
+        check(batch.metrics)
         # one group is left: its place is busy for 10 s, the other one is empty for 60
         found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
         assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
@@ -224,7 +224,7 @@ def test_a_trainer_that_asks_ahead() -> None:
                 ahead = asyncio.create_task(run.driver.next_batch())
                 await asyncio.sleep(training)
                 batch = await ahead
-                check(batch)
+                check(batch.metrics)
                 await run.driver.update_weights()
             assert batch.metrics["asked_ahead_s"] == pytest.approx(10)
             assert batch.metrics["train_s"] == pytest.approx(ready)
@@ -305,14 +305,14 @@ def test_the_times_add_up_whatever_happens(seed: int) -> None:
                     await asyncio.sleep(2.5)
             batches.append(await asked)
             out.append(batches[-1])
-            check(batches[-1])
+            check(batches[-1].metrics)
             await asyncio.sleep(dice.choice([0, 4, 30]))
             while len(out) > dice.randint(0, bound):
                 out.pop(0)
                 await run.driver.update_weights("new", lambda: asyncio.sleep(dice.random()))
         delivered = await last(run)
         batches.append(delivered)
-        check(delivered)
+        check(delivered.metrics)
         total = whole(b.metrics for b in batches)
         assert total["step_s"] == pytest.approx(now() - 5)
         assert sum(total[name] for name in SHARES) == pytest.approx(1)

@@ -137,8 +137,10 @@ class RunTimes:
 
     def delivered(self, now_s: float) -> dict[str, float]:
         """The metrics of the batch that is delivered now; what follows is of the next one."""
+        began = self._began
+        if began is None:  # there by the first request, out of a saved state
+            began = self._since = now_s
         self._count(now_s)
-        began = now_s if self._began is None else self._began
         step_s = now_s - began
         most = self.places * step_s
         per_place = 1.0 / most if most > 0 else 0.0
