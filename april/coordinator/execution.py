@@ -78,24 +78,28 @@ class Execution:
         """A batch is asked for, under the weights that the trainer calls ``label``.
 
         Raises:
-            RolloutError: they are others than those under which requests are at the servers, or too many batches are
-                not trained.
+            RolloutError: as :meth:`update`; or too many batches are not trained.
         """
         self.raise_if_failed()
-        if self.core.step is None:
+        if self.core.step is None or label != self.core.clock.current.n:
             self.update(label)
-        elif label != self.core.clock.current.n:
-            raise RolloutError(
-                f"the weights went from {self.core.clock.current.n} to {label} while requests were at the servers, so "
-                "nobody knows which weights wrote their tokens; pause before the weights change, and resume after it"
-            )
         if self.core.train_first:
             raise RolloutError(self.core.leases.why_full())
         self.post(ev.StepRequested())
 
     def update(self, label: int) -> None:
-        """The servers have the weights that the trainer calls ``label``; all batches so far are trained on."""
-        self.post(ev.WeightsUpdated(self.core.clock.current._replace(n=label), trained=self.last_batch))
+        """The servers have the weights that the trainer calls ``label``; all batches so far are trained on.
+
+        Raises:
+            RolloutError: they are others than those under which requests are at the servers.
+        """
+        current = self.core.clock.current
+        if self.core.attempts and label != current.n:
+            raise RolloutError(
+                f"the weights went from {current.n} to {label} while requests were at the servers, so nobody knows "
+                "which weights wrote their tokens; pause before the weights change, and resume after it"
+            )
+        self.post(ev.WeightsUpdated(current._replace(n=label), trained=self.last_batch))
 
     def resume(self, label: int) -> None:
         """Generation goes on after a pause, under the weights that the trainer calls ``label``."""

@@ -25,9 +25,14 @@ def test_a_run_that_goes_on_asks_each_prompt_once(trainer: Make, generation: str
     lives = []
     for _ in range(3):
         lives.append(trainer({"generation": generation}, rows=12))
+        # what is drawn for a rejected prompt is one of three that the loader gives
+        lives[-1].workflow.fails = {5: [None] * 99}
         lives[-1].train(lives[-1].workflow, 3)
     rows = [row for life in lives for row in trained_rows(life)]
     drawn = rows + [group["row"] for group in _held(lives[-1])]
+    rejected = lives[-1]._april.rollouts.ask("ledgers")["prompts"]["dropped"]["filtered"]
+    drawn += [5] * rejected
+    assert rejected
     in_order = [*range(12), *reversed(range(12)), *range(12), *reversed(range(12))]
     assert sorted(drawn) == sorted(in_order[: len(drawn)])
     for life in lives:
