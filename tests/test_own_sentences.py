@@ -26,6 +26,9 @@ PATTERNS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "s
 WORD = re.compile(r"[^\W\d_]{4}")
 """What has no four letters in a row is no word of a sentence."""
 ALLOWED = {
+    ("adapters/areal/plain_values.py", "torch."): "names of dtypes",
+    ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
+    ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
     ("adapters/openrlhf/arguments.py", "engine."): "names of settings",
     ("adapters/openrlhf/arguments.py", "sampling."): "names of settings",
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",

@@ -78,7 +78,7 @@ def _over_time(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, M
 
 
 def _names(axes: Any, report: dict[str, Any]) -> None:
-    names = [name.replace("continuous ", "cont.\n≤ ") for name in report["modes"]]
+    names = [name.replace(" ", "\n") for name in report["modes"]]
     axes.set_xticks(range(len(names)), names, fontsize=8)
 
 
