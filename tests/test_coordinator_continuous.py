@@ -3,119 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import random
 
-import numpy as np
 import pytest
+from coordinator_world import SAMPLES, N, Run
 
-from april.coordinator.calls import Session, generate, run_sample
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Delivery, Result
-from april.core.settings import CoreSettings, EngineLimits
-from april.core.tape import Int32
-from april.core.types import GenerationMode, Refill
+from april.core.types import Refill
 from april.errors import RolloutError
 from april.testing import run_virtual
-
-EOS, N, SAMPLES, PLACES = 1, 2, 2, 8
-
-
-class Run:
-    """Trainer, server and rollouts on one virtual clock; orders are carried out at any time.
-
-    The server makes a token per second and request, whose log-probability names the weights, up to ``length_of`` a row.
-    """
-
-    def __init__(
-        self, length_of: Callable[[int], int], accepts: Callable[[str], bool] | None = None, **more: Any
-    ) -> None:  # fmt: skip
-        values: dict[str, Any] = {
-            "rollout_batch_size": N, "n_samples_per_prompt": SAMPLES, "over_sampling_batch_size": N,
-            "max_response_len": 1000, "max_in_flight": PLACES, "generation": GenerationMode.CONTINUOUS,
-            "refill": Refill.SAMPLE, "max_staleness": 2, "has_reward": False, "has_filter": accepts is not None,
-        }  # fmt: skip
-        settings = CoreSettings(**(values | more))
-        self.coordinator = Coordinator(settings, EngineLimits("s", 1000, None, (EOS,)), accepts=accepts, check=True)
-        self.length_of = length_of
-        self.live: dict[asyncio.Event, None] = {}
-        self.weights = self.drawn = self.made = 0
-        self.ended: list[int] = []
-        """Requests that each abort has ended."""
-        self.dropped: list[str] = []
-        self.stored: dict[tuple[str, int], tuple[int, tuple[Any, ...], list[float]]] = {}
-        """Tokens, spans and log-probabilities of responses, by sample."""
-        self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
-        self.tasks = [asyncio.create_task(self._orders())]
-
-    async def _orders(self) -> None:
-        while True:
-            for order in await self.coordinator.orders():
-                if order[0] == "draw":
-                    uids = [f"p{self.drawn + i}" for i in range(order[1])]
-                    self.drawn += len(uids)
-                    await self.coordinator.drawn(uids)
-                    self.tasks += [asyncio.create_task(self._sample(u, i)) for u in uids for i in range(SAMPLES)]
-                elif order[0] == "abort":
-                    self.ended.append(len(self.live))
-                    for aborted in self.live:
-                        aborted.set()
-                elif order[0] == "dropped":
-                    self.dropped.append(order[1])
-                elif order[0] == "closed":
-                    return
-                else:
-                    self.told.put_nowait(order)
-
-    async def _sample(self, uid: str, index: int) -> None:
-        async def rollout(session: Session) -> None:
-            done = await generate(session, self._send, [50, int(uid[1:])], 1000, 1.0)
-            self.stored[uid, index] = len(done.tokens), done.spans, done.logprobs.tolist()
-
-        async def forget(keys: list[str]) -> None:
-            """Nothing is stored under keys."""
-
-        await run_sample(self.coordinator, uid, index, rollout, forget)
-
-    async def _send(self, token_ids: Int32, max_tokens: int) -> Result:
-        weights, aborted, row, have = self.weights, asyncio.Event(), int(token_ids[1]), len(token_ids) - 2
-        self.live[aborted] = None
-        tokens: list[int] = []
-        while len(tokens) < self.length_of(row) - have and not aborted.is_set():
-            try:
-                await asyncio.wait_for(aborted.wait(), 1.0)
-            except TimeoutError:
-                tokens.append(100)
-        del self.live[aborted]
-        self.made += len(tokens)
-        whole = have + len(tokens) == self.length_of(row)
-        if whole:
-            tokens[-1] = EOS
-        logprobs = np.full(len(tokens), -1.0 - weights / 1000, np.float32)
-        return Result(
-            offset=len(token_ids), tokens=np.array(tokens, np.int32), logprobs=logprobs, label=weights,
-            aborted=not whole,
-        )  # fmt: skip
-
-    async def batch(self) -> Delivery:
-        await self.coordinator.begin(self.weights)
-        kind, what = await self.told.get()
-        assert kind == "deliver"
-        return what  # type: ignore[no-any-return]
-
-    async def update(self) -> None:
-        await self.coordinator.pause()
-        assert await self.told.get() == ("paused",)
-        assert not self.live
-        self.weights += 1
-        await self.coordinator.resume(self.weights)
-
-    async def end(self) -> None:
-        await self.coordinator.close()
-        await self.tasks[0]
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 def test_a_trainer_that_trains_holds_nobody_up() -> None:
@@ -243,3 +138,57 @@ def test_a_filter_of_the_trainers_decides() -> None:
 
     run_virtual(program())
 
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives(seed: int) -> None:
+    """Late answers, servers and rollouts that break, filters, deadlines that run out, restarts: nothing is lost.
+
+    Each prompt is delivered or dropped once, every token has the version of the weights that wrote it, none is too old,
+    and the ledger closes over all lives.
+    """
+    chance = random.Random(seed)
+    most, bound = chance.choice((4, 30)), chance.choice((1, 2, 4))
+    length = {row: chance.choice((2, 5, 9, 30)) for row in range(400)}
+    rejects = chance.random() < 0.5
+    more = {
+        "max_staleness": bound, "abort_deadline_s": chance.choice((0.5, 30.0)), "abort_resend_s": 0.25,
+        "refill": chance.choice(tuple(Refill)), "over_sampling_batch_size": chance.choice((N, 2 * N)),
+        "max_in_flight": most,
+    }  # fmt: skip
+
+    def accepts(uid: str) -> bool:
+        return not rejects or int(uid[1:]) % 4 != 0
+
+    async def program() -> None:
+        run = Run(length.__getitem__, accepts, chance, **more)
+        seen: list[str] = []
+        made = 0
+        for step in range(14):
+            delivery = await run.batch()
+            for uid in delivery.uids:
+                seen.append(uid)
+                for index in range(SAMPLES):
+                    tokens, spans, logprobs = run.stored.pop((uid, index))
+                    assert tokens == length[int(uid[1:])]
+                    assert sum(end - start for start, end, *_ in spans) == tokens
+                    for start, end, _, n in spans:
+                        assert logprobs[start - 2 : end - 2] == pytest.approx([-1.0 - n / 1000] * (end - start))
+                        assert n >= step - bound
+            await asyncio.sleep(chance.choice((0.0, 1.5, 12.0)))
+            await run.update()
+            if chance.random() < 0.25:
+                made += run.made
+                run, before = await run.again(length.__getitem__, accepts, chance, **more), run
+                await before.end()
+        assert len(seen) == len(set(seen)) == 14 * N
+        await run.coordinator.pause()
+        assert await run.told.get() == ("paused",)
+        await asyncio.sleep(10.0)
+        books = await run.coordinator.ledgers()
+        assert books["prompts"]["observed"] == run.drawn
+        if not made:  # what comes late to a process that has ended is counted by nobody
+            assert books["tokens"]["observed"] == run.made
+        await run.end()
+
+    run_virtual(program())
