@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.areal_server import EOS, PER_WEIGHTS
 
-# before areal is imported, which is not done in the pool of reward processes
+# before areal is imported
 os.environ |= {"AREAL_SPMD_MODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS, SAMPLES, PLACES, LONGEST = 8, 4, 32, 2_000
@@ -116,11 +116,6 @@ def ids_of(data: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
     return list(data)
 
 
-def reward(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **row: Any) -> float:
-    """Something that differs."""
-    return float(len(completion_ids) % 2)
-
-
 @contextmanager
 def server(token_s: float, mean: float) -> Iterator[str]:
     """Its address."""
@@ -186,7 +181,12 @@ def engine_of(arm: Arm, address: str) -> Any:
 
 
 def workflow_of(config: Any, fail_every: int) -> Any:
-    """AReaL's own, of which every so manieth episode raises; 0: none."""
+    """AReaL's own, with rewards at once (AReaL's pool of reward processes takes a core to start), and with failures.
+
+    Args:
+        config: AReaL's.
+        fail_every: every so manieth episode raises; 0: none.
+    """
     from areal.workflow.rlvr import RLVRWorkflow
 
     class Workflow(RLVRWorkflow):  # type: ignore[misc]
@@ -200,7 +200,10 @@ def workflow_of(config: Any, fail_every: int) -> Any:
                 raise RuntimeError("a mishap of the environment")
             return await super().arun_episode(engine, data)
 
-    return Workflow(reward, config.gconfig, Tokenizer(), get_input_ids_fn=ids_of)
+        async def _compute_rewards(self, resp: Any, prompt_str: str, task_data: Any) -> float:
+            return float(resp.output_len % 2)
+
+    return Workflow(float, config.gconfig, Tokenizer(), get_input_ids_fn=ids_of)
 
 
 def run(

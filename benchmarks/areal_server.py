@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -66,8 +67,8 @@ class ArealServer:
         self.late_s = 0.0
         """Answers leave so long after their last token."""
         self.aborted = self.made = self.begun = 0
-        self.busy_s = 0.0
-        """With a request in work."""
+        self._busy_s, self._busy_since = 0.0, math.inf
+        """With a request in work: in all before, and since when."""
         self.violations: list[str] = []
         self._going = asyncio.Event()
         self._going.set()
@@ -127,12 +128,13 @@ class ArealServer:
             while not (self._running or self._waiting):
                 self._wanted.clear()
                 await self._wanted.wait()
-            began = due = time.perf_counter()
+            self._busy_since = due = time.perf_counter()
             while self._running or self._waiting:
                 due += self.token_s
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 self._step()
-            self.busy_s += time.perf_counter() - began
+            self._busy_s += time.perf_counter() - self._busy_since
+            self._busy_since = math.inf
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self.places:
@@ -183,8 +185,9 @@ class ArealServer:
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:
+        busy_s = self._busy_s + max(0.0, time.perf_counter() - self._busy_since)
         return web.json_response({
-            "made": self.made, "aborted": self.aborted, "requests": self.begun, "busy_s": self.busy_s,
+            "made": self.made, "aborted": self.aborted, "requests": self.begun, "busy_s": busy_s,
             "weights": self.weights, "in_work": len(self._running) + len(self._waiting), "violations": self.violations,
         })  # fmt: skip
 
@@ -200,7 +203,7 @@ class ArealServer:
             web.post("/release_memory_occupation", self._release), web.post("/resume_memory_occupation", self._nothing),
             web.post("/mishaps", self._mishaps), web.get("/figures", self._figures),
         ])  # fmt: skip
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._decoding = asyncio.create_task(self._decode_for_ever())
