@@ -156,6 +156,16 @@ def test_fetching_ahead_overlaps_training_with_the_next_step() -> None:
     assert (waits["staleness_max"], ahead["staleness_max"]) == (0, 1)
 
 
+@pytest.mark.parametrize("train_time", ["0.1x", "8x"])
+def test_batches_that_wait_for_the_trainer_are_no_throughput(train_time: str) -> None:
+    """Fetched ahead, they may be more than were trained in a window; the limit counts what was."""
+    w = replace(SMALL, train_time=train_time, fetch_ahead=2, max_staleness=4, steps=16, ramp=1)
+
+    m = measure(w, w.modes["refill"]).figures
+
+    assert m["fraction_of_limit"] <= 1.0 + 1e-9
+
+
 def test_report_and_picture_of_the_loop(tmp_path: Path) -> None:
     """No sweep of N'/N; what is drawn of the trainer is what was measured; one sentence says which bound is enough."""
     report, runs = simulate(SMALL, sweep=True, watcher=Silent())

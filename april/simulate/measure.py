@@ -94,9 +94,8 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
         for began, ended in _trainings([step.end_s for step in simulation.result.steps], workload.train_s)
         if began < end and ended > start
     ]
-    figures = _figures(workload, schedule, simulation, before, after)
     return Measured(
-        figures,
+        _figures(workload, schedule, simulation, before, after, math.fsum(ended - began for began, ended in trainings)),
         [(at - start, running) for at, running in busy],
         [step.end_s - start for step in steps],
         trainings,
@@ -122,14 +121,13 @@ def _trainings(deliveries: list[float], train_s: float) -> Iterator[tuple[float,
         yield began, ended
 
 
-def _limit_s(workload: Workload, engines_s: float, batches: int) -> float:
-    """Seconds that engines and trainer need at least, the engines ``engines_s``."""
-    trainer_s = batches * workload.train_s
-    return max(engines_s, trainer_s) if workload.separate else engines_s + trainer_s
-
-
 def _figures(
-    workload: Workload, schedule: Schedule, simulation: Simulation, before: _Totals, after: _Totals
+    workload: Workload,
+    schedule: Schedule,
+    simulation: Simulation,
+    before: _Totals,
+    after: _Totals,
+    trained_s: float,
 ) -> dict[str, Any]:
     totals = simulation.result.summary(skip=workload.ramp)
     steps = simulation.result.steps[workload.ramp :]
@@ -141,6 +139,7 @@ def _figures(
     kept = sum(delivered) + sum(after.held) - sum(before.held)
     at_limit_s = workload.limit_s(delivered + after.held, schedule.in_flight)
     at_limit_s -= workload.limit_s(before.held, schedule.in_flight)
+    least_s = max(at_limit_s, trained_s) if workload.separate else at_limit_s + trained_s
     busy_slot_s = math.fsum(step.busy_slot_s for step in steps)
     reprefill = totals["reprefill_tokens"]
     ages: dict[int, int] = {}
@@ -165,7 +164,7 @@ def _figures(
         "masked_tokens": masked,
         "kept_tokens": kept,
         "limit_tokens_per_s": kept / at_limit_s,
-        "fraction_of_limit": _limit_s(workload, at_limit_s, len(steps)) / seconds,
+        "fraction_of_limit": least_s / seconds,
         "long_run_limit_tokens_per_s": workload.long_run_limit(schedule.in_flight),
         "bubble": 1.0 - busy_slot_s / (schedule.in_flight * seconds),
         "off_policy_share": totals["off_policy_share"],
