@@ -16,7 +16,8 @@ from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
-            "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens")  # fmt: skip
+            "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
+            "bubble")  # fmt: skip
 """Metrics of april's batches that are written on each of its samples, as OpenRLHF logs means over samples."""
 
 

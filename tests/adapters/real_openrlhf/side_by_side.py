@@ -29,6 +29,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "own-partial": ("openrlhf.cli.train_ppo_ray", {**NONE, "train.partial_rollout_enable": True}),
     "stepwise": ("april.adapters.openrlhf", APRIL),
     "continuous": ("april.adapters.openrlhf", {**APRIL, "april.generation": "continuous"}),
+    "stepwise-4": ("april.adapters.openrlhf", {**APRIL, "april.max_staleness": 4}),
     "continuous-4": ("april.adapters.openrlhf", {**APRIL, "april.generation": "continuous", "april.max_staleness": 4}),
 }
 
