@@ -126,8 +126,6 @@ class Engine(SimulatedEngine):
         self.counted = 0
         self.running = 0
         """Requests that have begun and not ended."""
-        self.began = threading.Event()
-        """A request has begun since somebody cleared it."""
         self.judged: list[tuple[str, str, Any]] = []
         self.answer: Callable[[str, str, Any], Any] = lambda query, prompt, label: {
             "rewards": [float(len(query.split()))], "scores": [0.5], "extra_logs": {"words": [1.0]}
@@ -135,7 +133,6 @@ class Engine(SimulatedEngine):
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.running += 1
-        self.began.set()
         try:
             async for chunk in super().generate(request):
                 yield chunk
