@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from april.config.settings import Config
+from april.core.types import GenerationMode
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -64,6 +65,8 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             **engine,
         }
     config = Config(**values, **own)
+    if config.generation is GenerationMode.CONTINUOUS:
+        _refuse_continuous(args, own_function)
     interval = int(getattr(args, "update_weights_interval", None) or 1)
     if interval > max(1, config.max_staleness):
         raise ConfigError(
@@ -118,6 +121,20 @@ def _ends(args: Any) -> dict[str, Any]:
         "stop": (stop,) if isinstance(stop, str) else tuple(stop),
         "stop_token_ids": (ids,) if isinstance(ids, int) else tuple(ids),
     }
+
+
+def _refuse_continuous(args: Any, own_function: bool) -> None:
+    for flag in ("colocate", "offload_rollout"):
+        if getattr(args, flag, False):
+            raise ConfigError(
+                f"--{flag.replace('_', '-')}: the engines sleep while the trainer trains, and "
+                "april.generation=continuous lets them go on; give the engines GPUs of their own, or leave it out"
+            )
+    if own_function:
+        raise ConfigError(
+            "--custom-generate-function-path sends its requests itself, so april cannot tell which weights made the "
+            "tokens of those that an update meets; leave april.generation=continuous out"
+        )
 
 
 def _refuse(args: Any, own_function: bool) -> None:

@@ -30,6 +30,8 @@ class SlimeHooks:
         self._groups = groups
         self._finished = finished
         self.held: Held = {}
+        self._rejected: Held = {}
+        """Of groups that the filter has rejected since the last batch: a state taken meanwhile may still have them."""
         self.dropped: Counter[str] = Counter()
         """Groups that the filter has rejected since the last batch, by its reason."""
         self.judged: list[list[Any]] = []
@@ -52,7 +54,13 @@ class SlimeHooks:
         """What the filter has rejected and what was scored since this was last asked; scoring goes on meanwhile."""
         dropped, self.dropped = self.dropped, Counter()
         judged, self.judged = self.judged, []
+        self._rejected.clear()
         return dropped, sorted(judged, key=lambda group: group[0].index)
+
+    @property
+    def everything(self) -> Held:
+        """Samples that a state of this moment may need."""
+        return self.held | self._rejected
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
         """Reward of one response, by slime's own ``async_rm``."""
@@ -99,6 +107,8 @@ class SlimeHooks:
         if self._remaining < target:  # where slime would submit as many again
             self._remaining += self._args.over_sampling_batch_size or target
         for response in responses:
+            # never in neither of the two
+            self._rejected[response.sample_id] = self.held[response.sample_id]
             del self.held[response.sample_id]
         return False
 

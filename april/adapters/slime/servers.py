@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
@@ -33,22 +34,38 @@ class Weights:
         """What slime calls the weights of a version, and the rollout that began under it."""
         self.urls, self._seen = self._ask()
         self._said, self._known = self._seen, self._seen
-        self._labelled = any(label not in UNLABELLED for label in self._seen)
+        self.labelled = any(label not in UNLABELLED for label in self._seen)
+        """The trainer labels them, so the same label means the same weights."""
 
     def updated(self, rollout_id: int, given: int | None) -> bool:
         """Whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
 
         ``given``: their version, where the trainer says it; else the servers' labels tell.
         """
-        self.urls, self._seen = self._ask()
-        self._said = self._seen if given is None else (str(given),)
+        self.look()
+        if given is not None:
+            self._said = (str(given),)
         last, self._last_id, before, self._given = self._last_id, rollout_id, self._given, given
-        self._labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
         if rollout_id == last:
             return False
         if given is not None:
             return given != before
-        return not self._labelled or self._seen != self._known
+        return not self.labelled or self._seen != self._known
+
+    def look(self) -> None:
+        """Ask the servers for their labels, and the router for the servers."""
+        self.urls, self._seen = self._ask()
+        self._said = self._seen
+        self.labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
+
+    def are_served(self) -> bool:
+        """Whether no server is paused; one that does not answer is."""
+        return asyncio.run(_all_ready(self.urls))
+
+    @property
+    def next_rollout(self) -> int:
+        """That after the last one."""
+        return self._last_id + 1
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
         """What the servers had when they were last asked is ``version``, and april's engines know it."""
@@ -76,6 +93,20 @@ async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None
     if not urls:
         raise EngineError(f"the router {router} has no workers yet; slime starts them before it asks for a rollout")
     return urls, tuple(await asyncio.gather(*map(_label, urls)))
+
+
+async def _all_ready(urls: Sequence[str]) -> bool:
+    return all(await asyncio.gather(*map(_ready, urls)))
+
+
+async def _ready(url: str) -> bool:
+    client = HttpClient(url, name=url)
+    try:
+        return (await client.call("GET", "/ready", timeout_s=10.0)).ok
+    except EngineError:
+        return False
+    finally:
+        await client.close()
 
 
 async def _label(url: str) -> str | None:

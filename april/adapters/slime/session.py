@@ -1,7 +1,8 @@
 """One training run of slime: a scheduler over its data source, a batch per rollout, the carry at every checkpoint.
 
-Invariant: between two calls of :meth:`Session.rollout` no request of april's is at any server, so slime may offload its
-engines and change their weights as it likes.
+Invariant: stepwise, no request of april's is at any server between two calls of :meth:`Session.rollout`, so slime may
+offload its engines and change their weights as it likes. With continuous generation none is from the moment at which
+slime has paused its servers until its update is over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from april.adapters.slime import carry
@@ -18,7 +20,9 @@ from april.adapters.slime.functions import FunctionEngine
 from april.adapters.slime.hooks import SlimeHooks
 from april.adapters.slime.samples import Groups, Held, finish
 from april.adapters.slime.servers import Weights
+from april.adapters.slime.updates import FollowedUpdates
 from april.core.batch import Batch
+from april.core.types import GenerationMode
 from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
 from april.engines.protocol import Engine
@@ -77,7 +81,8 @@ class Session:
 
         ``weight_version``: of the servers, where the trainer says it.
         """
-        self._follow_weights(rollout_id, weight_version)
+        with nullcontext() if self._followed is None else self._followed.caught_up():
+            self._follow_weights(rollout_id, weight_version)
         self._hooks.begin()
         batch = self.scheduler.next_batch()
         self._batches[rollout_id] = batch.id
@@ -119,14 +124,20 @@ class Session:
         if self._weights.urls != before:
             self._move(before)
         elif updated:
-            # the weights are there; april pauses, has caches emptied and writes its own label
-            trained = self._trained()
-            self.scheduler.weight_update(transfer=lambda: None, trained=trained)
-            for batch in [b for b in self._leased if trained is not None and b <= trained]:
-                del self._leased[batch]
+            version = self._update(lambda: None)
+            self._weights.name(version, rollout_id)
+            return
         else:
             return
         self._weights.name(self.scheduler.version, rollout_id)
+
+    def _update(self, until_there: Callable[[], None]) -> PolicyVersion:
+        """april pauses; once the weights are there, it has caches emptied and writes its own label."""
+        trained = self._trained()
+        version = self.scheduler.weight_update(transfer=until_there, trained=trained)
+        for batch in [b for b in self._leased if trained is not None and b <= trained]:
+            del self._leased[batch]
+        return version
 
     def _trained(self) -> int | None:
         """The last batch that an update was trained on: an asynchronous trainer has asked for one more before it."""
@@ -155,9 +166,15 @@ class Session:
             reward=None if in_groups else hooks.reward, group_reward=hooks.group_reward if in_groups else None,
             filter=hooks.filter if hooks.has_filter else None,
         )  # fmt: skip
+        self._followed: FollowedUpdates | None = None
         try:
             if saved is not None:
                 self._restore(saved)
+            if config.generation is GenerationMode.CONTINUOUS:
+                self._followed = FollowedUpdates(
+                    self.scheduler.engines, self._weights, self._update,
+                    lambda version: self._weights.name(version, self._weights.next_rollout),
+                )  # fmt: skip
         except BaseException:
             self.scheduler.close()
             raise
@@ -176,7 +193,11 @@ class Session:
 
     def close(self) -> None:
         """End the scheduler; what it held and no checkpoint has is gone."""
+        if self._followed is not None:
+            self._followed.end()
         self.scheduler.close()
+        if self._followed is not None:
+            self._followed.join()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -219,7 +240,7 @@ class Session:
         else:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
         inside = carry.groups_in(state)
-        held = self._hooks.held.copy()
+        held = self._hooks.everything
         for leased in list(self._leased.values()):
             held |= leased
         kept = {"held": held, "finished": (self._finished or {}).copy()}

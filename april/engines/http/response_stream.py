@@ -9,7 +9,7 @@ Invariant: tokens that need a confirmation of the server's weights are handed ov
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -51,10 +51,11 @@ _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
 TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
     # ended: aborted before it was let in
     StreamState.WAITING: (StreamState.SENDING, *_OVER),
-    StreamState.SENDING: (StreamState.HELD, StreamState.READING, *_OVER),
-    # sent once more: a pause that was for others has ended it before its first token
-    StreamState.HELD: (StreamState.READING, StreamState.SENDING, *_OVER),
-    StreamState.READING: (StreamState.SENDING, *_OVER),
+    StreamState.SENDING: (StreamState.HELD, StreamState.READING, StreamState.WAITING, *_OVER),
+    # sent once more: a pause that was for others has ended it before its first token; waiting again: the server stands
+    # still for its owner
+    StreamState.HELD: (StreamState.READING, StreamState.SENDING, StreamState.WAITING, *_OVER),
+    StreamState.READING: (StreamState.SENDING, StreamState.WAITING, *_OVER),
     StreamState.ENDED: (StreamState.CLOSED,),
     StreamState.FAILED: (StreamState.CLOSED,),
     StreamState.CLOSED: (),
@@ -76,6 +77,8 @@ class Endpoint:
     """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
     confirmation: Confirmation | None = None
     """Of the weights, where responses do not say them before their end."""
+    stands_still: Callable[[], Awaitable[bool]] | None = None
+    """Asked when the server has ended a request by itself: whether its owner has paused it."""
     open: dict[str, ResponseStream] = field(default_factory=dict)
     """Requests that were let in and have not ended, by attempt."""
 
@@ -84,6 +87,11 @@ class Endpoint:
         for attempt_id in attempt_ids:
             if (stream := self.open.get(attempt_id)) is not None:
                 stream.abort()
+
+    def recall(self) -> None:
+        """The server stands still: requests without tokens are taken back, and wait at the gate."""
+        for stream in list(self.open.values()):
+            stream.recall()
 
 
 class ResponseStream(BufferedStream):
@@ -96,8 +104,8 @@ class ResponseStream(BufferedStream):
     """
 
     __slots__ = (
-        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pieces", "_reader", "_request", "_splitter",
-        "_streamed", "_task", "state", "waiting",
+        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pieces", "_reader", "_recalled", "_request",
+        "_splitter", "_streamed", "_task", "state", "waiting",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, request: Request, *, streamed: bool) -> None:
@@ -105,7 +113,7 @@ class ResponseStream(BufferedStream):
         self._request = request
         self._streamed = streamed
         self.state = StreamState.WAITING
-        self._abort_wanted = False
+        self._abort_wanted = self._recalled = False
         self._failure: EngineError | None = None
         self._task: asyncio.Task[Any] | None = None
         self._reader: ResponseReader | None = None
@@ -169,10 +177,21 @@ class ResponseStream(BufferedStream):
         and says the end."""
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
-            if self._body is not None:
-                self._body.stop()
-            elif self._task is not None and self.state is StreamState.SENDING:
-                self._endpoint.client.cut(self._task)
+            self._break_off()
+
+    def recall(self) -> None:
+        """Taken back if no token has come: a server that stands still would begin it later, under other weights."""
+        if self._pieces and self.state is _READING:
+            self._chunks += self._read().take()
+        if self._reader is None or not (self._pieces or self._reader.count):
+            self._recalled = True
+            self._break_off()
+
+    def _break_off(self) -> None:
+        if self._body is not None:
+            self._body.stop()
+        elif self._task is not None and self.state is StreamState.SENDING:
+            self._endpoint.client.cut(self._task)
 
     # ---------------------------------------------------------------- as an iterator
 
@@ -271,6 +290,11 @@ class ResponseStream(BufferedStream):
             self._reader = None
             self._go(StreamState.SENDING)
             return
+        if await self._is_taken_back(reader):
+            self._leave()
+            self._reader, self._splitter, self._recalled = None, None, False
+            self._go(StreamState.WAITING)
+            return
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
     def _judge(self, reader: ResponseReader, error: EngineError | None) -> None:
@@ -296,12 +320,25 @@ class ResponseStream(BufferedStream):
     @property
     def _closing(self) -> bool:
         """The stream was closed to end the request."""
-        return self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE
+        return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
     def _swept_along(self, reader: ResponseReader) -> bool:
         """A pause that was for others has ended this request before its first token."""
         aborted = reader.finish is EngineFinish.ABORT and reader.failure is None and not reader.count
         return aborted and self._endpoint.abort_means is AbortMeans.PAUSE and not self._abort_wanted
+
+    async def _is_taken_back(self, reader: ResponseReader) -> bool:
+        """It has no token, and its server stands still for its owner: it waits at the gate again.
+
+        Whoever reads the end of another request that such a server has ended finds the gate closed.
+        """
+        stands_still = self._endpoint.stands_still
+        if self._recalled:
+            return not reader.count  # what it began under weights that april does not know is nobody's
+        if stands_still is None or self._abort_wanted:
+            return False
+        by_others = reader.finish is EngineFinish.ABORT or reader.failure is not None
+        return by_others and await stands_still() and not (reader.count or self._abort_wanted)
 
     async def _confirm(self, chunks: list[Chunk], then: StreamState | None = None) -> None:
         """Hand chunks over, the first tokens once the server was seen to have the weights."""

@@ -9,7 +9,7 @@ is handed over under a label that the server does not confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
@@ -61,8 +61,15 @@ class SglangEngine(ServerEngine):
         self._max_token_loss = max_token_loss
         self._endpoint = Endpoint(
             client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=facts.capabilities.abort_means, marks_end=False,
+            abort_means=facts.capabilities.abort_means, marks_end=False, stands_still=self._stands_still,
         )  # fmt: skip
+        self.on_foreign_pause: Callable[[], None] | None = None
+        """Called when requests end because somebody else has paused the servers, to change their weights. Nothing is
+        sent from then until :meth:`resume`, so a weight update must follow. None: such ends are like all others."""
+        self.is_paused_by_others = False
+        """From such a call until :meth:`resume`."""
+        self._look: asyncio.Task[None] | None = None
+        """At whether the servers are paused; one for all requests that end meanwhile."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
         """Label of each worker's process that was paused for an update; None: it did not say."""
 
@@ -105,9 +112,35 @@ class SglangEngine(ServerEngine):
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """By rid, at every worker: behind a router nobody says which of them has a request, and an unknown rid is
         ignored. Never everything at once: other clients may use the server."""
-        rids = [rid_of(i) for i in self._to_abort(attempt_ids)]
+        asked = self._to_abort(attempt_ids)
+        self._endpoint.abort(asked)
+        rids = [rid_of(i) for i in asked]
         if rids:
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
+
+    async def _stands_still(self) -> bool:
+        """Whether the servers' owner has paused them; the gate is closed then.
+
+        A paused server keeps new requests and begins them under whatever weights it has when it goes on, so those
+        that have no token are taken back.
+        """
+        if self.on_foreign_pause is None:
+            return False
+        if self._admission.is_open:
+            if self._look is None:
+                self._look = asyncio.create_task(self._look_for_pause(self.on_foreign_pause))
+            await asyncio.shield(self._look)
+        return not self._admission.is_open
+
+    async def _look_for_pause(self, tell: Callable[[], None]) -> None:
+        label = self._labels.of(self._version)
+        looks = await asyncio.gather(*(w.is_foreign(label) for w in self.workers), return_exceptions=True)
+        self._look = None
+        if self._admission.is_open and any(look is True for look in looks):
+            self._admission.close()
+            self.is_paused_by_others = True
+            self._endpoint.recall()
+            tell()
 
     # ---------------------------------------------------------------- weights
 
@@ -117,6 +150,11 @@ class SglangEngine(ServerEngine):
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
         # if one does not answer, the update will say so
         self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self.is_paused_by_others = False
+        await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """On every worker; it counts when all of them have it.

@@ -100,6 +100,11 @@ class SglangWorker:
         info = await self.client.json("GET", "/model_info", retry=True)
         return text_under(self.client, info, "weight_version", "/model_info")
 
+    async def is_foreign(self, label: str) -> bool:
+        """Whether somebody else has paused it, or has given other weights than those called ``label``."""
+        ready = await self.client.call("GET", "/ready", timeout_s=PAUSE_CHECK_S, retry=True)
+        return ready.status == 503 or await self.label() not in (None, label)
+
     async def set_label(self, label: str) -> None:
         """Name the present weights; requests that run go on under the new name.
 

@@ -36,7 +36,8 @@ class FakeSglangRouter:
             web.post("/generate", self._generate), web.get("/workers", self._workers),
             web.get("/readiness", self._ready),
         ])  # fmt: skip
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        # a client that leaves takes its request at the worker along
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"

@@ -66,6 +66,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Its ``speculative_algorithm``."""
         self.any_mode = False
         """It pauses whatever the mode is."""
+        self._answering: set[FakeSglangRun] = set()
+        """Requests that were let in, until they are answered; a pause that aborts waits for them."""
         self.kept_caches = 0
         """So many updates load the weights, keep the cache and the label, and say so."""
 
@@ -119,10 +121,13 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         self._leave(run)
 
     def _abort_matching(self, rid: str) -> None:
-        for run in list(self._live):
-            blocked = not run.running and not run.started and run not in self._queue
-            if run.name.startswith(rid) and not blocked:
+        for run in self._scheduled():
+            if run.name.startswith(rid):
                 self._abort_run(run)
+
+    def _scheduled(self) -> list[FakeSglangRun]:
+        """Requests that the scheduler has; those that came while the server was paused wait before it."""
+        return [run for run in self._live if run.running or run.started or run in self._queue]
 
     # ---------------------------------------------------------------- /generate
 
@@ -150,6 +155,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         try:
             while self.pause_mode is not None and run.finish is None and not run.dead:
                 await self._wait()
+            self._answering.add(run)
             if run.params["max_new_tokens"] == 0:
                 self._end(run, {"type": "length", "length": 0})
             elif not run.dead:
@@ -157,6 +163,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
                 self._changed.set()
             return await (self._stream(request, run) if run.stream else self._plain(request, run))
         finally:
+            self._answering.discard(run)
             if run.finish is None:
                 self._leave(run)
 
@@ -229,10 +236,11 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             said = f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}"
             return web.json_response({"object": "error", "message": said}, status=400)
         if mode == "abort":
-            while self._live:
-                self._abort_matching("")
-                await asyncio.sleep(0)
+            self._abort_matching("")
         self.pause_mode = mode
+        while mode == "abort" and self._answering:
+            self._abort_matching("")
+            await asyncio.sleep(0)
         if mode == "retract":
             for run in self.running:
                 run.running = False
@@ -287,7 +295,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _flush(self, request: web.Request) -> web.Response:
-        if self._live and self.pause_mode != "retract":
+        if self._scheduled() and self.pause_mode != "retract":
             return web.Response(status=400, text="Flush cache failed: requests are running or waiting")
         self.stale_cache = False
         return web.Response(text="Cache flushed.")
