@@ -93,6 +93,9 @@ class TimedSglangServer(FakeSglangServer):
         self._updates = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self._served: dict[str, Place] = {}
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._in_flight_s, self._counted_at = 0.0, time.monotonic()
         self._idle_s, self._idle_since = 0.0, time.monotonic()
 
     async def start(self) -> str:
@@ -111,6 +114,7 @@ class TimedSglangServer(FakeSglangServer):
         return [
             *super()._routes(), web.get("/workers", self._workers), web.get("/readiness", self._ready),
             web.post("/trainer", self._trainer), web.get("/figures", self._figures),
+            web.post("/update_weights_from_distributed", self._broadcast),
         ]  # fmt: skip
 
     def _length_of(self, request: Request) -> int:
@@ -129,6 +133,10 @@ class TimedSglangServer(FakeSglangServer):
             self.violations.append(str(refused))
             return web.json_response(refused, status=400)
         ids = np.array(body["input_ids"], np.int32)
+        await self._goes_on.wait()
+        if request.transport is None or request.transport.is_closing():
+            return web.Response()  # its client has left
+        self._count()
         place = self._served[rid] = self._responses.place_of(ids)
         if len(self._served) == 1:
             self._idle_s += time.monotonic() - self._idle_since
@@ -142,6 +150,7 @@ class TimedSglangServer(FakeSglangServer):
             async for chunk in self.engine.generate(asked):
                 tokens, finish = chunk.tokens, chunk.finish
         finally:
+            self._count()
             del self._served[rid]
             if not self._served:
                 self._idle_since = time.monotonic()
@@ -178,13 +187,41 @@ class TimedSglangServer(FakeSglangServer):
         await asyncio.sleep(self._cost.step_s(decoder.running, decoder.kv_tokens))
         await self.engine.abort(rids)
 
+    def _count(self) -> None:
+        """Requests in flight, integrated over time."""
+        now = time.monotonic()
+        self._in_flight_s += len(self._served) * (now - self._counted_at)
+        self._counted_at = now
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        """As SGLang: by default everything is aborted, and what comes now waits until it goes on."""
+        if (await request.json()).get("mode", "abort") != "abort":
+            return await super()._pause(request)
+        self._goes_on.clear()
+        self.pause_mode = "abort"
+        while self._served:
+            await self._abort_soon(list(self._served))
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self._goes_on.set()
+        return await super()._continue(request)
+
+    async def _broadcast(self, request: web.Request) -> web.Response:
+        """The trainer's update of paused servers; its names count the weights from 1 on."""
+        body = await request.json()
+        if self._served or self.pause_mode is None:
+            self.violations.append("weights were written while requests ran")
+        self.label, self._updates = str(body["weight_version"]), int(body["weight_version"]) - 1
+        return web.json_response({"success": True, "message": "Succeeded."})
+
     async def _relabel(self, request: web.Request) -> web.Response:
         if self._served:
             self.violations.append("the weights were named anew while requests ran")
         return await super()._relabel(request)
 
     async def _flush(self, request: web.Request) -> web.Response:
-        if self._served:
+        if self._served and self.pause_mode != "retract":
             return web.Response(status=400, text="Flush cache failed: requests are running or waiting")
         return await super()._flush(request)
 
@@ -206,12 +243,13 @@ class TimedSglangServer(FakeSglangServer):
         return web.json_response({})
 
     async def _figures(self, request: web.Request) -> web.Response:
+        self._count()
         counters = self.engine.decoder.counters()
         idle = self._idle_s + (0.0 if self._served else time.monotonic() - self._idle_since)
         return web.json_response({
-            "idle_s": idle, "busy_s": counters.busy_time_s, "generated": counters.generated_tokens,
-            "prefilled": counters.prefill_tokens, "requests": counters.requests, "aborts": len(self.aborts),
-            "violations": self.violations,
+            "idle_s": idle, "in_flight_s": self._in_flight_s, "busy_s": counters.busy_time_s,
+            "generated": counters.generated_tokens, "prefilled": counters.prefill_tokens,
+            "requests": counters.requests, "aborts": len(self.aborts), "violations": self.violations,
         })  # fmt: skip
 
 

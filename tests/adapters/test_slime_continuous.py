@@ -261,3 +261,11 @@ def test_servers_that_do_not_name_their_weights_are_refused() -> None:
     """Nobody could say which weights made a token."""
     with Loop(labels=False) as loop, pytest.raises(ConfigError, match="says which weights made a token"):
         loop.rollout(0)
+
+
+def test_miles_is_refused() -> None:
+    """It was not tried there."""
+    with installed("miles"), Loop() as loop:
+        loop.data = type("DataSource", (DataSource,), {"__module__": "miles.rollout.data_source"})(loop.args)
+        with pytest.raises(ConfigError, match="was not tried with miles"):
+            loop.rollout(0)

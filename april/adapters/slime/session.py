@@ -26,7 +26,7 @@ from april.core.types import GenerationMode
 from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
 from april.engines.protocol import Engine
-from april.errors import CheckpointError
+from april.errors import CheckpointError, ConfigError
 from april.scheduler import RolloutScheduler
 
 log = logging.getLogger("april")
@@ -171,6 +171,10 @@ class Session:
             if saved is not None:
                 self._restore(saved)
             if config.generation is GenerationMode.CONTINUOUS:
+                if framework.name != "slime":
+                    raise ConfigError(
+                        f"april.generation=continuous was not tried with {framework.name}; leave it out"
+                    )
                 self._followed = FollowedUpdates(
                     self.scheduler.engines, self._weights, self._update,
                     lambda version: self._weights.name(version, self._weights.next_rollout),

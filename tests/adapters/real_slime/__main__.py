@@ -1,4 +1,4 @@
-"""``python -m tests.adapters.real_slime --slime PATH [--miles PATH] [--compare]``: april in the real slime, on a CPU.
+"""``python -m tests.adapters.real_slime --slime PATH [--miles PATH]``: april in the real slime, on a CPU.
 
 slime and miles are on no package index: PATH is a checkout (github.com/THUDM/slime at 624b824,
 github.com/radixark/miles at 31f1ca9). What they import is installed into an environment of its own below ``.venv``,
@@ -26,7 +26,8 @@ def main() -> int:
     parser.add_argument("--slime", type=Path, required=True, help="source tree of slime")
     parser.add_argument("--miles", type=Path, help="source tree of miles; without it, what is about miles is left out")
     parser.add_argument("--compare", action="store_true", help="run benchmarks.slime_rollouts, with what follows --")
-    parser.add_argument("rest", nargs="*", help="after --: for pytest, or for benchmarks.slime_rollouts")
+    parser.add_argument("--compare-async", action="store_true", help="run benchmarks.slime_async, the same way")
+    parser.add_argument("rest", nargs="*", help="after --: for pytest, or for the benchmark")
     o = parser.parse_args()
     trees = [tree.resolve() for tree in (o.slime, o.miles) if tree is not None]
     for tree in trees:
@@ -39,8 +40,9 @@ def main() -> int:
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "SLIME_TREE": str(trees[0]), "MILES_TREE": str(trees[1]) if len(trees) > 1 else "",
     }  # fmt: skip
-    if o.compare:
-        command = [str(python), "-m", "benchmarks.slime_rollouts", "--slime", str(trees[0]), *o.rest]
+    if o.compare or o.compare_async:
+        program = "benchmarks.slime_rollouts" if o.compare else "benchmarks.slime_async"
+        command = [str(python), "-m", program, "--slime", str(trees[0]), *o.rest]
     else:
         # files that the ordinary suite does not collect, as their names do not begin with test_
         files = sorted(str(path) for path in HERE.glob("*.py") if path.name in CHECKS)

@@ -118,6 +118,22 @@ def test_nothing_is_lost_where_slimes_own_loses_groups(tmp_path: Path) -> None:
     assert april["drawn"] == 640 + april["held"]
 
 
+def test_slimes_asynchronous_loop_with_continuous_generation(tmp_path: Path) -> None:
+    """slime's train_async.py and the calls by which its actors update: the bound holds, no token is of other weights.
+
+    The books are checked where it runs: what was drawn is trained once or held.
+    """
+    out = tmp_path / "turns.json"
+    command = [
+        sys.executable, "-m", "benchmarks.slime_async", "--slime", os.environ["SLIME_TREE"], "--rounds", "5",
+        "--warm", "2", "--turns", "1", "--train-s", "1", "--arms", "april, continuous", "--json", str(out),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True)
+    (turn,) = json.loads(out.read_text())
+    assert len(turn["ages"]) >= 5 * 64
+    assert max(turn["ages"]) <= 4
+
+
 def test_slimes_own_generate_function(url: str, work: Path) -> None:
     """--custom-generate-function-path with slime's own ``generate``: counted, stamped and continued by april."""
     run = Run(url, work, "--custom-generate-function-path", "slime.rollout.sglang_rollout.generate")
