@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +173,57 @@ def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
     assert not run.eval_rollout._engine.workflow_executor.destroyed
     with pytest.raises(ConfigError, match="dynamic_bs: april's batches are whole"):
         run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
+
+
+def test_a_trainer_that_updates_too_often_loses_only_what_is_too_old(trainer: Make) -> None:
+    """Two updates per batch: no plan can hold the bound, so tokens beyond it carry no loss; others are untouched."""
+    run = trainer(rollout__max_head_offpolicyness=1)
+
+    def update_once_more() -> None:
+        run.rollout.pause()
+        run.server.weights = run.step = run.step + 1
+        run.rollout.set_version(run.step)
+        run.rollout.resume()
+
+    run.train(run.workflow, 5, while_training=update_once_more)
+    masked = 0
+    for step, batch in enumerate(run.trained):
+        for group in batch:
+            written = group["versions"] >= 0
+            written &= group["attention_mask"].bool()
+            too_old = written & (group["versions"] < 2 * step - 1)
+            assert torch.equal(group["loss_mask"].bool(), written & ~too_old)
+            masked += int(too_old.sum())
+    assert masked
+
+
+def test_interactions_of_areals_client_are_joined(trainer: Make) -> None:
+    """A workflow may return one part per call; what is no trajectory at all fails its sample, by name."""
+    run = trainer()
+    stock = run.workflow.arun_episode
+
+    async def in_parts(engine: Any, data: Any) -> Any:
+        made = await stock(engine, data)
+        if data["row"] == 2:
+            return "text"
+        return {"a": SimpleNamespace(to_tensor_dict=lambda: made), "b": SimpleNamespace(to_tensor_dict=lambda: made)}
+
+    run.workflow.arun_episode = in_parts
+    run.train(run.workflow, 2)
+    assert {len(group["rewards"]) for batch in run.trained for group in batch} == {2 * areal.SAMPLES}
+    assert 2 not in trained_rows(run)
+
+
+def test_trajectories_are_dumped_where_areal_dumps_them(trainer: Make) -> None:
+    """rollout.dump_to_file, by AReaL's own method, and its check of their format."""
+    run = trainer(rollout__dump_to_file=True, rollout__check_trajectory_format=True)
+    dumped = []
+
+    async def dump(trajectory: Any, task_id: int, is_eval: bool) -> tuple[bool, str]:
+        dumped.append((int(trajectory["input_ids"][0][1]), is_eval))
+        return True, ""
+
+    run._april._dump_trajectory = dump
+    run.train(run.workflow, 2)
+    assert dumped == [(row, False) for row in trained_rows(run)]
+    assert "input_ids" in run._april._expected_trajectory_keys
