@@ -11,7 +11,7 @@ import pytest
 from test_three_epochs import EPOCHS, MODES, CountingEngine, World, keys_of, quiet, settings_of
 from virtual_rollouts import RecordingEngine, virtual
 
-from april.core.types import OnDataEnd, OnStale
+from april.core.types import GenerationMode, OnDataEnd, OnStale
 from april.engines.protocol import Chunk, Request
 from april.errors import DataExhausted
 
@@ -57,8 +57,15 @@ async def live(world: World, rng: random.Random) -> None:
             await world.restart(kept)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_every_prompt_is_settled_once_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+STEPWISE, CONTINUOUS = GenerationMode
+
+
+@pytest.mark.parametrize(
+    ("generation", "seed"), [*((STEPWISE, seed) for seed in range(24)), *((CONTINUOUS, seed) for seed in range(10))]
+)
+def test_every_prompt_is_settled_once_whatever_happens(
+    generation: GenerationMode, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any schedule and policy, many restarts, faults: exactly once per epoch, tokens as the engines made them."""
     rng, faults = random.Random(seed), random.Random(seed)
 
@@ -81,6 +88,7 @@ def test_every_prompt_is_settled_once_whatever_happens(seed: int, monkeypatch: p
 
     async def program() -> None:
         changes = {**settings_of(n, mode), "on_stale": stale, "max_staleness": rng.choice([1, 2, 4]), "check": True}
+        changes["generation"] = generation
         world = World(n, prompts, end, changes)
         await live(world, rng)
         held = [(g.prompt.epoch, g.prompt.position) for g in world.core.buffer]
