@@ -217,9 +217,9 @@ class RolloutScheduler:
             transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
                 Neither: the engines read the model in place, as embedded ones do. Servers do not, so this is refused.
             trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
-                are committed. None: the oldest batch that is out, as each update is made of one batch, in the order of
-                delivery. Name it if one update trains several, or if one batch brings several updates while others
-                are out.
+                are committed. None: the oldest batch that is out and of no update before this one, as each is made of
+                one batch, in the order of delivery. Name it if one update trains several, or if one batch brings
+                several updates while others are out.
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if

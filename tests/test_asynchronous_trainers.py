@@ -228,6 +228,31 @@ def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() ->
     run_virtual(main())
 
 
+def test_two_updates_at_once_commit_two_batches() -> None:
+    """Each takes the oldest batch that no other one has; where the first comes to nothing, the second has both."""
+
+    async def main() -> None:
+        engine = FakeEngine("e", lengths=9, weight_update_s=5.0)
+        async with rollouts(config(5, "none", N), engines=[engine], prompts=[[1, 2]] * 99) as run:
+            core = run.scheduler._driver.core
+            for _ in range(4):
+                await run.next_batch()
+            await asyncio.gather(run.weight_update(), run.weight_update())
+            assert (list(core.leased), run.version.n) == ([2, 3], 2)
+
+            def broken() -> None:
+                raise ValueError("no route")
+
+            first = asyncio.create_task(run.weight_update(transfer=broken))
+            await asyncio.sleep(0)
+            await run.weight_update()
+            assert (list(core.leased), run.version.n) == ([], 3)
+            with pytest.raises(ValueError, match="no route"):
+                await first
+
+    run_virtual(main())
+
+
 def test_batches_that_no_update_follows() -> None:
     """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
 

@@ -91,6 +91,13 @@ class WeightUpdates:
         """Of the updates that were asked for and have not ended."""
         return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]
 
+    @property
+    def trained(self) -> int:
+        """The newest batch that those will commit which may still be adopted; -1: they commit none."""
+        over = self.phase in (Phase.IDLE, Phase.CHECKING, Phase.RESUMING)
+        updates = (*(() if over else (self._update,)), *self._requests)
+        return max((u.trained for u in updates if u.trained is not None), default=-1)
+
     def can_give(self, state: EngineState) -> bool:
         """Whether april can give an engine the present weights on its own.
 

@@ -263,7 +263,8 @@ class RolloutDriver:
 
         An update that is asked for while another one runs comes after it.
 
-        ``trained``: the last batch that these weights were trained on; None: the oldest one that is out, if any.
+        ``trained``: the last batch that these weights were trained on; None: the oldest one that is out, of those that
+        no update commits which was asked for before, if there are such.
 
         Raises ConfigError, before anything happens, if servers would get nothing or there is no such batch; and
         whatever ``transfer`` or an engine raises: the version stays then. See ``april.core.weight_updates``.
@@ -271,7 +272,8 @@ class RolloutDriver:
         self._raise_if_broken()
         path = directory_for(self.engines, path, written=transfer is not None)
         out = self._out("weight_update", trained)
-        trained = min(out, default=None) if trained is None else trained
+        if trained is None:
+            trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
         return await self.engine_calls.update(transfer, path=path, trained=trained)
 
     def commit(self, batch_id: int) -> None:
