@@ -42,6 +42,7 @@ ARMS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "slime, fully async": ("train_async", "rollout.fully_async_rollout.generate_rollout_fully_async"),
     "april, stepwise": ("train_async", {}),
     "april, continuous": ("train_async", {"generation": "continuous"}),
+    "april, continuous, bound 2": ("train_async", {"generation": "continuous", "max_staleness": 2}),
     "april, continuous, train.py": ("train", {"generation": "continuous"}),
 }
 """slime's loop, and its rollout function or april's settings."""

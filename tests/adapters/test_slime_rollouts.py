@@ -265,3 +265,22 @@ def test_tokens_without_correction_are_told(caplog: pytest.LogCaptureFixture) ->
     assert "without correction" in caplog.text
     assert "--use-tis" in caplog.text
     assert "--buffer-filter-path has nothing to choose from" in caplog.text
+
+
+def test_a_state_has_what_the_filter_has_just_rejected() -> None:
+    """It may be taken before the verdict and asked for its samples after it: they stay until the next batch."""
+    with Run(dynamic_sampling_filter_path=f"{USER}.keep_short") as run:
+        run(0)
+        hooks, rejected = run.hooks, 0
+        take = hooks.take
+
+        def looking() -> Any:
+            nonlocal rejected
+            rejected += sum(hooks.dropped.values())
+            assert len(hooks.everything) - len(hooks.held) >= 2 * sum(hooks.dropped.values())
+            return take()
+
+        hooks.take = looking
+        for rollout_id in range(1, 6):
+            run(rollout_id)
+        assert rejected
