@@ -39,7 +39,8 @@ def test_a_run_that_goes_on_asks_each_prompt_once(trainer: Make, generation: str
         assert mislabelled(life)[0] == 0
         for group in (g for batch in life.trained for g in batch):
             assert group["loss_mask"].sum(1).tolist() == [4 + int(group["input_ids"][0][1]) % 5] * areal.SAMPLES
-    assert any(len(g["versions"][g["loss_mask"].bool()].unique()) > 1 for g in lives[1].trained[0])
+    if generation == "stepwise":  # what is cut by a batch is cut whenever it comes
+        assert any(len(g["versions"][g["loss_mask"].bool()].unique()) > 1 for g in lives[1].trained[0])
 
 
 def _held(run: Any) -> list[Any]:
