@@ -1,7 +1,8 @@
 """How many events per CPU second does the core handle, and does that depend on the number in flight?
 
 The core alone: no engine, no asyncio. A constant number of samples is in flight (refill: sample); attempts end
-in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``.
+in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``; with
+``--times`` each arm also with the account of where the time goes, which is looked at after every event, in turns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -32,7 +34,7 @@ SAMPLING = SamplingParams(max_tokens=4096)
 class Pump:
     """Plays everything around the core, at no cost worth mentioning."""
 
-    def __init__(self, in_flight: int, samples: int) -> None:
+    def __init__(self, in_flight: int, samples: int, *, times: bool = False) -> None:
         settings = CoreSettings(
             rollout_batch_size=max(1, in_flight // samples // 4),
             n_samples_per_prompt=samples,
@@ -44,6 +46,7 @@ class Pump:
             has_reward=False,
         )
         self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(8)])
+        self._times = RunTimes(self.core) if times else None
         self.attempts: list[Attempt] = []
         self.delivered = False
         self._events: deque[ev.Event] = deque()
@@ -69,6 +72,8 @@ class Pump:
                     case do.Deliver(batch):
                         self.delivered = True
                         self._events.append(ev.BatchCommitted(batch.id))
+            if self._times is not None:
+                self._times.look(self.core.context.event_number * 1e-3)
 
     def run(self, events: int, rng: random.Random) -> tuple[int, float]:
         """At least ``events`` events; returns how many there were and the CPU seconds they took."""
@@ -98,12 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
-    rates: dict[int, list[float]] = {1024: [], 16384: []}
+    arms = [(n, times) for n in (1024, 16384) for times in (False, True)[: 1 + options.times]]
+    rates: dict[str, list[float]] = {}
     for repeat in range(options.repeats):
-        for in_flight, found in rates.items():
-            count, cpu = Pump(in_flight, 8).run(options.events, random.Random(repeat))
-            found.append(count / cpu)
+        for in_flight, times in arms:
+            count, cpu = Pump(in_flight, 8, times=times).run(options.events, random.Random(repeat))
+            rates.setdefault(f"{in_flight}{'_with_times' * times}", []).append(count / cpu)
     print(json.dumps({
         f"events_per_cpu_s_{n}": {"median": float(np.median(r)), "min": min(r), "max": max(r)} for n, r in rates.items()
     }, indent=2))  # fmt: skip
