@@ -40,6 +40,8 @@ def check_batch(player: CorePlayer, batch: Batch) -> None:
     world.leased[batch.id] = leased
     world.batches += 1
     world.fresh = False
+    if player.continuous:  # the next one is trained a version later
+        world.drop_too_old(player.settings)
 
 
 def check_sample(player: CorePlayer, sample: Any, life: Life, trained_at: int) -> None:

@@ -20,7 +20,17 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.timers import Timer, TimerKind
-from april.core.types import Attempt, AttemptFailure, EngineFinish, OnDataEnd, OnLongPrompt, OnStale, Prompt, SampleId
+from april.core.types import (
+    Attempt,
+    AttemptFailure,
+    EngineFinish,
+    GenerationMode,
+    OnDataEnd,
+    OnLongPrompt,
+    OnStale,
+    Prompt,
+    SampleId,
+)
 from april.core.versions import PolicyVersion
 
 ENGINES = (EngineLimits("a", 40, 5, (EOS,)), EngineLimits("b", 60, None, (EOS,)), EngineLimits("c", 48, 3, (EOS,)))
@@ -29,6 +39,8 @@ ENDLESS = 1 << 20
 
 class CorePlayer:
     """The core, and all that is around it. ``start`` begins a run, ``new_process`` what comes after a crash."""
+
+    generation = GenerationMode.STEPWISE
 
     def start(self, chosen: dict[str, Any]) -> None:
         """A fresh process. ``strict``: weights are updated after every batch and at no other time."""
@@ -43,6 +55,7 @@ class CorePlayer:
             on_long_prompt=OnLongPrompt.SKIP,
             abort_deadline_s=2.0,
             run_seed=7,
+            generation=self.generation,
             **{
                 name: chosen[name]
                 for name in (
@@ -69,6 +82,8 @@ class CorePlayer:
         """What does not survive a crash."""
         self.core = RolloutCore(replace(self.settings, run_id=self.restarts), self.engines, check=True)
         self.stepping = self.paused = False
+        self.generates = False
+        """Training may go on: while a batch is awaited, or (continuous) since one was asked for."""
         self.aborting: dict[str, int] = {}
         """Requests that were asked to end, and how often the timer may fire until they are fenced."""
         self.abort_timer: Timer | None = None  # the one that runs
@@ -121,7 +136,7 @@ class CorePlayer:
                 life = self.world.life(sample.id)
                 assert life.where == "new"
                 assert sample.id not in self.functions
-                assert self.stepping > self.paused
+                assert self.generates > self.paused
                 life.where = "started"
                 self.functions.add(tuple(sample.id))
             case do.CancelSample(sample):
@@ -171,6 +186,7 @@ class CorePlayer:
                 check_batch(self, batch)
             case do.EndOfData(kept):
                 self.stop_step()
+                self.generates = False
                 assert self.world.exhausted
                 assert kept == len(self.world.held)
                 assert all(held.accepted for held in self.world.held.values())
@@ -178,11 +194,18 @@ class CorePlayer:
             case do.Fail(error):
                 assert error
                 self.stop_step()
+                self.generates = False
 
     def stop_step(self) -> None:
         """The trainer has its answer."""
         assert self.stepping
         self.stepping = False
+        self.generates = self.continuous
+
+    @property
+    def continuous(self) -> bool:
+        """A delivery ends nothing."""
+        return self.generation is GenerationMode.CONTINUOUS
 
     # ---------------------------------------------------------------- prompts
 
@@ -352,7 +375,7 @@ class CorePlayer:
         """A request: what it asks for is exactly what is missing."""
         key = tuple(attempt.sample.id)
         world, life = self.world, self.world.life(key)
-        assert self.stepping > self.paused, "submitted outside of a step, or while nothing may start"
+        assert self.generates > self.paused, "submitted outside of a step, or while nothing may start"
         assert life.where == "waiting"
         assert life.attempt is None, "two requests for one sample"
         assert attempt.id not in self.all_ids
@@ -558,8 +581,9 @@ class CorePlayer:
 
     def request_batch(self) -> None:
         """The trainer wants a batch; it will be trained after those that are out."""
-        self.stepping = True
-        self.world.drop_too_old(self.settings)
+        if not self.generates:
+            self.world.drop_too_old(self.settings)
+        self.stepping = self.generates = True
         self.send(ev.StepRequested())
 
     def update_weights(self, engines: list[str] | None, trained: int | None = None) -> None:

@@ -25,7 +25,7 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.state import RolloutCore
 from april.core.timers import Timer, TimerKind
-from april.core.types import EngineFinish, GroupState, OnDataEnd, OnStale, Refill, Sample, SampleState
+from april.core.types import EngineFinish, GenerationMode, GroupState, OnDataEnd, OnStale, Refill, Sample, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
@@ -139,7 +139,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             self.draw()
         elif not self.stepping and self.nothing_left():
             self._extend(pick)
-        elif self.stepping and self.core.train_first:
+        elif self.stepping and self.core.train_first and not (self.strict and self.world.running):
             self.update_weights(None, min(self.world.leased))
         elif not (self.stepping or self.world.fresh or self.world.running) and (self.strict or pick % 2):
             self.commit_all()
@@ -425,7 +425,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         aborts = [t for t in self.timers if t.kind is TimerKind.ABORTS]
         others = [t for t in self.timers if t.kind is not TimerKind.ABORTS]
         timer = one_of([aborts[-1], aborts[-1], (others or aborts)[-1], *self.timers], pick)
-        needed = self.core.step is not None and not self.core.step.stopping and not self.paused
+        needed = self.stepping and self.core.step is not None and not self.core.step.stopping and not self.paused
         needed &= not any(r.engine not in self.quarantined for r in self.world.running.values())
         over = timer == self.outage and needed
         commands = self.fire(timer)
@@ -521,7 +521,7 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
             if self.to_draw:
                 self.draw()
             self.eager()
-            if self.core.train_first:
+            if self.core.train_first and not (self.strict and self.world.running):
                 self.update_weights(None, min(self.world.leased))
             if self.world.running:
                 self.finish_many(30)
@@ -555,7 +555,8 @@ class CoreLife(CorePlayer, RuleBasedStateMachine):
         assert core.aborts.pending == len(self.aborting)
         assert self.abort_timer or not self.aborting, "nothing ends what was asked to end"
         assert set(core.leased) == set(world.leased)
-        assert (core.step is not None) == self.stepping
+        assert core.wanted == self.stepping
+        assert (core.step is not None) == self.generates
         for group_id, group in world.held.items():
             assert (core.buffer.groups[group_id].state is GroupState.READY) == group.accepted
             for sample, life in zip(core.buffer.groups[group_id].samples, group.lives, strict=True):
@@ -584,6 +585,21 @@ def one_of(choices: Any, pick: int) -> Any:
     return choices[pick % len(choices)]
 
 
+class ContinuousLife(CoreLife):
+    """The same, and a delivery ends nothing."""
+
+    generation = GenerationMode.CONTINUOUS
+
+
+TestContinuousLife = ContinuousLife.TestCase
+TestContinuousLife.settings = hypothesis_settings(
+    max_examples=80,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
 TestCoreLife = CoreLife.TestCase
 TestCoreLife.settings = hypothesis_settings(
     max_examples=200,
