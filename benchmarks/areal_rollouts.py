@@ -36,7 +36,7 @@ from benchmarks.areal_server import EOS, PER_WEIGHTS
 # before areal is imported
 os.environ |= {"AREAL_SPMD_MODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS, SAMPLES, PLACES, LONGEST = 8, 4, 32, 2_000
+GROUPS, SAMPLES, PLACES = 8, 4, 32
 BOUNDS = (1, 2, 4)
 FIRST_PROMPT = 100
 
@@ -138,15 +138,15 @@ def call(address: str, route: str, body: dict[str, Any] | None = None) -> dict[s
     return found
 
 
-def areal_config(arm: Arm) -> Any:
-    """AReaL's configuration."""
+def areal_config(arm: Arm, longest: int) -> Any:
+    """AReaL's configuration; responses of at most ``longest`` tokens."""
     from areal.api import cli_args
 
     own: dict[str, Any] = {"experiment_name": "e", "trial_name": "t"}
     strategy = cli_args.SchedulingStrategy(type="colocation", target="actor") if arm.colocated else None
     return cli_args.PPOConfig(
         **own, total_train_epochs=1, tokenizer_path="-", gconfig=cli_args.GenerationHyperparameters(
-            max_new_tokens=LONGEST, max_tokens=2 * LONGEST, n_samples=SAMPLES
+            max_new_tokens=longest, max_tokens=2 * longest, n_samples=SAMPLES
         ),
         train_dataset=cli_args.TrainDatasetConfig(path="-", type="rl", batch_size=GROUPS),
         actor=cli_args.PPOActorConfig(**own, path="-", backend="fsdp:d1"),
@@ -158,11 +158,10 @@ def areal_config(arm: Arm) -> Any:
     )  # fmt: skip
 
 
-def engine_of(arm: Arm, address: str) -> Any:
+def engine_of(arm: Arm, config: Any, address: str) -> Any:
     """AReaL's engine, with april's executor where the arm says so."""
     from areal.engine.sglang_remote import RemoteSGLangEngine
 
-    config = areal_config(arm)
     engine = RemoteSGLangEngine(config.rollout)
     engine.initialize(addr=address, train_data_parallel_size=1)
     if arm.april:
@@ -207,13 +206,15 @@ def workflow_of(config: Any, fail_every: int) -> Any:
 
 
 def run(
-    arm: Arm, *, warm: int, steps: int, train_s: float, token_s: float, mean: float, late_s: float, fail_every: int
-) -> Result:
+    arm: Arm, *, warm: int, steps: int, train_s: float, token_s: float, mean: float, longest: int, late_s: float,
+    fail_every: int,
+) -> Result:  # fmt: skip
     """``warm`` steps that are not counted, and ``steps`` that are."""
     with server(token_s, mean) as address:
-        engine = engine_of(arm, address)
+        config = areal_config(arm, longest)
+        engine = engine_of(arm, config, address)
         call(address, "/mishaps", {"late_s": late_s})
-        workflow = workflow_of(areal_config(arm), fail_every)
+        workflow = workflow_of(config, fail_every)
         loader = Loader(4 * (warm + steps))
         batches, began, cpu, before = [], 0.0, 0.0, {}
         for step in range(warm + steps):
@@ -315,11 +316,12 @@ def main() -> None:
     parser.add_argument("--train-s", type=float, default=0.6)
     parser.add_argument("--token-s", type=float, default=0.004)
     parser.add_argument("--mean", type=float, default=120.0, help="tokens per response")
+    parser.add_argument("--longest", type=int, default=2_000, help="tokens of a response, at most")
     parser.add_argument("--late-s", type=float, default=0.0, help="answers leave so long after their last token")
     parser.add_argument("--fail-every", type=int, default=0, help="every so manieth episode raises")
     parser.add_argument("--json", action="store_true", help="a line of JSON per arm and turn, and no table")
     given = parser.parse_args()
-    words = ("warm", "steps", "train_s", "token_s", "mean", "late_s", "fail_every")
+    words = ("warm", "steps", "train_s", "token_s", "mean", "longest", "late_s", "fail_every")
     numbers = {name: getattr(given, name) for name in words}
     found: dict[Arm, list[Result]] = {arm: [] for arm in arms(given.placement, given.bounds)}
     with tempfile.TemporaryDirectory() as names:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def results(*words: str) -> dict[str, dict[str, Any]]:
         try:
             output, _ = process.communicate(timeout=240)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # AReaL's pool of reward processes stays otherwise
+            with suppress(ProcessLookupError):  # unless a server or a pool of AReaL's outlived it
+                os.killpg(process.pid, signal.SIGKILL)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     print("\n" + "\n".join(map(str, found)))
     return {line["arm"]: line for line in found}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def run(directory: Path, *words: str, expect: int = 0) -> Seen:
         try:
             status = process.wait(300)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # AReaL's pool of reward processes stays otherwise
+            with suppress(ProcessLookupError):  # AReaL's pool of reward processes stays otherwise
+                os.killpg(process.pid, signal.SIGKILL)
     output = log.read_text(errors="replace")
     assert status == expect, output[-6000:]
     found = [line for line in output.splitlines() if line.startswith("SEEN ")]

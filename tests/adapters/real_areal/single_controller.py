@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,7 +27,8 @@ def test_the_import_line_is_refused_and_the_call_that_stands_against_it(tmp_path
         try:
             process.wait(200)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     said = log.read_text(errors="replace")
     assert "ConfigError AReaL's single-controller mode" in said, said[-4000:]
     assert "UP RolloutController ['rollout/0']" in said, said[-4000:]
