@@ -241,7 +241,7 @@ def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> 
 
 
 def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> None:
-    """Nothing is admitted meanwhile; the request after that goes on with what was kept."""
+    """Nothing is admitted meanwhile, what is in flight ends and is kept; the request after that goes on with it."""
     m = Machine(of_length(9), n=1, samples=1, max_in_flight=2, max_failed_groups=1)
     m.ask()
     m.finish(0)
@@ -253,13 +253,16 @@ def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> Non
             m.post(ev.SampleFailed(m.core.buffer.groups[1].samples[0].id, "broken"))
     assert 1 not in m.core.buffer.groups
     assert m.errors == []
-    m.finish(2)
+    assert m.abort_asked == set(m.in_flight)
+    m.finish_aborts()
     assert m.in_flight == {}
 
     m.ask()
     assert len(m.errors) == 1
     assert "broken" in m.errors[0]
     m.ask()
+    assert m.groups()[0] == 2
+    m.finish(2)
     assert [b.samples[0].id.group for b in m.batches] == [0, 2]
     assert m.core.prompts.dropped[DropReason.FAILED] == 1
 

@@ -387,7 +387,8 @@ class TrainerPlayer:
         """A request is asked to end, for a reason that there is."""
         for attempt_id in command.attempt_ids:
             request = self.running[attempt_id]
-            cause = self.updates or self.held or self.telling or request.doubtful or request.stalled
+            fails = self.telling or (self.core.context.failure is not None and (self.untold or self.causes))
+            cause = self.updates or self.held or fails or request.doubtful or request.stalled
             if self.continuous and attempt_id not in self.to_end and request.key[0] >= 0:
                 assert cause or request.key in self.leaving, "a request is cut for no reason"
         self.to_end.update(command.attempt_ids)

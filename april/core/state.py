@@ -210,6 +210,9 @@ class RolloutCore:
         if self.context.failure is not None:
             if self.wanted:
                 self._fail()
+            elif not self.step.stopping:  # what goes on would fail as well
+                self.step.stopping = True
+                self._stop_everything()
             return
         if self.train_first:
             return
