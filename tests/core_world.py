@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
@@ -254,3 +254,8 @@ class World:
 def generated(tape: list[Token]) -> int:
     """Tokens that the policy wrote."""
     return sum(t.version is not None for t in tape)
+
+
+def one_of(choices: Any, pick: int) -> Any:
+    """One of a list."""
+    return choices[pick % len(choices)]

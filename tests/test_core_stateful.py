@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from core_player import ENDLESS, CorePlayer
-from core_world import EOS, World, generated
+from core_world import EOS, World, generated, one_of
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -580,32 +580,21 @@ def where(core: RolloutCore, sample: Sample) -> str:
     return "started" if sample.id in core.context.places.reserved else "outside"
 
 
-def one_of(choices: Any, pick: int) -> Any:
-    """One of a list."""
-    return choices[pick % len(choices)]
-
-
 class ContinuousLife(CoreLife):
     """The same, and a delivery ends nothing."""
 
     generation = GenerationMode.CONTINUOUS
 
 
+def runs(examples: int) -> hypothesis_settings:
+    """So many, and the same ones every time."""
+    return hypothesis_settings(
+        max_examples=examples, stateful_step_count=60, deadline=None, derandomize=True,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+    )  # fmt: skip
+
+
 TestContinuousLife = ContinuousLife.TestCase
-TestContinuousLife.settings = hypothesis_settings(
-    max_examples=80,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],
-)
+TestContinuousLife.settings = runs(80)
 TestCoreLife = CoreLife.TestCase
-TestCoreLife.settings = hypothesis_settings(
-    max_examples=200,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],
-)
+TestCoreLife.settings = runs(200)
