@@ -275,9 +275,14 @@ def result(arm: Arm, batches: list[Any], warm: int, **measured: Any) -> Result:
 
 
 def arms(placement: str, bounds: list[int]) -> list[Arm]:
-    """Those that take turns: stock and april side by side at each bound."""
+    """Those that take turns: stock and april side by side at each bound; colocated, april also with refill."""
     colocated = placement == "colocated"
-    return [Arm(april=april, colocated=colocated, bound=bound) for bound in bounds for april in (False, True)]
+    found = []
+    for bound in bounds:
+        found += [Arm(april=april, colocated=colocated, bound=bound) for april in (False, True)]
+        if colocated:
+            found.append(Arm(april=True, colocated=True, bound=bound, settings=(("refill", "sample"),)))
+    return found
 
 
 def table(found: dict[Arm, list[Result]]) -> str:
