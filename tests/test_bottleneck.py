@@ -69,13 +69,21 @@ def test_a_trainer_that_asks_ahead_is_not_said_to_wait() -> None:
     assert sentence(step_s=14, asked_ahead_s=9, train_s=5).startswith("training is the bottleneck: it took 5.0 of")
 
 
+def test_engines_are_not_blamed_for_what_updates_and_evaluations_took() -> None:
+    """Also where the trainer waited for rollouts as well, or had asked ahead."""
+    slow = sentence(CONTINUOUS, step_s=14, trainer_wait_s=1.4, update_s=11, train_s=1.6, update_load_s=11)
+    assert slow.startswith("the weight update is the bottleneck: it took 11.0 of 14.0 s, 11.0 s of it to load")
+    ahead = sentence(CONTINUOUS, step_s=14, asked_ahead_s=1, evaluation_s=13)
+    assert ahead.startswith("evaluation is the bottleneck: it took 13.0 of 14.0 s")
+
+
 def test_what_the_trainer_does_otherwise_is_named() -> None:
     """Evaluations, and time of which april sees nothing."""
     assert sentence(step_s=200, evaluation_s=150, trainer_wait_s=10).startswith(
         "evaluation is the bottleneck: it took 150 of 200 s; the trainer waited 10 s"
     )
     assert sentence(step_s=2, other_s=1.5, trainer_wait_s=0.5).startswith(
-        "the trainer is the bottleneck: it had nothing to train and asked for nothing 1.50 of 2.00 s"
+        "the trainer is the bottleneck: it had nothing to train and asked for nothing for 1.50 of 2.00 s"
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any, cast
 
 import pytest
 from coordinator_world import SAMPLES, N, Run
 
+from april.coordinator.messages import Order
+from april.coordinator.run import Run as TrainersRun
 from april.core.types import Refill
 from april.errors import RolloutError
 from april.testing import run_virtual
@@ -192,3 +195,27 @@ def test_random_lives(seed: int) -> None:
         await run.end()
 
     run_virtual(program())
+
+
+class Orders:
+    """A coordinator that has these orders, and hears what the run asks."""
+
+    def __init__(self, *orders: Order) -> None:
+        self.orders, self.asked = list(orders), [""]
+
+    def ask(self, what: str, *_: Any) -> Any:
+        self.asked.append(what)
+        orders, self.orders = self.orders, []
+        return orders if what == "orders" else None
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [(("deliver", None), "asked for and not taken"), (("fail", "no engine is left"), "no engine is left")],
+)
+def test_a_pause_that_is_answered_by_a_batch_is_no_pause(order: Order, said: str) -> None:
+    """A call for a batch was interrupted: requests may still be at the servers, and the batch has nobody."""
+    run = TrainersRun(cast("Any", Orders(("dropped", "filtered", "alike"), order, ("paused",))), 1)
+    with pytest.raises(RolloutError, match=said):
+        run.pause()
+    assert run.dropped == ({"filtered": 1} if order[0] == "deliver" else {})

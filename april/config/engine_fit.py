@@ -31,10 +31,10 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
             yield f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {name}"
         continuous = config.generation is GenerationMode.CONTINUOUS
         if config.leaves_partials and not c.returns_partials:
-            steps = "generation: stepwise, " if continuous else ""
+            mode = "generation: stepwise, " if continuous else ""
             yield (
                 f"engine {name} hands over nothing when a request is aborted, so partial rollouts would lose "
-                f"their tokens; set {steps}over_sampling_batch_size to rollout_batch_size, and refill: none"
+                f"their tokens; set {mode}over_sampling_batch_size to rollout_batch_size, and refill: none"
             )
         if continuous and c.shares_weights:
             yield (

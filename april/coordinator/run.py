@@ -84,16 +84,24 @@ class Run:
             raise RolloutError(f"the trainer asked for {count} prompts, and its configuration says {self._groups}")
         self._ask("begin", label)
         kind, told = self._next_told()
-        self.dropped, self._dropped = self._dropped, {}
         if kind == "fail":
             raise RolloutError(told)
         assert isinstance(told, Delivery)
         return told
 
     def pause(self) -> None:
-        """Until :meth:`resume` no request of april's is at any server, and nothing is drawn from the trainer's data."""
+        """Until :meth:`resume` no request of april's is at any server, and nothing is drawn from the trainer's data.
+
+        Raises:
+            RolloutError: the step has failed, or its batch has come, and nobody has taken it.
+        """
         self._ask("pause")
-        self._next_told()
+        kind, told = self._next_told()
+        if kind != "paused":
+            raise RolloutError(
+                told if kind == "fail" else "a batch was asked for and not taken, so its prompts would be lost; go on "
+                "from the last checkpoint"
+            )
 
     def resume(self, label: int) -> None:
         """Go on, under the weights that the trainer calls ``label``."""
@@ -140,6 +148,8 @@ class Run:
                         if reason != "filtered":
                             log.warning("a prompt was given up (%s): %s", reason, why)
                     case (kind, *what):
+                        if kind == "deliver":
+                            self.dropped, self._dropped = self._dropped, {}
                         return kind, what[0] if what else None
             self._orders.extend(self._trainer.ask("orders"))
 

@@ -1,4 +1,4 @@
-"""Which side a step waited for, how long and why, and what to change: one sentence, from the times of the time."""
+"""Which side a step waited for, how long and why, and what to change: one sentence, from the times of the step."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def bottleneck(times: Mapping[str, float], settings: CoreSettings) -> str:
         starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, one waits while the other works
         starved = waited >= (0.5 if stepwise else LITTLE) * step
+    # where updates or evaluations took longer, faster engines would not help
+    starved = starved and max(waited, ahead) >= max(times[TrainerTime.UPDATES], times[TrainerTime.EVALUATES])
     turns = times["idle_trainer"] + times["idle_update"]
     if stepwise and min(waited / step, turns) >= TURNS:
         side = f"trainer and engines take turns: the trainer waited {_of(waited, step)} for rollouts"
@@ -62,7 +64,7 @@ def _trainer_side(times: Mapping[str, float]) -> str:
     what = {
         TrainerTime.TRAINS: "training is the bottleneck: it took",
         TrainerTime.EVALUATES: "evaluation is the bottleneck: it took",
-        TrainerTime.OTHER: "the trainer is the bottleneck: it had nothing to train and asked for nothing",
+        TrainerTime.OTHER: "the trainer is the bottleneck: it had nothing to train and asked for nothing for",
     }[longest]
     return f"{what} {took}; {waited}"
 

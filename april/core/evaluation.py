@@ -71,7 +71,7 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """It begins when generation is not paused, stepwise also no attempt of training left; ``behind``: as there."""
+        """It waits for a pause to end, and stepwise for training's last attempt; ``behind``: as in Evaluation."""
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
         self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)

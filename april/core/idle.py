@@ -17,7 +17,7 @@ class Idle(StrEnum):
     UPDATE = "update"
     """A weight update: what was in flight ends, engines pause, load and resume."""
     PAUSE = "pause"
-    """Somebody has paused generation, to load a state."""
+    """Somebody has paused generation, to load a state; or a trainer that changes the weights itself (AReaL)."""
     EVALUATION = "evaluation"
     """It has the place, or training waits for its end."""
     TRAINER = "trainer"
