@@ -479,7 +479,7 @@ from gate_engine import GateEngine
 import april.driver.rollout_driver as driver
 driver.CLOSE_PATIENCE_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)
-hung = threading.Barrier(3)
+hung, scored = threading.Barrier(3), threading.Event()
 def rollout(prompt, llm):
     if llm.sample_id.group == 0:
         hung.wait()
@@ -487,8 +487,10 @@ def rollout(prompt, llm):
     llm.generate()
 def reward(prompt, response):
     if response.sample_id.group == 1:
+        scored.set()
         hung.wait()
         threading.Event().wait()
+    scored.wait()
     return 1.0
 config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=50)
 rollouts = april.RolloutScheduler(

@@ -12,7 +12,7 @@ from april.record.replay import replay
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
-ADAPTERS = {"april.adapters.trl", "april.adapters.slime", "april.adapters.openrlhf", "april.adapters.verl"}
+ADAPTERS = {f"april.adapters.{trainer}" for trainer in ("areal", "openrlhf", "slime", "trl", "verl")}
 OF_THE_DEMO = {"trl/tiny.py": {"april.demo", "april.demo.warmup"}}
 """The same task as that of `april demo`, to be compared with it."""
 

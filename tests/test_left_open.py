@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 from real_schedulers import assert_nothing_is_left, config, endless, scheduler
@@ -31,13 +32,15 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", PROGRAM + code], capture_output=True, text=True, timeout=60)
 
 
-def threads_of_april() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("april")]
+def threads_of_april(before: Sequence[threading.Thread] = ()) -> list[threading.Thread]:
+    """``before``: those that other tests have left."""
+    return [t for t in threading.enumerate() if t.name.startswith("april") and t not in before]
 
 
 def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureFixture) -> None:
     """Without close(), as when a cell of a notebook runs again: loop, threads and engines end; a log says so."""
     closed: list[str] = []
+    before = threads_of_april()
 
     class Trainer:
         """Its reward holds it, and it holds the scheduler, as trainers do."""
@@ -54,7 +57,7 @@ def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureF
     trainer = Trainer()
     trainer.rollouts.next_batch()
     gone = weakref.ref(trainer.rollouts)
-    left = threads_of_april()
+    left = threads_of_april(before)
     assert len(left) > 1
     del trainer
     for _ in range(3000):
@@ -65,7 +68,7 @@ def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureF
     assert gone() is None
     for thread in left:
         thread.join(30)
-    assert not threads_of_april()
+    assert not threads_of_april(before)
     assert sorted(closed) == ["e0", "e1"]
     assert "dropped without close()" in caplog.text
 
@@ -150,6 +153,7 @@ def test_close_beside_a_reward_that_blocks_the_loop(
     """An async function that blocks holds up everything: close names it and leaves it behind; who waits is told."""
     monkeypatch.setattr("april.driver.loop_thread.ANSWER_PATIENCE_S", 0.05)
     begun, release = threading.Event(), threading.Event()
+    before = threads_of_april()
     rollouts = blocked_scheduler(begun, release)
     told: list[BaseException] = []
 
@@ -162,7 +166,7 @@ def test_close_beside_a_reward_that_blocks_the_loop(
     trainer = threading.Thread(target=train)
     trainer.start()
     begun.wait()
-    left = threads_of_april()
+    left = threads_of_april(before)
     rollouts.close()
     trainer.join()
     assert len(told) == 1
@@ -176,7 +180,7 @@ def test_close_beside_a_reward_that_blocks_the_loop(
     release.set()  # and now the loop ends after all
     for thread in left:
         thread.join(30)
-    assert not threads_of_april()
+    assert not threads_of_april(before)
 
 
 @pytest.mark.asyncio
