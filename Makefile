@@ -8,8 +8,10 @@ TORCH ?= torch==2.13.0
 ABORTS ?= 1000
 # Random lives in random.
 LIVES ?= 2000
+# A process of tests per core, so one thread for each: those of torch would wait for each other.
+test random coverage: export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-vllm demo-sglang test random test-engines test-adapters docs verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -21,7 +23,11 @@ test: $(VENV)/.installed
 
 # Lives of trainers that do not wait, of which `test` runs a few.
 random: $(VENV)/.installed
-	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py
+	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py tests/test_random_hosts.py
+
+# Trainers of two and three ranks under torchrun: DDP, FSDP2, restarts, ranks that die.
+test-ranks: $(VENV)/.installed
+	$(BIN)/python -m tests.ranks
 
 # The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
 test-engines: $(VENV)/.installed
@@ -40,7 +46,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Everything there is.
-verify: test random docs test-engines test-adapters demo demo-vllm demo-sglang
+verify: test random docs test-ranks test-engines test-adapters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing

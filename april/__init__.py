@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from april.core.tape import Segment, SegmentKind
     from april.core.types import DropReason, FinishReason, Prompt, SampleId
     from april.core.versions import PolicyVersion
+    from april.corrections.advantages import group_advantages, loss_weights
+    from april.corrections.importance import masked_weights, truncated_weights
+    from april.corrections.off_policy import off_policy_report
     from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, Completion
@@ -32,12 +35,19 @@ if TYPE_CHECKING:
         DataExhausted,
         EngineError,
         InvariantError,
+        OffPolicyError,
+        RankError,
         RolloutError,
         SchedulerClosed,
         UsageError,
         WeightsInUse,
         WireError,
     )
+    from april.hosts.door import HostListener
+    from april.hosts.host import Host
+    from april.hosts.sockets import new_token
+    from april.ranks.membership import Ranks
+    from april.ranks.scheduler import RankScheduler
     from april.record.file import RunRecord
     from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
@@ -54,6 +64,9 @@ _HOMES = {
     "april.core.tape": ("Segment", "SegmentKind"),
     "april.core.types": ("DropReason", "FinishReason", "Prompt", "SampleId"),
     "april.core.versions": ("PolicyVersion",),
+    "april.corrections.advantages": ("group_advantages", "loss_weights"),
+    "april.corrections.importance": ("masked_weights", "truncated_weights"),
+    "april.corrections.off_policy": ("off_policy_report",),
     "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "Completion"),
@@ -69,12 +82,19 @@ _HOMES = {
         "DataExhausted",
         "EngineError",
         "InvariantError",
+        "OffPolicyError",
+        "RankError",
         "RolloutError",
         "SchedulerClosed",
         "UsageError",
         "WeightsInUse",
         "WireError",
     ),
+    "april.hosts.door": ("HostListener",),
+    "april.hosts.host": ("Host",),
+    "april.hosts.sockets": ("new_token",),
+    "april.ranks.membership": ("Ranks",),
+    "april.ranks.scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
     "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),
@@ -85,11 +105,13 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
     "ConfigError", "DataExhausted", "DeliveredSample", "DropReason", "Engine", "EngineError", "EngineFinish",
-    "EvaluationResult", "FinishReason", "Health", "InvariantError", "Ledger", "Limit", "LimitCode", "LogprobKind",
-    "PolicyVersion", "Prompt", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId",
-    "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
+    "EvaluationResult", "FinishReason", "Health", "Host", "HostListener", "InvariantError", "Ledger", "Limit",
+    "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt", "RankError", "RankScheduler", "Ranks",
+    "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
+    "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
     "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
-    "partial_rollout", "rewards_differ", "to_torch",
+    "group_advantages", "loss_weights", "masked_weights", "new_token", "off_policy_report", "partial_rollout",
+    "rewards_differ", "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

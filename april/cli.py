@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import april
+from april.atomic_file import write_atomic
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
@@ -61,7 +62,7 @@ def demo(
         int | None, typer.Option(min=2, help="Held-out prompts at start and end: 2048, on a server 256.")
     ] = None,
 ) -> None:
-    """Train a tiny language model on this CPU three times: sync, april (N' = 2N) and refill."""
+    """Train a tiny language model on this CPU four times: sync, april (N' = 2N), refill, and quorum (N' = 1.5N)."""
     from april.demo.run import run_demo
     from april.demo.settings import DemoSettings
     from april.demo.show import LiveProgress, table, verdict
@@ -139,6 +140,41 @@ def replay(
         console.print(done.core.story(SampleId(int(named[1]), int(named[2]))), soft_wrap=True)
 
 
+@app.command()
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Records: what RolloutScheduler(record=...) has written.", metavar="RUN...")
+    ],
+    out: Annotated[Path, typer.Option(help="The page.", metavar="FILE")] = Path("runs/report.html"),
+) -> None:
+    """What happened in a run, as one page to open in a browser; several runs stand side by side.
+
+    Exit code 0: it is written. 1: a record cannot be read. 2: the command line is wrong.
+    """
+    console = Console(markup=False, highlight=False)
+    if find_spec("matplotlib") is None:
+        console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
+        raise typer.Exit(1)
+    from april.report.page import page
+    from april.report.run_data import read_run
+
+    try:
+        with console.status("reading") as status:
+            runs = []
+            for path in paths:
+                status.update(f"reading {path}")
+                runs.append(read_run(path))
+            status.update("drawing")
+            text = page(runs)
+        write_atomic(out, text.encode())
+    except RecordError as error:
+        console.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
+    console.print(f"wrote {out}", soft_wrap=True)
+
+
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
 _TRAINER = "Trainer"
 
@@ -171,6 +207,14 @@ def simulate(
     on_stale: Annotated[
         OnStale, typer.Option(help="What happens to a sample that would exceed it.", rich_help_panel=_BATCH)
     ] = OnStale.FINISH,
+    group_quorum: Annotated[
+        float,
+        typer.Option(
+            help="Share of a group that is finished before what is finished of it can be delivered. Below 1, april and "
+            "refill are run with it as well.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = 1.0,
     train_time: Annotated[
         str | None,
         typer.Option(
@@ -251,6 +295,7 @@ def simulate(
             prompt_len=prompt_len,
             max_staleness=max_staleness,
             on_stale=on_stale,
+            group_quorum=group_quorum,
             train_time=train_time,
             placement=placement,
             fetch_ahead=fetch_ahead,
@@ -293,3 +338,68 @@ def simulate(
     else:
         console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help='JSONL of lengths, one line per prompt: {"lengths": [812, 4077]} or a number; or the record of a run, '
+            "in which all else stands, too.",
+            metavar="FILE",
+        ),
+    ],
+    max_off_policy_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the trained tokens, at most.", rich_help_panel=_BATCH)
+    ] = 1.0,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="Oldest token to train, in weight updates.", rich_help_panel=_BATCH)
+    ] = None,
+    rollout_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="N, prompt groups per batch.", rich_help_panel=_BATCH)
+    ] = None,
+    n_samples_per_prompt: Annotated[
+        int | None, typer.Option(min=1, help="n, responses per prompt.", rich_help_panel=_BATCH)
+    ] = None,
+    max_response_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a response.", rich_help_panel=_LENGTHS)
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(min=1, help="Of a prompt.", rich_help_panel=_LENGTHS)] = None,
+    model: Annotated[str | None, typer.Option(help="Named model.", rich_help_panel=_ENGINES)] = None,
+    gpu: Annotated[str | None, typer.Option(help="Named GPU.", rich_help_panel=_ENGINES)] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="GPUs per engine.", rich_help_panel=_ENGINES)
+    ] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.", rich_help_panel=_ENGINES)] = None,
+    train_time: Annotated[
+        str | None, typer.Option(help="Training of one batch: 40, or 0.5x.", rich_help_panel=_TRAINER)
+    ] = None,
+    placement: Annotated[Placement | None, typer.Option(help="Of the trainer.", rich_help_panel=_TRAINER)] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That simulate at the same time.", rich_help_panel=_RUN)] = 2,
+    out: Annotated[
+        Path, typer.Option(help="Directory for plan.yaml, plan.json and plan.png.", rich_help_panel=_RUN)
+    ] = Path("runs/plan"),
+) -> None:
+    """Which settings are best for these lengths? Simulates candidates side by side, and writes a configuration.
+
+    What is not given is that of the recorded run, or as in april simulate.
+    """
+    from april.simulate.plan_run import plan_file
+
+    given: dict[str, object] = {
+        "max_staleness": max_staleness, "groups": rollout_batch_size, "samples": n_samples_per_prompt,
+        "max_response_len": max_response_len, "prompt_len": prompt_len, "model": model, "gpu": gpu,
+        "tensor_parallel": tensor_parallel, "engines": engines, "train_time": train_time, "placement": placement,
+    }  # fmt: skip
+    console = Console(markup=False, highlight=False)
+    try:
+        given = {name: value for name, value in given.items() if value is not None}
+        plan_file(path, given, max_off_policy_share, processes, out, console)
+    except AprilError as error:
+        console.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write below {out}: {error.strerror}; choose another --out") from None

@@ -76,5 +76,27 @@ class DataExhausted(AprilError, LookupError):
     """The prompt source ended before a batch could be filled."""
 
 
+class LinkError(AprilError, RuntimeError):
+    """Two processes of april cannot be connected, or one refuses the other."""
+
+
+class RankError(AprilError, RuntimeError):
+    """The ranks of a trainer do not go on together: one is gone, late, has failed, or calls something else."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """Whose doing it is, as far as that is known."""
+
+
+class OffPolicyError(AprilError, RuntimeError):
+    """A batch is further from the trained weights than the trainer allows; nothing has happened to it."""
+
+    def __init__(self, message: str, report: dict[str, float]) -> None:
+        super().__init__(message)
+        self.report = report
+        """What ``off_policy_report`` would have returned."""
+
+
 class CheckpointError(AprilError, ValueError):
     """A saved state cannot be taken or loaded here."""

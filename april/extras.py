@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from april.errors import ConfigError
 
 NAME = "april-rl"
 
@@ -14,6 +17,13 @@ NAME = "april-rl"
 def install(extra: str) -> str:
     """``pip install ...`` for one of april's extras, from its checkout, its archive or the index it came from."""
     return f"pip install {shlex.quote(_origin(extra))}"
+
+
+def require(who: str, *packages: str, extra: str = "transformers") -> None:
+    """ConfigError naming the first of ``packages`` that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(f"{who} needs {package}: {install(extra)}")
 
 
 def _origin(extra: str) -> str:

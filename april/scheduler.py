@@ -16,17 +16,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from april.config.engine_fit import why_unfit
+from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
 from april.config.values import MOST, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
-from april.core.types import SampleId
+from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.abandoned import Abandoned
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
+from april.driver.local_host import limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
@@ -37,6 +39,8 @@ from april.driver.user_code import check_function, refuse_inside_user_code
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
+from april.hosts.door import HostDoor
+from april.hosts.remote_hosts import RemoteHosts
 from april.record.file import RunRecord
 
 log = logging.getLogger("april")
@@ -69,6 +73,8 @@ class RolloutScheduler:
             generates one response.
         model: the model object for an embedded engine.
         engines: engine objects, instead of those that ``config.engine`` describes.
+        hosts: where other processes bring engines and functions of theirs, such as :class:`april.HostListener`; without
+            ``model`` and ``engines`` it waits for the first. See docs/hosts.md.
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
             ``response.text()`` need it, nothing else does.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
@@ -80,6 +86,10 @@ class RolloutScheduler:
     """
 
     _loop_type: type[LoopThread] = LoopThread
+    _gathers = False
+    """Whether whoever calls this brings the ranks together around it, as engines with ``gathers_weights`` need."""
+    _refuse_prompt: Callable[[Prompt], None] | None = None
+    """Of whoever cannot use every prompt; see :class:`PromptSource`."""
 
     def __init__(
         self,
@@ -95,6 +105,7 @@ class RolloutScheduler:
         tokenizer: Any = None,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
+        hosts: HostDoor | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
@@ -127,13 +138,21 @@ class RolloutScheduler:
         self._update: UpdateCall | None = None
         """The last weight update, until a call has heard its end."""
         self._thread = self._loop_type()
+        others: RemoteHosts | None = None
         try:
+            if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
+                engines = [] if config.engine.model is None else None
             if engines is None:
                 engines = create_engines(config.engine, model, config.seed, self._thread.run)
             self._engines = list(engines)
-            _check_engines(config, self._engines)
-            self._vocab_size = min(e.capabilities.vocab_size for e in self._engines)
-            source = PromptSource(prompts, self._vocab_size, config.passes)
+            _check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
+            if hosts is not None:
+                others = self._thread.call(lambda: RemoteHosts(config, hosts, tokenizer=detokenizer is not None))
+                if not self._engines:
+                    self._thread.run(others.first)
+            first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]
+            self._vocab_size: int = min(engine.vocab_size for engine in first)
+            source = PromptSource(prompts, self._vocab_size, config.passes, self._refuse_prompt)
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
@@ -141,13 +160,14 @@ class RolloutScheduler:
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
                     draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
+                    hosts=others,
                 )
             )
         except BaseException:
             self._thread.stop()
             raise
         self._evaluator = Evaluator(self._driver)
-        self._abandoned = Abandoned(self._engines, self._driver.worker_threads)
+        self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)
         self._dropped.atexit = False
 
@@ -258,6 +278,17 @@ class RolloutScheduler:
         """
         self._thread.call(lambda: self._driver.commit(batch_id))
 
+    def lower_staleness(self, to: int | None = None) -> int:
+        """From now on prompts are drawn to be trained within ``to`` weight updates (None: one less); returns the bound.
+
+        What was drawn before keeps the bound that it had, and nothing is dropped for it: all that is trained keeps the
+        new bound once that has been delivered. It lasts over restarts, until ``max_staleness`` is configured otherwise.
+
+        Raises:
+            ConfigError: it is not between 0 and the present bound.
+        """
+        return self._thread.call(lambda: self._driver.lower_staleness(to))
+
     def evaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
@@ -336,6 +367,8 @@ class RolloutScheduler:
         Raises:
             CheckpointError: no such batch, or a later one is committed already.
         """
+        if self._driver.hosts is not None:
+            self._thread.run(self._driver.caught_up)
         return self._thread.call(lambda: self._driver.state_dict(trained_through))
 
     def load_state_dict(
@@ -458,11 +491,17 @@ class RolloutScheduler:
             ended = self._thread.waits_for(closing)
         finally:
             if not ended:
-                self._thread.begin_to_stop(self._abandoned.end)
+                self._thread.begin_to_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error
+
+    async def _give_up(self) -> None:
+        """What is left to do when the close was interrupted."""
+        await self._abandoned.end()
+        if self._driver.hosts is not None:
+            await self._driver.hosts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -491,6 +530,11 @@ def check_functions(
     """Refuse functions that cannot be called, or that contradict each other or the configuration."""
     if reward is not None and group_reward is not None:
         raise ConfigError("give reward or group_reward, not both")
+    if group_reward is not None and config.group_quorum < 1:
+        raise ConfigError(
+            f"group_reward scores whole groups, and group_quorum={config.group_quorum:g} delivers parts of them; give "
+            "reward, or set group_quorum: 1"
+        )
     check_function("rollout", rollout, ("prompt", "llm"))
     if reward is not None:
         check_function("reward", reward, ("prompt", "response"))
@@ -504,13 +548,18 @@ def check_functions(
         )
 
 
-def _check_engines(config: Config, engines: Sequence[Engine]) -> None:
+def _check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool) -> None:
     """Refuse what cannot work with these engines, before anything starts."""
-    if not engines:
+    if not engines and not hosts:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:
         if not hasattr(engine, "capabilities"):
             raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
+        if engine.capabilities.gathers_weights and not gathers:
+            raise ConfigError(
+                f"engine {engine.name}: the model's parameters are sharded over ranks, which have to gather them "
+                "together; use april.RankScheduler on every rank"
+            )
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")

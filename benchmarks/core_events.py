@@ -1,8 +1,9 @@
 """How many events per CPU second does the core handle, and does that depend on the number in flight?
 
 The core alone: no engine, no asyncio. A constant number of samples is in flight (refill: sample); attempts end
-in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``; with
-``--times`` each arm also with the account of where the time goes, which is looked at after every event, in turns.
+in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``, with
+``--engines 8 1000`` before so many of them; with ``--times`` each arm also with the account of where the time goes,
+which is looked at after every event, in turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAMPLING = SamplingParams(max_tokens=4096)
 class Pump:
     """Plays everything around the core, at no cost worth mentioning."""
 
-    def __init__(self, in_flight: int, samples: int, *, times: bool = False) -> None:
+    def __init__(self, in_flight: int, samples: int, *, engines: int = 8, times: bool = False) -> None:
         settings = CoreSettings(
             rollout_batch_size=max(1, in_flight // samples // 4),
             n_samples_per_prompt=samples,
@@ -45,7 +46,7 @@ class Pump:
             max_staleness=8,
             has_reward=False,
         )
-        self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(8)])
+        self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(engines)])
         self._times = RunTimes(self.core) if times else None
         self.attempts: list[Attempt] = []
         self.delivered = False
@@ -103,14 +104,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", type=int, nargs="+", default=[8])
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
-    arms = [(n, times) for n in (1024, 16384) for times in (False, True)[: 1 + options.times]]
+    looks = (False, True)[: 1 + options.times]
+    arms = [(n, e, times) for n in (1024, 16384) for e in options.engines for times in looks]
     rates: dict[str, list[float]] = {}
     for repeat in range(options.repeats):
-        for in_flight, times in arms:
-            count, cpu = Pump(in_flight, 8, times=times).run(options.events, random.Random(repeat))
-            rates.setdefault(f"{in_flight}{'_with_times' * times}", []).append(count / cpu)
+        for in_flight, engines, times in arms:
+            count, cpu = Pump(in_flight, 8, engines=engines, times=times).run(options.events, random.Random(repeat))
+            name = f"{in_flight}{f'_at_{engines}_engines' * (engines != 8)}{'_with_times' * times}"
+            rates.setdefault(name, []).append(count / cpu)
     print(json.dumps({
         f"events_per_cpu_s_{n}": {"median": float(np.median(r)), "min": min(r), "max": max(r)} for n, r in rates.items()
     }, indent=2))  # fmt: skip

@@ -3,8 +3,8 @@
 The reference workload (32 groups x 8, at most 16,384 tokens, four engines of two H100 with Qwen3-4B, 256 samples in
 flight) on virtual time, training of 0.25, 1 and 4 batch times, max_staleness 1, 2, 4 and 8. The model is a fluid one:
 every sample is a row of a numpy array and gains tokens at the rate of its engine, in equal short times; at each
-delivery it asks whether what stays behind can still be trained in time. It also knows what april does not have: a
-quorum, by which samples leave once a part of their group is finished. The share is that of the slower of trainer and
+delivery it asks whether what stays behind can still be trained in time. It also knows a quorum, by which samples
+leave once a part of their group is finished. The share is that of the slower of trainer and
 engines at their limits; both draw the same lengths. Run: ``python -m benchmarks.training_loop``.
 """
 

@@ -130,9 +130,7 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: april
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, -width:].float()
     now = logits.log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0]
     mask = arrays["loss_mask"].float()
-    group = torch.unique(arrays["group_ids"], return_inverse=True)[1]
-    mean = group.bincount(arrays["rewards"]) / group.bincount()
-    advantage = (arrays["rewards"] - mean[group])[:, None].float()
+    advantage = torch.from_numpy(batch.advantages("dr_grpo"))[:, None]
     ratio = ((now - arrays["logprobs"]) * mask).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     loss = -(gain * mask).sum() / mask.sum()

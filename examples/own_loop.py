@@ -42,18 +42,13 @@ async def reward(prompt: april.Prompt, response: april.Response) -> float:
 
 def grpo_loss(model: Any, batch: april.Batch) -> torch.Tensor:
     """Clipped policy-gradient loss. The ratio is to the weights that generated each token: old tokens are corrected."""
-    arrays = april.to_torch(batch.padded(left_pad_prompts=True), device=model.device)
+    rows = batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
+    arrays = april.to_torch(rows, device=model.device)
     ids, mask = arrays["response_ids"], arrays["loss_mask"]  # [B, T]
     logits = model(arrays["input_ids"], attention_mask=arrays["attention_mask"]).logits[:, -ids.shape[1] - 1 : -1]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     ratio = (logprobs - arrays["logprobs"]).exp()
-
-    group = torch.unique(arrays["group_ids"], return_inverse=True)[1]
-    size = group.bincount()
-    centred = arrays["rewards"] - (group.bincount(arrays["rewards"]) / size)[group]
-    spread = (group.bincount(centred**2) / size).sqrt()[group]
-    advantages = (centred / (spread + 1e-4)).float()[:, None]
-
+    advantages = arrays["advantages"][:, None]
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
     return (loss * mask).sum() / mask.sum()
 
@@ -62,15 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> float:
     """Train and print one line per step; returns the mean reward of the last batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--group-quorum", type=float, default=1.0, help="share of a group after which it is delivered")
     options = parser.parse_args(arguments)
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = april.Config(
         rollout_batch_size=8,  # N groups per step
         n_samples_per_prompt=8,
-        over_sampling_batch_size=16,  # N' groups in work
+        over_sampling_batch_size=16 if options.group_quorum == 1 else 12,  # N' groups in work; a quorum needs fewer
         max_response_len=200,
         max_in_flight=64,
+        group_quorum=options.group_quorum,
     )
     record = "runs/own_loop.jsonl"  # what april decided, for `april replay`
     with april.RolloutScheduler(config, prompts=prompts(), reward=reward, model=model, record=record) as rollouts:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 import april
 
@@ -50,12 +49,9 @@ class Trainer:
 
     def update(self, batch: april.Batch) -> float:
         """One step on a batch; returns the mean size of its advantages."""
-        arrays = batch.padded(left_pad_prompts=True)  # input_ids, logprobs, loss_mask, rewards, group_ids, ...
-        _, group = np.unique(arrays["group_ids"], return_inverse=True)
-        mean = np.bincount(group, arrays["rewards"]) / np.bincount(group)
-        advantages = arrays["rewards"] - mean[group]
-        # here: forward pass, ratio to arrays["logprobs"], loss over arrays["loss_mask"], optimizer.step()
-        return float(np.abs(advantages).mean())
+        advantages = batch.advantages("grpo")  # [B]; batch.padded(): input_ids, logprobs, loss_mask, rewards, ...
+        # here: forward pass, ratio to "logprobs", loss over "loss_mask", optimizer.step()
+        return float(abs(advantages).mean())
 
     def save(self, directory: Path) -> None:
         """Everything that a server needs to load the model: ``model.save_pretrained(directory)`` does it."""

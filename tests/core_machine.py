@@ -128,7 +128,7 @@ class CoreMachine:
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when its response is now complete."""
         attempt = self.in_flight[attempt_id]
-        have = len(attempt.sample.tape) + attempt.tape.parsed
+        have = len(attempt.token_ids) - len(attempt.sample.group.prompt.token_ids) + attempt.tape.parsed
         end = self.length(*attempt.sample.id)
         budget = attempt.sampling.max_tokens - attempt.tape.parsed
         count = min(count, end - have, budget)

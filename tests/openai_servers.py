@@ -18,7 +18,7 @@ from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import EngineFinish, Request
 from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Only reached when a test fails: turns a hang into an error."""
 PROMPT = [10, 20, 30]
 

@@ -253,6 +253,42 @@ def test_two_updates_at_once_commit_two_batches() -> None:
     run_virtual(main())
 
 
+def test_a_bound_that_is_lowered() -> None:
+    """What is drawn afterwards keeps it, what was drawn before keeps its own; it crosses a restart; never upwards."""
+
+    async def main() -> None:
+        lengths = {(group, i): 9 + 40 * (group % 3 == 0) for group in range(99) for i in range(SAMPLES)}
+        many = [[1, 2]] * 99
+        async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+            for _ in range(3):
+                await run.next_batch()
+                await run.weight_update()
+            drawn = run.scheduler._driver.core.context.groups_drawn
+            assert run.scheduler._driver.lower_staleness(None) == 2
+            assert run.scheduler._driver.lower_staleness(1) == 1
+            for wrong in (2, -1, True, 0.5):
+                with pytest.raises(ConfigError, match="lower_staleness: the bound is 1 "):
+                    run.scheduler._driver.lower_staleness(wrong)  # type: ignore[arg-type]
+            oldest = {True: 0, False: 0}
+            for _ in range(12):
+                batch = await run.next_batch()
+                assert batch.metrics["staleness_bound"] == 1.0
+                for sample in batch.samples:
+                    after = sample.id.group >= drawn
+                    oldest[after] = max(oldest[after], sample.staleness)
+                await run.weight_update()
+            assert oldest[True] == 1 < oldest[False] <= 3
+            state = run.state_dict()
+        async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+            await run.load_state_dict(state)
+            assert (await run.next_batch()).metrics["staleness_bound"] == 1.0
+        async with rollouts(config(2, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+            await run.load_state_dict(state)
+            assert (await run.next_batch()).metrics["staleness_bound"] == 2.0
+
+    run_virtual(main())
+
+
 def test_batches_that_no_update_follows() -> None:
     """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
 

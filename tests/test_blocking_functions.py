@@ -175,7 +175,7 @@ def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
 
     engine = GateEngine(lambda request: bool(broken))
     with one_group(engine, rollout, n_samples_per_prompt=2) as rollouts:
-        rollouts._driver.functions = type(rollouts._driver.functions)(rollout, reward=lambda p, r: 1.0)
+        rollouts._driver.local.functions = type(rollouts._driver.local.functions)(rollout, reward=lambda p, r: 1.0)
         with pytest.raises(RolloutError, match="evaluation prompt 1: the rollout function raised LookupError"):
             rollouts.evaluate([[1], [2]])
         assert cancelled.is_set()
@@ -438,7 +438,7 @@ def test_close_lets_blocked_threads_clean_up() -> None:
 
 def test_close_leaves_a_thread_that_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After its patience close names it and returns; what the thread calls later is refused."""
-    monkeypatch.setattr("april.driver.rollout_driver.CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
@@ -476,8 +476,8 @@ def test_a_process_with_hung_functions_can_exit(close: bool) -> None:
 import april, logging, sys, threading
 sys.path.insert(0, "tests")
 from gate_engine import GateEngine
-import april.driver.rollout_driver as driver
-driver.CLOSE_PATIENCE_S = 0.01
+import april.driver.local_host as host
+host.CLOSE_PATIENCE_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)
 hung, scored = threading.Barrier(3), threading.Event()
 def rollout(prompt, llm):

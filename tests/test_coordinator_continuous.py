@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from coordinator_world import SAMPLES, N, Run
+from seeds import seeds
 
 from april.coordinator.messages import Order
 from april.coordinator.run import Run as TrainersRun
@@ -100,12 +101,12 @@ def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
     async def program() -> None:
         run = Run(lambda row: 50 if row == 3 else 4)
         await run.batch()
-        sample = run.coordinator._execution.groups["p3"].samples[0]
+        sample = run.coordinator._execution.host.groups["p3"].samples[0]
         for _ in range(run.coordinator.core.settings.max_attempt_failures):
-            life = run.coordinator._execution.mailboxes._lives[sample.id]
+            life = run.coordinator._execution.host.mailboxes._lives[sample.id]
             await run.coordinator.failed("p3", 0, life, "broken")
         await asyncio.sleep(0)
-        assert "p3" not in run.coordinator._execution.groups
+        assert "p3" not in run.coordinator._execution.host.groups
         assert run.dropped == ["failed"]
         assert len(run.live) > len(run.coordinator.core.attempts)
         assert not run.ended
@@ -143,7 +144,7 @@ def test_a_filter_of_the_trainers_decides() -> None:
 
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_lives(seed: int) -> None:
     """Late answers, servers and rollouts that break, filters, deadlines that run out, restarts: nothing is lost.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
+from seeds import seeds
 
 from april.core import commands as do
 from april.core import events as ev
@@ -188,7 +189,7 @@ def work(m: Machine, attempt_id: str, rng: random.Random) -> None:
         m.end(attempt_id, 0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_an_evaluation_in_the_middle_of_everything(seed: int) -> None:
     """Cuts, failures, pauses, updates and lost engines: each evaluation ends once, training loses nothing."""
     rng, m = random.Random(seed), Machine()
@@ -224,6 +225,7 @@ def test_an_evaluation_in_the_middle_of_everything(seed: int) -> None:
                 assert sample.tape.newest_version == sample.tape.oldest_version == sample.group.drawn_under
 
 
+@pytest.mark.no_cover
 def test_the_random_evaluations_end_in_every_way() -> None:
     """Some are done, some fail by engines, functions and cancellations; without that the test above says little."""
     ends: set[Any] = set()

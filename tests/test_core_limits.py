@@ -149,6 +149,21 @@ def test_empty_queue_has_nothing_next() -> None:
     assert queue.waiting == 0
 
 
+def test_places_are_held_back_only_while_the_buffer_has_no_room() -> None:
+    """What the buffer once had no room for is no reason for the places that stay empty later."""
+    queue = OverSampler(settings(n=2, samples=1, over=4))
+
+    def draws(ready: int, room: int) -> int:
+        return queue.prompts_to_draw(
+            ready=ready, in_work=0, free_places=9, step_start=True, fits=lambda: 9, room=lambda: room
+        )
+
+    assert draws(ready=0, room=3) == 3
+    assert queue.held_back
+    assert draws(ready=4, room=0) == 0
+    assert not queue.held_back
+
+
 # -------------------------------------------------------------------- a step that has enough, and then no longer
 
 

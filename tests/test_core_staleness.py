@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from core_machine import CoreMachine, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from april.core import commands as do
 from april.core import events as ev
-from april.core.types import OnStale, Refill, SampleState
+from april.core.types import OnStale, Prompt, Refill, SampleState
 from april.core.versions import PolicyVersion, VersionClock
 from april.errors import InvariantError
 
@@ -65,7 +67,7 @@ def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
         for attempt in list(m.in_flight.values()):
             if attempt.sample.id.group == 0:
                 m.tokens(attempt.id, 10)
-            elif not m.core.buffer.groups[0].urgent:
+            elif not m.core.buffer.groups[0].samples[0].urgent:
                 m.end(attempt.id)
         m.post(ev.PauseRequested())
         m.finish_aborts()
@@ -189,3 +191,16 @@ def test_versions_of_the_future_are_refused(version: PolicyVersion) -> None:
     """A stamp newer than the current version is a lie."""
     with pytest.raises(ValueError, match="newer"):
         VersionClock(PolicyVersion(0, 8)).staleness(version)
+
+
+def test_prompts_that_were_asked_for_keep_the_bound_of_then() -> None:
+    """As many were asked for as that bound has room for; those that are asked for later have the lowered one."""
+    m = CoreMachine(settings(n=1, samples=1, over=2, max_staleness=3, refill=Refill.GROUP), lambda g, i: 9)
+    (asked,) = [c for c in m.core.handle(ev.StepRequested()) if isinstance(c, do.DrawPrompts)]
+    m.core.handle(ev.StalenessLowered(1))
+    m.core.handle(ev.PromptsDrawn([Prompt(np.zeros(2, np.int32))] * asked.count, False))
+    assert [m.core.buffer.bound(group) for group in m.core.buffer] == [3, 3]
+    m.core.handle(ev.StalenessLowered(0))
+    assert m.core.buffer.capacity == 1
+    with pytest.raises(InvariantError, match="the bound of 0 was lowered to 1"):
+        m.core.handle(ev.StalenessLowered(1))

@@ -1,8 +1,9 @@
-"""The demo end to end, in small: three modes, real training, every check."""
+"""The demo end to end, in small: four modes, real training, every check."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from april.core.batch import Batch
 from april.demo import run as demo_run
 from april.demo.arm import Arm
 from april.demo.exactness import logprob_error
@@ -19,7 +21,9 @@ from april.demo.settings import MODES, DemoSettings
 from april.demo.show import table, verdict
 from april.demo.warmup import build_model
 
-SMALL = DemoSettings(groups=2, samples=4, steps=3, seeds=2, held_out=6, held_out_between=4, evaluate_every=2)
+SMALL = DemoSettings(
+    groups=2, samples=4, steps=3, seeds=2, held_out=6, held_out_between=4, evaluate_every=2, group_quorum=0.75
+)
 REQUIRED = {
     "steps", "decode_steps", "rollout_cpu_s", "rollout_wall_s", "train_cpu_s", "trained_tokens", "generated_tokens",
     "reprefill_tokens", "bubble", "off_policy_share", "staleness_mean", "staleness_max", "held_out_reward_start",
@@ -72,6 +76,8 @@ def test_every_check_holds(summary: tuple[dict[str, Any], Path, Silent]) -> None
     assert found["modes"]["april"]["ledger"]["held"] > 0
     assert found["modes"]["april"]["off_policy_share"] > 0
     assert found["modes"]["sync"]["off_policy_share"] == 0
+    assert found["modes"]["quorum"]["ledger"]["held"] > 0
+    assert found["modes"]["quorum"]["off_policy_share"] > 0
     assert found["modes"]["refill"]["bubble"] < found["modes"]["sync"]["bubble"]
 
 
@@ -86,14 +92,36 @@ def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Sile
     assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
 
 
-def test_a_wrong_version_stamp_shows_at_once() -> None:
+@pytest.mark.parametrize("mode", ["april", "quorum"])
+def test_a_wrong_version_stamp_shows_at_once(mode: str) -> None:
     """Recomputed under another version's weights, log-probabilities differ by far more than the bound."""
-    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), "april", 0, build_model(3))
+    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4, group_quorum=0.75), mode, 0, build_model(3))
     result = arm.run(np.zeros(4), lambda step, figures: None)
     moved = {name: tensor + 0.01 for name, tensor in arm.weights[1].items()}
 
     assert result.max_abs_logprob_error < 1e-4
     assert logprob_error(arm.model, arm.delivered, {**arm.weights, 1: moved})[0] > 1e-2
+
+
+def test_a_quorum_trains_parts_of_groups() -> None:
+    """Batches are of N x n responses, groups over several of them; all responses of a group name the same cohort."""
+    batches: list[Batch] = []
+
+    class Noting(Arm):
+        def _note(self, batch: Batch) -> None:
+            batches.append(batch)
+            super()._note(batch)
+
+    settings = DemoSettings(groups=2, samples=4, steps=3, held_out=4, group_quorum=0.75)
+    arm = Noting(settings, "quorum", 0, build_model(3))
+    arm.run(np.zeros(4), lambda step, figures: None)
+    parts = Counter(group for batch in batches for group in set(batch.group_ids.tolist()))
+    cohorts = {(sample.id.group, sample.cohort) for sample in arm.delivered}
+
+    assert [len(batch) for batch in batches] == [8, 8, 8]
+    assert max(parts.values()) > 1
+    assert len(cohorts) == len(parts)
+    assert {len(cohort) for _, cohort in cohorts} == {3}
 
 
 def test_arms_repeat_exactly() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeds
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, table, virtual
 
 from april.core import events as ev
@@ -455,7 +456,7 @@ def test_chunks_after_a_fence_change_nothing() -> None:
         assert fenced.tape.count == len(held)
         await asyncio.sleep(20)
         assert fenced.tape.count == len(held)
-        assert len(rollouts.driver.streams) == 0
+        assert len(rollouts.driver.local.streams) == 0
         assert rollouts.sample(1, 0).tape.tokens.tolist() == held
         rollouts.check_ledger()
         assert rollouts.sample(1, 0).open_call.state is CallState.QUEUED
@@ -488,7 +489,7 @@ def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str
     virtual(program)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_random_faults_lose_nothing(seed: int) -> None:
     """Broken streams, lies, lost aborts and cancelled callers at random: delivered samples are right, books exact."""
     rng = np.random.default_rng(seed)

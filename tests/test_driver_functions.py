@@ -13,8 +13,8 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
 
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
+from april.driver.local_host import CLOSE_PATIENCE_S
 from april.driver.rewards import Response
-from april.driver.rollout_driver import CLOSE_PATIENCE_S
 from april.errors import RolloutError, SchedulerClosed
 
 

@@ -36,7 +36,7 @@ def test_what_was_observed_goes_on_exactly(at: float) -> None:
         before = observed(old)
         state = plain(old.driver.state_dict(None))
         assert state == plain(old.driver.state_dict(None))  # taking it changes nothing
-        leased = {g.id for groups in old.core.leased.values() for g in groups}
+        leased = {s.id.group for samples in old.core.leased.values() for s in samples}
         total = sum(e.tokens for e in old.engines)
         old.check(await waiter)
         await old.close()
@@ -257,6 +257,23 @@ def test_fewer_prompts_than_before() -> None:
         with pytest.raises(CheckpointError, match="the prompts ended after 3 of epoch 0, where 4 had been"):
             await again.driver.load_state_dict(state)
         await again.close()
+
+    virtual(program)
+
+
+def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
+    """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
+
+    async def program() -> None:
+        run = Rollouts(
+            table({(2, 3): 40}), n=2, samples=4, prompts=3, group_quorum=0.75, on_data_end=OnDataEnd.WAIT, over=3
+        )
+        batch = await run.step()
+        assert batch.group_sizes == (4, 4)
+        with pytest.raises(DataExhausted, match="finished responses that wait for more prompts: 4"):
+            await run.driver.next_batch()
+        run.driver.extend([prompt_ids(77)])
+        assert len(await run.driver.next_batch()) == 8
 
     virtual(program)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -31,21 +32,41 @@ def test_examples_import_from_april_only(path: Path) -> None:
     assert ours <= {"april"} | ADAPTERS | OF_THE_DEMO.get(str(path.relative_to(EXAMPLES)), set())
 
 
-def test_the_loop_of_ones_own_learns(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten steps of examples/own_loop.py on tokens of which most are from older weights: the reward rises."""
-    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLES / "own_loop.py")
+def loaded(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
 
+
+@pytest.mark.parametrize(("steps", "how"), [(10, []), (15, ["--group-quorum", "0.5"])], ids=["whole groups", "quorum"])
+def test_the_loop_of_ones_own_learns(
+    steps: int, how: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps of examples/own_loop.py on tokens of which most are from older weights: the reward rises."""
+    example = loaded("own_loop")
     monkeypatch.chdir(tmp_path)  # it leaves a record of its run
 
-    assert example.main(["--steps", "10"]) > 0.7
-    assert replay(tmp_path / "runs" / "own_loop.jsonl").core.context.batches == 10
+    assert example.main(["--steps", str(steps), *how]) > 0.7
+    assert replay(tmp_path / "runs" / "own_loop.jsonl").core.context.batches == steps
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 0: reward 0.5")
-    assert len([line for line in lines if line.startswith("step ")]) == 10
+    assert len([line for line in lines if line.startswith("step ")]) == steps
+
+
+def test_the_loop_of_ranks_runs_as_one_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun, as docs/ranks.md says; what it saved goes on."""
+    monkeypatch.syspath_prepend(EXAMPLES)  # it takes model and task from own_loop.py
+    example, saved = loaded("own_loop_ranks"), str(tmp_path / "saved.pt")
+
+    example.main(["--steps", "1", "--checkpoint", saved])
+    example.main(["--steps", "2", "--checkpoint", saved, "--resume"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1"]
+    assert all("64 responses on 1 ranks" in line for line in lines)

@@ -13,7 +13,7 @@ import torch
 from real_schedulers import check, scheduler
 from tiny_models import tiny_model
 
-from april.demo.grpo import GrpoBatch, GrpoTrainer, group_advantages, response_logprobs
+from april.demo.grpo import GrpoBatch, GrpoTrainer, response_logprobs
 
 GROUP = 3
 
@@ -33,8 +33,14 @@ def batch(model: Any, rewards: list[float], shift: float = 0.0) -> GrpoBatch:
     return GrpoBatch(
         prompts=prompts, responses=responses, behaviour_logprobs=logprobs,
         loss_masks=[np.ones(len(r), np.uint8) for r in responses],
-        rewards=np.array(rewards, np.float32), group_ids=np.repeat([7, 3], GROUP),
+        rewards=np.array(rewards, np.float32), advantages=centred(rewards),
     )  # fmt: skip
+
+
+def centred(rewards: list[float]) -> np.ndarray:
+    """Rewards less the mean of their group."""
+    rows = np.array(rewards, np.float32).reshape(-1, GROUP)
+    return (rows - rows.mean(1, keepdims=True)).ravel()
 
 
 def gradient(model: Any) -> torch.Tensor:
@@ -45,30 +51,13 @@ def gradient(model: Any) -> torch.Tensor:
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_advantages_are_normalised_per_group() -> None:
-    """(r - mean) / (std + 1e-4) within each group; exactly zero where all rewards are equal."""
-    found = group_advantages(np.array([1, 0, 0, 5, 5, 5], np.float32), np.repeat([7, 3], 3))
-    std = np.sqrt(2 / 9)
-    assert found[:3] == pytest.approx([(2 / 3) / (std + 1e-4), (-1 / 3) / (std + 1e-4), (-1 / 3) / (std + 1e-4)])
-    assert found[3:].tolist() == [0, 0, 0]
-
-
-def test_advantages_do_not_depend_on_where_a_group_stands() -> None:
-    """Groups of unequal sizes, one of them scattered over the batch: as if each were alone."""
-    rewards, ids = np.array([1, 5, 0, 7, 0], np.float32), np.array([4, 2, 4, 2, 4])
-    found = group_advantages(rewards, ids)
-    assert found[[0, 2, 4]].tolist() == group_advantages(rewards[[0, 2, 4]], ids[[0, 2, 4]]).tolist()
-    assert found[[1, 3]].tolist() == group_advantages(rewards[[1, 3]], ids[[1, 3]]).tolist()
-
-
 def test_on_policy_gradient_is_the_plain_policy_gradient(model: Any) -> None:
     """With behaviour = current the ratio is 1, and the gradient is that of advantage x log-probability."""
     data = batch(model, REWARDS)
     GrpoTrainer(model).accumulate(data)
     found = gradient(model)
     model.zero_grad()
-    advantages = group_advantages(data.rewards, data.group_ids)
-    for prompt, response, advantage in zip(data.prompts, data.responses, advantages, strict=True):
+    for prompt, response, advantage in zip(data.prompts, data.responses, data.advantages, strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, response))).long()[None]
         logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
         (-float(advantage) * logprobs[0, len(prompt) - 1 :].mean() / len(data.rewards)).backward()
@@ -76,8 +65,22 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(model: Any) -> None:
     assert torch.allclose(found, gradient(model), atol=1e-6)
 
 
+def test_the_mean_over_the_tokens_of_the_batch(model: Any) -> None:
+    """With ``token_mean`` the gradient is that of the sum over all tokens, divided by how many there are."""
+    data = batch(model, REWARDS)
+    GrpoTrainer(model, token_mean=True).accumulate(data)
+    found = gradient(model)
+    model.zero_grad()
+    for prompt, response, advantage in zip(data.prompts, data.responses, data.advantages, strict=True):
+        ids = torch.from_numpy(np.concatenate((prompt, response))).long()[None]
+        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+        (-float(advantage) * logprobs[0, len(prompt) - 1 :].sum() / sum(map(len, data.responses))).backward()
+
+    assert torch.allclose(found, gradient(model), atol=1e-6)
+
+
 def test_without_a_signal_nothing_changes(model: Any) -> None:
-    """Groups with equal rewards leave weights and optimizer untouched."""
+    """Advantages that are all zero leave weights and optimizer untouched."""
     before = copy.deepcopy(model.state_dict())
     trainer = GrpoTrainer(model)
     metrics = trainer.update(batch(model, [1, 1, 1, 0, 0, 0]))
@@ -100,7 +103,7 @@ def test_behaviour_logprobs_are_what_the_ratio_is_taken_against(model: Any) -> N
 def test_clipping_stops_what_has_moved_too_far(model: Any) -> None:
     """With the ratio far above the range positive advantages have no gradient; far below, negative ones."""
     data = batch(model, REWARDS, shift=-2.0)  # ratio e^2
-    advantages = group_advantages(data.rewards, data.group_ids)
+    advantages = data.advantages
     metrics = GrpoTrainer(model).accumulate(data)
     tokens = np.array([len(r) for r in data.responses])
     assert metrics["clip_share"] == pytest.approx(tokens[advantages > 0].sum() / tokens.sum())
@@ -126,10 +129,10 @@ def test_masked_tokens_carry_no_gradient(model: Any) -> None:
 
 
 def test_batches_that_do_not_fit_together_are_refused(model: Any) -> None:
-    """Wrong number of groups, wrong count, wrong length: one sentence each."""
+    """Wrong number of advantages, wrong count, wrong length: one sentence each."""
     data = batch(model, REWARDS)
-    with pytest.raises(ValueError, match="6 rewards, and 4 ids of groups"):
-        replace(data, group_ids=data.group_ids[:4])
+    with pytest.raises(ValueError, match="6 rewards, and 4 advantages"):
+        replace(data, advantages=data.advantages[:4])
     with pytest.raises(ValueError, match="6 rewards, but"):
         replace(data, prompts=data.prompts[1:])
     with pytest.raises(ValueError, match="sample 0"):

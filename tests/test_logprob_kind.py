@@ -11,7 +11,7 @@ import april
 from april.core.sampling import LogprobKind
 from april.core.settings import EngineLimits
 from april.driver.llm import LLM
-from april.driver.rollout_driver import limits_of
+from april.driver.local_host import limits_of
 from april.engines.simulated.engine import SimulatedEngine
 
 

@@ -11,7 +11,7 @@ import pytest
 from april.engines.http import loop_relay
 from april.engines.http.loop_relay import LoopRelay, result_from
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def beside(program: Callable[[asyncio.AbstractEventLoop], Awaitable[None]]) -> None:

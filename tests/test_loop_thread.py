@@ -138,6 +138,31 @@ def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
             result_of(future)
 
 
+def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
+    """A reply that something on the loop would have given later: its end is the end of the wait, whatever came first;
+    what begins the wait may fail, or give it at once."""
+    assert thread.wait_for(lambda reply: reply.give(5)) == 5
+    with pytest.raises(ZeroDivisionError):
+        thread.wait_for(lambda reply: 1 / 0)
+    begun = threading.Event()
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            thread.wait_for(lambda reply: begun.set())
+        except BaseException as error:
+            outcome.append(error)
+
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    begun.wait()
+    thread.stop()
+    waits.join(60)
+    assert [type(error) for error in outcome] == [SchedulerClosed]
+    with pytest.raises(SchedulerClosed):
+        thread.wait_for(lambda reply: pytest.fail("the loop is gone"))
+
+
 def test_stop_from_two_threads_at_once(thread: LoopThread) -> None:
     """Both return when it is over."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

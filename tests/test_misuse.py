@@ -312,7 +312,7 @@ def test_prompts_with_ids_outside_the_vocabulary() -> None:
         with pytest.raises(RolloutError) as caught:
             rollouts.next_batch()
         assert str(caught.value) == "prompt 1: token id 1000 is outside the engine's vocabulary of 1000"
-        assert [s.prompt.token_ids[0] for s in rollouts.next_batch().samples[::2]] == [1, 4]
+        assert sorted(s.prompt.token_ids[0] for s in rollouts.next_batch().samples[::2]) == [1, 4]  # in any order
     assert_nothing_is_left()
 
 

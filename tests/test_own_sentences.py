@@ -34,6 +34,8 @@ ALLOWED = {
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
     ("coordinator/results.py", "response_len"): "names of metrics",
     ("coordinator/results.py", "reward_"): "names of metrics",
+    ("corrections/importance.py", "torch."): "names of dtypes",
+    ("core/restoring.py", "settled"): "keys of a state",
     ("core/sealed.py", "april"): "keys of a state",
     ("demo/show.py", "loss"): "keys of figures",
     ("driver/prompt_source.py", "attention_mask"): "keys of a user's row",

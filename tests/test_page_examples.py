@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from core_machine import CoreMachine, settings
 from sglang_fixtures import ServerThread
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -85,6 +88,20 @@ def test_chat_templates_as_on_the_page() -> None:
     assert all(april.SegmentKind.ENVIRONMENT in {s.kind for s in sample.segments} for sample in batch.samples)
 
 
+def test_advantages_as_on_the_page() -> None:
+    """One of each response, one weight of each token, which together make a mean over responses."""
+    block, own_loop = (b for b in blocks(DOCS / "quorum.md") if "batch.advantages" in b)
+    found = CoreMachine(settings(n=2, samples=3), lambda g, i: 2 + g + i).step(random.Random(0))
+    space: dict[str, Any] = {"april": april, "rollouts": SimpleNamespace(next_batch=lambda: found)}
+    exec(compile(block, "quorum.md", "exec"), space)  # noqa: S102 - of the page
+    assert space["advantages"].shape == (6,)
+    assert space["weights"].shape == space["arrays"]["response_ids"].shape
+    assert float(space["weights"].sum()) == pytest.approx(1.0)
+    space["model"] = tiny_model()
+    exec(compile(own_loop, "quorum.md", "exec"), space)  # noqa: S102 - as above
+    assert space["arrays"]["advantages"].shape == (6,)
+
+
 def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
     """The loop as it stands, on a server: it generates while the trainer trains, and has the weights of every step."""
     (loop,) = blocks(DOCS / "asynchronous.md")
@@ -108,3 +125,43 @@ def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
     assert [batch.trained_at.n for batch in batches] == [0, 1, 2, 3]
     assert all(batch.group_sizes == (8,) * 8 for batch in batches)
     assert all(sample.staleness <= 4 and sample.loss_mask.all() for batch in batches for sample in batch.samples)
+
+
+def test_ranks_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop as it stands, for the process that torchrun did not start; the loss of a share, and shares by hand."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
+    loop, loss, tensor_parallel, by_hand, ranks = blocks(DOCS / "ranks.md")
+    batches: list[april.Batch] = []
+    space: dict[str, Any] = {
+        "april": april, "prompts": [[1, 2 + i] for i in range(8)], "reward": lambda prompt, response: 1.0,
+        "engine": {"kind": "simulated"}, "model": None, "train": lambda model, batch: batches.append(batch),
+        "hand_over": lambda: None,
+    }  # fmt: skip
+    exec(compile(loop, "ranks.md", "exec"), space)  # noqa: S102 - of the page
+    assert [len(batch) for batch in batches] == [16, 16]
+    total = 0.0
+    for space["batch"] in batches[0].split(3):
+        exec(compile(loss, "ranks.md", "exec"), space)  # noqa: S102 - as above
+        total += float(space["weights"].sum())
+        assert space["scale"] == 3
+    assert total == pytest.approx(1.0)
+    space["rollouts"] = SimpleNamespace(next_batch=lambda: batches[0])
+    exec(compile(by_hand, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    assert sum(map(len, space["shares"])) == 16
+    space |= {"rank": 1, "token": april.new_token()}
+    exec(compile(ranks, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    assert (space["ranks"].share, space["ranks"].shares) == (1, 2)
+    monkeypatch.setattr(space["dist"], "get_rank", lambda: 3)
+    monkeypatch.setattr(space["dist"], "get_world_size", lambda: 4)
+    store = SimpleNamespace(_get_default_store=lambda: object())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "distributed_c10d", store)
+    exec(compile(tensor_parallel, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    assert (space["ranks"].rank, space["ranks"].share, space["ranks"].shares) == (3, 1, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(april.ConfigError, match="the ranks are on several machines; give address="):
+        april.Ranks.of_torch()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(april.ConfigError, match=r"call torch\.distributed\.init_process_group"):
+        april.Ranks.of_torch()

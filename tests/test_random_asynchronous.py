@@ -7,6 +7,7 @@ meanwhile, save in any moment, and are killed. Virtual time; each run is chosen 
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import Counter
 from contextlib import suppress
@@ -14,19 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from seeds import seeds
 
 from april import Config
 from april.core.batch import Batch
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, OnFailedSample
 from april.errors import DataExhausted, RolloutError
 from april.testing import FakeEngine, rollouts, run_virtual
 
-PROMPTS, SAMPLES, LOAD_S = 24, 2, 3.0
+PROMPTS, LOAD_S = 24, 3.0
 
 
 def rejected(position: int) -> bool:
     """One group in five."""
     return position % 5 == 2
+
+
+def fails(position: int, index: int) -> bool:
+    """This sample's reward, whenever it is asked for."""
+    return position % 6 == 4 and index == 1
 
 
 def forget(task: asyncio.Task[Any]) -> None:
@@ -37,9 +44,10 @@ def forget(task: asyncio.Task[Any]) -> None:
 
 @dataclass
 class History:
-    """What the trainer keeps: prompts of the batches that it has trained."""
+    """What the trainer keeps: (prompt, index) of the samples that it has trained, and its group's cohort."""
 
-    trained: list[int] = field(default_factory=list)
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    cohorts: dict[int, Any] = field(default_factory=dict)
     updates: int = 0
 
 
@@ -52,8 +60,11 @@ class Trainer:
         self.ahead = rng.randint(0, self.bound)
         self.slow = rng.choice([1.0, 60.0])
         self.train_s = rng.choice([0.0, 20.0, 100.0])
+        self.samples, share = rng.choice([(2, 1.0), (4, 0.75), (8, 0.5)])
+        self.policy = rng.choice([OnFailedSample.SHRINK, OnFailedSample.REPLACE])
         self.config = Config(
-            rollout_batch_size=n, n_samples_per_prompt=SAMPLES, max_in_flight=rng.choice([3, 8]), generation=mode,
+            rollout_batch_size=n, n_samples_per_prompt=self.samples, max_in_flight=rng.choice([3, 8]), generation=mode,
+            group_quorum=share, on_failed_sample=self.policy,
             max_staleness=self.bound, max_response_len=300, engine={"kind": "simulated"}, refill="sample",
         )  # fmt: skip
         self.history = History()
@@ -67,6 +78,8 @@ class Trainer:
 
     async def reward(self, prompt: Any, response: Any) -> float:
         """Now and then a slow one."""
+        if fails(prompt.position, response.sample_id.index):
+            raise ValueError("the judge cannot read this")
         await asyncio.sleep(self.slow if response.sample_id.group % 4 == 3 else 0.5)
         return float(prompt.position)
 
@@ -84,7 +97,7 @@ class Trainer:
             else:
                 state, kept = self.saved
                 await run.load_state_dict(state)
-                self.history = History(list(kept.trained), kept.updates)
+                self.history = copy.deepcopy(kept)
             self.run, self.waiting, self.last = run, [], None
             asking = asyncio.Lock()
             tasks = [asyncio.create_task(self.train(asking)), asyncio.create_task(self.disturb(asking))]
@@ -158,7 +171,9 @@ class Trainer:
             assert update.cancelled()
         assert self.run.version.n == now + 1
         self.waiting.remove(batch)
-        self.history.trained += [s.prompt.position for s in batch.samples[::SAMPLES]]
+        for sample in batch.samples:
+            self.history.trained.append((sample.prompt.position, sample.id.index))
+            assert self.history.cohorts.setdefault(sample.prompt.position, sample.cohort) == sample.cohort
         self.history.updates += 1
         if self.rng.random() < 0.4:
             self.keep(batch.id)
@@ -166,8 +181,7 @@ class Trainer:
     def keep(self, trained_through: int | None) -> None:
         """A checkpoint, now."""
         self.seen["saved"] += 1
-        kept = History(list(self.history.trained), self.history.updates)
-        self.saved = self.run.state_dict(trained_through), kept
+        self.saved = self.run.state_dict(trained_through), copy.deepcopy(self.history)
 
     async def disturb(self, asking: asyncio.Lock) -> None:
         """Everybody else."""
@@ -203,10 +217,15 @@ async def live(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_every_prompt_is_trained_once_whatever_tasks_do(seed: int, mode: GenerationMode) -> None:
-    """In the history that is kept: each prompt once, none too old, the bound held, evaluations alike."""
+    """In the history that is kept: each sample once, those that fail replaced or left out, none too old, one cohort."""
     trainer = Trainer(seed, mode)
     run_virtual(live(trainer), limit_s=1e7)
-    assert sorted(trainer.history.trained) == [i for i in range(PROMPTS) if not rejected(i)]
+    n, replaces = trainer.samples, trainer.policy is OnFailedSample.REPLACE
+    expected = [
+        (i, n if replaces else None) if fails(i, k) else (i, k)
+        for i in range(PROMPTS) if not rejected(i) for k in range(n)
+    ]  # fmt: skip
+    assert sorted(trainer.history.trained) == sorted(key for key in expected if key[1] is not None)
     assert trainer.seen["killed"]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from seeds import seeds
 from test_three_epochs import EPOCHS, MODES, CountingEngine, World, keys_of, quiet, settings_of
 from virtual_rollouts import RecordingEngine, virtual
 
@@ -61,7 +62,7 @@ STEPWISE, CONTINUOUS = GenerationMode
 
 
 @pytest.mark.parametrize(
-    ("generation", "seed"), [*((STEPWISE, seed) for seed in range(24)), *((CONTINUOUS, seed) for seed in range(10))]
+    ("generation", "seed"), [*seeds(24, STEPWISE), *seeds(10, CONTINUOUS)]
 )
 def test_every_prompt_is_settled_once_whatever_happens(
     generation: GenerationMode, seed: int, monkeypatch: pytest.MonkeyPatch

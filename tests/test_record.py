@@ -360,10 +360,10 @@ def test_a_record_of_a_newer_april_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, steps=1)
     lines = lines_of(path)
-    lines[0][2] |= {"format": 2, "april": "9.0"}
-    with pytest.raises(RecordError, match=r"april 9\.0 has written it in format 2, this april reads format 1"):
+    lines[0][2] |= {"format": 9, "april": "9.0"}
+    with pytest.raises(RecordError, match=r"april 9\.0 has written it in format 9, this april reads format 2"):
         replay(written(path, lines))
-    lines[0][2] |= {"format": 1, "settings": {}}
+    lines[0][2] |= {"format": 2, "settings": {}}
     with pytest.raises(RecordError, match=r"line 1 of .*: Object missing required field `rollout_batch_size`"):
         replay(written(path, lines))
     with pytest.raises(RecordError, match="cannot be read: No such file or directory"):

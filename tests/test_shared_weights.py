@@ -291,3 +291,13 @@ def test_a_batch_waits_until_the_engine_is_quiet() -> None:
 
     virtual(program)
 
+
+def test_a_few_values_tell_weights_apart() -> None:
+    """At most four of each parameter, the same ones every time; a step of an optimizer moves them."""
+    model, same = tiny_model(), tiny_model()
+    shown, as_well = _engine(model).weight_sample(), _engine(same).weight_sample()
+    assert shown.dtype == np.float32
+    assert len(shown) == sum(min(4, p.numel()) for p in model.parameters())
+    assert np.array_equal(shown, as_well)
+    _write(model)
+    assert (_engine(model).weight_sample() != shown).mean() > 0.9

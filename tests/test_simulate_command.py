@@ -50,6 +50,40 @@ def test_table_json_and_picture(tmp_path: Path) -> None:
     assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_group_quorum(tmp_path: Path) -> None:
+    """april and refill beside themselves with a quorum, in table, sentence and picture; the sweep is with it."""
+    out = tmp_path / "plan"
+    code, text = call("--group-quorum", "0.75", "--out", str(out))
+
+    assert code == 0
+    for words in (
+        "scheduled five ways", "sync april refill april q=0.75 refill q=0.75", "once per step, group quorum 0.75",
+    ):  # fmt: skip
+        assert words in text
+    modes = json.loads((out / "simulate.json").read_text("utf-8"))["modes"]
+    assert [m["group_quorum"] for m in modes.values()] == [1.0, 1.0, 1.0, 0.75, 0.75]
+    assert len({m["digest"] for m in modes.values()}) == 5  # the core was told
+    share = [f"{modes[name]['off_policy_share']:.0%}" for name in ("april", "april q=0.75")]
+    assert f"takes april from {modes['april']['speed_up']:.2f}x" in text
+    assert f"from {share[0]} to {share[1]} off-policy" in text
+    assert re.search(r"N' = [56789] with it instead of N' = 8 whole groups goes from", text)
+    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_whole_loop_with_a_quorum(tmp_path: Path) -> None:
+    """Continuous modes are run with it; the picture has a bar of each mode."""
+    out = tmp_path / "plan"
+    code, text = call("--train-time", "1x", "--group-quorum", "0.75", "--out", str(out))
+
+    assert code == 0
+    assert "a group quorum of 0.75 takes refill from" in text
+    modes = json.loads((out / "simulate.json").read_text("utf-8"))["modes"]
+    quorums = {name: m["group_quorum"] for name, m in modes.items()}
+    assert quorums["refill"] == 1.0
+    assert quorums["refill q=0.75"] == quorums["continuous 4"] == 0.75
+    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 def test_the_whole_loop(tmp_path: Path) -> None:
     """With a train time one table of the loop, a sentence that says what to take, and a picture of its own."""
     out = tmp_path / "plan"
@@ -67,10 +101,11 @@ def test_the_whole_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", re.findall(r"^april (simulate.*)$", PAGE.read_text("utf-8"), re.M))
 def test_commands_of_the_page(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run as they stand, here with a smaller workload."""
+    """They run as they stand, here with a smaller workload; with a quorum, groups have the 8 of the default."""
     monkeypatch.setattr(cli, "find_spec", lambda name: None)  # without the picture
+    eight = ["--n-samples-per-prompt", "8"] if "--group-quorum" in line else []
 
-    code, text = call(*line.split()[1:], "--out", str(tmp_path))
+    code, text = call(*line.split()[1:], *eight, "--out", str(tmp_path))
 
     assert code == 0
     assert f"wrote {tmp_path}/simulate.json" in text
@@ -117,6 +152,8 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
         (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 holds more groups than max_staleness=5"),
         (["--over-sampling-batch-size", "9999999", "--on-stale", "drop"], "39,999,996 samples in flight are more than"),
+        (["--group-quorum", "0.5"], "group_quorum=0.5 makes groups of n_samples_per_prompt=4 count with 2 finished"),
+        (["--group-quorum", "1.5"], "group_quorum"),
         (["--max-staleness", "-1"], "'--max-staleness'"),
         (["--on-stale", "pray"], "'restart', 'mask'"),
         (["--train-time", "soon"], "train_time='soon' is no time: give seconds (40), or batch times"),

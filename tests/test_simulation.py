@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from april.core.settings import CoreSettings
-from april.core.types import Refill
+from april.core.types import OnFailedSample, Refill
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths
 from april.simulate.simulation import Simulation
@@ -46,7 +46,8 @@ def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
 @pytest.mark.parametrize(
     ("over", "refill"), [(3, Refill.NONE), (6, Refill.NONE), (4, Refill.GROUP), (3, Refill.SAMPLE)]
 )
-def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) -> None:
+@pytest.mark.parametrize("quorum", [1.0, 0.75])
+def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill, quorum: float) -> None:
     """Two accountants that know nothing of each other: the decoders' counters and the core's ledger."""
     settings = CoreSettings(
         rollout_batch_size=3,
@@ -55,10 +56,12 @@ def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill) 
         max_response_len=600,
         max_in_flight=16,
         refill=refill,
+        group_quorum=quorum,
         has_reward=False,
     )
     simulation = Simulation(settings, COST, LognormalLengths(60, 0.6, 0.6, seed=3), engines=2, check=True)
     result = simulation.run(25)
+    assert {len(step.lengths) for step in result.steps} == {12}
 
     generated = sum(d.counters().generated_tokens for d in simulation.decoders.values())
     assert generated == simulation.core.tokens.observed == sum(s.generated_tokens for s in result.steps)
@@ -128,3 +131,55 @@ def test_rewards_and_filters_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="no rewards and no filter"):
             Simulation(settings, DecodeCost(1.0, 0.0, 0.0), ConstantLengths(3))
+
+
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("policy", "trained_per_generated"),
+    [
+        (OnFailedSample.REPLACE, 1 / (1 + 0.05 / 0.95)),  # each failure costs one more response
+        (OnFailedSample.SHRINK, 0.95),
+        (OnFailedSample.DROP_GROUP, 0.95**8),  # with a quorum more: stragglers that fail cost no group
+    ],
+)
+def test_failing_samples_cost_what_the_policy_says(
+    quorum: float, policy: OnFailedSample, trained_per_generated: float
+) -> None:
+    """5 % of the responses of equal length fail every try: what is trained of what is generated, by hand."""
+    settings = CoreSettings(
+        rollout_batch_size=8,
+        n_samples_per_prompt=8,
+        over_sampling_batch_size=8,
+        max_response_len=100,
+        max_in_flight=64,
+        refill=Refill.SAMPLE,
+        has_reward=False,
+        group_quorum=quorum,
+        on_failed_sample=policy,
+        min_group_size=4,
+        max_failed_groups=100,
+    )
+    simulation = Simulation(settings, COST, ConstantLengths(20), failing=0.05)
+    result = simulation.run(150).summary(skip=10)
+
+    share = result["trained_tokens"] / result["generated_tokens"]
+    if quorum < 1 and policy is OnFailedSample.DROP_GROUP:
+        assert share > trained_per_generated
+    else:
+        assert share == pytest.approx(trained_per_generated, abs=0.02)
+    simulation.core.validate()
+
+
+@pytest.mark.parametrize("failing", [-0.1, 1.0])
+def test_a_share_of_failing_samples_is_a_share(failing: float) -> None:
+    """All failing would never give a batch."""
+    settings = CoreSettings(
+        rollout_batch_size=1,
+        n_samples_per_prompt=1,
+        over_sampling_batch_size=1,
+        max_response_len=9,
+        max_in_flight=1,
+        has_reward=False,
+    )
+    with pytest.raises(ValueError, match="is a share of the samples"):
+        Simulation(settings, COST, ConstantLengths(3), failing=failing)

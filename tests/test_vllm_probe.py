@@ -15,7 +15,7 @@ from april.config.engines import VllmEngineConfig
 from april.core.engine_table import EngineTable
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.driver.rollout_driver import limits_of
+from april.driver.local_host import limits_of
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.protocol import AbortMeans

@@ -7,9 +7,12 @@ comes after a crash is held to that copy, as everything is that outlives a proce
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import ceil, inf
 from typing import NamedTuple
+
+from april.core.settings import CoreSettings
 
 Key = tuple[int, int]
 """(group, index)"""
@@ -27,25 +30,51 @@ class Token(NamedTuple):
 
 
 @dataclass
+class GroupBook:
+    """A prompt that was drawn."""
+
+    prompt: int
+    samples: int
+    """Numbers given to samples so far, those that took the place of others included."""
+    members: set[int]
+    """Samples that are neither delivered nor given up."""
+    finishers: list[int] = field(default_factory=list)
+    """Samples that have their reward, delivered ones too, in the order in which they got it."""
+    delivered: set[int] = field(default_factory=set)
+    cohort: tuple[tuple[int, float], ...] = ()
+    """Once it counts: (index, reward) of the first k finishers."""
+    bound: float = inf
+    """Of its staleness, if that was lowered before its prompt was asked for."""
+
+    def copy(self) -> GroupBook:
+        """The same, apart."""
+        return replace(
+            self, members=set(self.members), finishers=list(self.finishers), delivered=set(self.delivered)
+        )
+
+
+@dataclass
 class Books:
     """Prompts, groups, tokens and batches of the history that is kept."""
 
     samples: int
     """Per group."""
+    quorum: float = 1.0
+    """Share of them that makes a group count; 1: what is left of it, and it is delivered whole."""
+    bound: float = inf
+    """What the trainer has lowered the bound of the staleness to."""
     position: int = 0
     """Prompts drawn."""
     drawn: int = 0
     """Groups drawn."""
-    held: dict[int, int] = field(default_factory=dict)
-    """Prompt of every undelivered group."""
+    groups: dict[int, GroupBook] = field(default_factory=dict)
+    """All that were drawn."""
     tapes: dict[Key, list[Token]] = field(default_factory=dict)
-    """What every undelivered sample has by rights."""
+    """What every member has by rights."""
     finished: set[Key] = field(default_factory=set)
-    """Undelivered samples that have their reward."""
-    accepted: set[int] = field(default_factory=set)
-    """Undelivered groups that count."""
-    out: dict[int, dict[int, tuple[int, list[list[Token]]]]] = field(default_factory=dict)
-    """Batches that are delivered and not trained: prompt and tapes by group."""
+    """Members that have their reward."""
+    out: dict[int, dict[Key, list[Token]]] = field(default_factory=dict)
+    """Batches that are delivered and not trained."""
     batches: int = 0
     committed: int = -1
     settled: dict[int, str] = field(default_factory=dict)
@@ -63,36 +92,104 @@ class Books:
 
     # ---------------------------------------------------------------- prompts and tokens
 
-    def draw(self, prompts: Iterable[int]) -> None:
+    @property
+    def held(self) -> dict[int, int]:
+        """Prompt of every group that is not settled."""
+        return {number: group.prompt for number, group in self.groups.items() if group.members}
+
+    @property
+    def accepted(self) -> set[int]:
+        """Of these, those that count."""
+        return {number for number in self.held if self.groups[number].cohort}
+
+    @property
+    def whole(self) -> bool:
+        """Groups are delivered whole."""
+        return self.quorum == 1.0
+
+    @property
+    def countable(self) -> set[Key]:
+        """What the next batch can be made of."""
+        return {key for key in self.finished if self.groups[key[0]].cohort}
+
+    def bound_of(self, group: int, settings: CoreSettings) -> float:
+        """Oldest that its tokens may be when they are trained."""
+        return min(settings.max_staleness, self.groups[group].bound)
+
+    def k(self, group: int) -> int:
+        """Finishers that make a group count."""
+        book = self.groups[group]
+        size = len(book.members) + len(book.delivered)
+        return size if self.whole else min(size, ceil(round(self.quorum * self.samples, 6)))
+
+    def complete(self, group: int) -> bool:
+        """Whether there are as many."""
+        return len(self.groups[group].finishers) >= self.k(group)
+
+    def draw(self, prompts: Iterable[int], bound: float) -> None:
         """These prompts are groups now."""
         for prompt in prompts:
-            self.held[self.drawn] = prompt
-            for index in range(self.samples):
-                self.tapes[self.drawn, index] = []
+            self.groups[self.drawn] = GroupBook(prompt, 0, set(), bound=bound)
+            for _ in range(self.samples):
+                self.join(self.drawn)
             self.drawn += 1
             self.position += 1
+
+    def join(self, group: int) -> Key:
+        """A sample of a group, perhaps in the place of another one."""
+        book = self.groups[group]
+        key = group, book.samples
+        book.members.add(book.samples)
+        book.samples += 1
+        self.tapes[key] = []
+        return key
+
+    def finish(self, key: Key) -> None:
+        """It has its reward."""
+        self.finished.add(key)
+        self.groups[key[0]].finishers.append(key[1])
+
+    def accept(self, group: int, rewards: Callable[[Key], float]) -> None:
+        """It counts from now on, with this cohort for ever."""
+        book = self.groups[group]
+        book.cohort = tuple((index, rewards((group, index))) for index in book.finishers[: self.k(group)])
 
     def lose(self, tokens: int, reason: str) -> None:
         """Tokens are given up by name."""
         self.dropped[reason] += tokens
 
+    def unfinish(self, key: Key) -> None:
+        """It has no reward any more; a whole group does not count without it."""
+        if key in self.finished:
+            self.finished.discard(key)
+            self.groups[key[0]].finishers.remove(key[1])
+            if self.whole:
+                self.groups[key[0]].cohort = ()
+
     def begin_again(self, key: Key, reason: str) -> None:
         """A sample loses what it had."""
         self.lose(len(self.tapes[key]), reason)
         self.tapes[key] = []
-        self.finished.discard(key)
-        self.accepted.discard(key[0])
+        self.unfinish(key)
+
+    def give_up(self, key: Key, reason: str) -> None:
+        """A sample is given up by name; its group goes on with the others."""
+        self.begin_again(key, reason)
+        del self.tapes[key]
+        self._left(key, reason)
 
     def drop(self, group: int, reason: str) -> None:
         """A group is given up by name."""
-        for index in range(self.samples):
-            self.begin_again((group, index), reason)
-            del self.tapes[group, index]
-        self._settle(self.held.pop(group), reason)
+        for index in sorted(self.groups[group].members):
+            self.give_up((group, index), reason)
 
-    def _settle(self, prompt: int, how: str) -> None:
-        assert prompt not in self.settled, f"prompt {prompt} was {self.settled[prompt]}, and now is {how}"
-        self.settled[prompt] = how
+    def _left(self, key: Key, reason: str) -> None:
+        """One member less; with the last one the prompt is settled."""
+        book = self.groups[key[0]]
+        book.members.discard(key[1])
+        if not book.members:
+            assert book.prompt not in self.settled, f"prompt {book.prompt} was {self.settled[book.prompt]} before"
+            self.settled[book.prompt] = "delivered" if book.delivered else reason
 
     @property
     def tokens_held(self) -> int:
@@ -110,27 +207,25 @@ class Books:
         """Updates between its oldest token and the training of the next batch; 0 without tokens."""
         return max((self.trained_at - token.version[1] for token in tape), default=0)
 
-    def deliver(self, batch: int, groups: Iterable[int]) -> None:
-        """These groups are in a batch, in this order."""
+    def deliver(self, batch: int, keys: Iterable[Key]) -> None:
+        """These samples are in a batch."""
         assert batch == self.batches
         leased = {}
-        for group in groups:
-            tapes = [self.tapes.pop((group, index)) for index in range(self.samples)]
-            assert group in self.accepted, f"group {group} is delivered, and not complete"
-            self.accepted.discard(group)
-            self.finished -= {(group, index) for index in range(self.samples)}
-            leased[group] = (self.held.pop(group), tapes)
-            self._settle(leased[group][0], f"delivered in {batch}")
-            self.delivered += sum(map(len, tapes))
+        for key in keys:
+            assert key in self.countable, f"{key} is delivered, and does not count"
+            self.finished.discard(key)
+            leased[key] = self.tapes.pop(key)
+            self.groups[key[0]].delivered.add(key[1])
+            self._left(key, "delivered")
+            self.delivered += len(leased[key])
         self.out[batch] = leased
         self.batches += 1
 
     def train(self, batches: Iterable[int]) -> None:
         """These were trained under the present version: how old was each token really?"""
         for batch in batches:
-            for _, tapes in self.out.pop(batch).values():
-                ages = (self.version[1] - token.version[1] for tape in tapes for token in tape)
-                self.oldest = max(self.oldest, *ages, 0)
+            ages = (self.version[1] - token.version[1] for tape in self.out.pop(batch).values() for token in tape)
+            self.oldest = max(self.oldest, *ages, 0)
             self.committed = max(self.committed, batch)
 
     def update(self, trained: int | None, weights: str) -> None:
@@ -145,9 +240,9 @@ class Books:
     def copy(self) -> Books:
         """The same, apart."""
         return replace(
-            self, held=dict(self.held), tapes={key: list(tape) for key, tape in self.tapes.items()},
-            finished=set(self.finished), accepted=set(self.accepted), out=dict(self.out), settled=dict(self.settled),
-            dropped=self.dropped.copy(), weights=dict(self.weights),
+            self, groups={number: group.copy() for number, group in self.groups.items()},
+            tapes={key: list(tape) for key, tape in self.tapes.items()}, finished=set(self.finished),
+            out=dict(self.out), settled=dict(self.settled), dropped=self.dropped.copy(), weights=dict(self.weights),
         )  # fmt: skip
 
     def saved(
@@ -155,29 +250,33 @@ class Books:
     ) -> Books:
         """What a process finds that goes on from a checkpoint taken now.
 
-        ``running``: tokens of requests, and why they are lost; ``keeps``: finished samples of unfinished groups are.
+        ``running``: tokens of requests, and why they are lost; ``keeps``: finished samples of groups that do not
+        count are.
         """
         last = self.committed if trained_through is None else trained_through
         books = self.copy()
         books.batches, books.committed, books.out, books.oldest = last + 1, last, {}, 0
         if not keeps:
-            books.finished = {key for key in self.finished if key[0] in self.accepted}
+            for key in self.finished - self.countable:
+                books.unfinish(key)
         for key, tokens, lost in running:
             if lost is None:
                 books.tapes[key] += tokens
             else:
                 books.lose(len(tokens), lost)
         trained = 0
-        for batch, groups in self.out.items():
+        for batch, leased in self.out.items():
             if trained_through is not None and batch <= last:
                 trained += 1
                 continue
-            for group, (prompt, tapes) in groups.items():
-                books.held[group] = prompt
-                books.tapes |= {(group, index): list(tape) for index, tape in enumerate(tapes)}
-                books.finished |= {(group, index) for index in range(self.samples)}
-                books.accepted.add(group)
-                del books.settled[prompt]
-                books.delivered -= sum(map(len, tapes))
+            for key, tape in leased.items():
+                group = books.groups[key[0]]
+                if not group.members:
+                    del books.settled[group.prompt]
+                group.members.add(key[1])
+                group.delivered.discard(key[1])
+                books.tapes[key] = list(tape)
+                books.finished.add(key)
+                books.delivered -= len(tape)
         books.version = (self.version[0] + 1, self.version[1] + trained)
         return books

@@ -8,10 +8,19 @@ from dataclasses import dataclass, replace
 
 from trainer_updates import Saved, UpdatingPlayer
 
+from april.config.settings import LEAST_QUORUM
 from april.core import events as ev
-from april.core.settings import CoreSettings
+from april.core.settings import CoreSettings, quorum_of
 from april.core.timers import TimerKind
-from april.core.types import AttemptFailure, EngineFinish, GenerationMode, OnStale, Refill
+from april.core.types import (
+    AttemptFailure,
+    EngineFinish,
+    GenerationMode,
+    OnDataEnd,
+    OnFailedSample,
+    OnStale,
+    Refill,
+)
 
 TROUBLES = [AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT, AttemptFailure.BUSY, AttemptFailure.REFUSED]
 WORK_TIMERS = [TimerKind.RETRY, TimerKind.REST, TimerKind.PROBE, TimerKind.CHECK]
@@ -29,6 +38,7 @@ class Habits:
     """Batches that no update follows."""
     extra: float
     """Updates that no batch is trained for."""
+    lowers: float
     cancels: float
     evaluates: float
     pauses: float
@@ -57,7 +67,7 @@ def habits(rng: random.Random) -> Habits:
         saves=some(0.7, 0.03, 0.1), crashes=some(0.6, 0.01, 0.03), transfers=rng.random() < 0.4,
         changes=rng.random() < 0.5, engine_troubles=some(0.5, 0.02, 0.06), function_troubles=some(0.5, 0.05, 0.15),
         rejects=some(0.7, 0.1, 0.4), ends=rng.choice([0.02, 0.1, 0.3]), slow_rewards=some(0.6, 0.7, 0.95),
-        slow_functions=some(0.3, 0.7), slow_prompts=some(0.3, 0.8),
+        slow_functions=some(0.3, 0.7), slow_prompts=some(0.3, 0.8), lowers=some(0.3, 0.3, 1.0),
     )  # fmt: skip
 
 
@@ -66,15 +76,22 @@ def settings(rng: random.Random, mode: GenerationMode) -> CoreSettings:
     n, bound = rng.choice([1, 2, 2, 3, 4]), rng.choice([0, 1, 1, 2, 2, 3, 5])
     return planned(
         CoreSettings(
-            rollout_batch_size=n, n_samples_per_prompt=rng.choice([1, 2, 2, 3]), over_sampling_batch_size=n,
+            rollout_batch_size=n, n_samples_per_prompt=rng.choice([1, 2, 3, 4, 5, 8]), over_sampling_batch_size=n,
             max_response_len=rng.choice([5, 20, 60]), max_in_flight=1, generation=mode, max_staleness=bound,
             on_stale=rng.choice([OnStale.FINISH] * 5 + list(OnStale)), group_reward=rng.random() < 0.2,
             has_reward=rng.random() < 0.9, has_filter=rng.random() < 0.4, max_attempt_failures=rng.randint(1, 3),
             retry_pause_s=rng.choice([0.0, 4.0]), max_failed_groups=rng.choice([2, 1000]), abort_deadline_s=2.0,
             max_held_tokens=rng.choice([None, None, None, 30]),
+            on_data_end=rng.choice([OnDataEnd.SHORT, OnDataEnd.SHORT, OnDataEnd.WAIT]),
         ),
         rng,
     )  # fmt: skip
+
+
+def quorum(rng: random.Random, base: CoreSettings) -> float:
+    """Some share that makes a group of three or more count; 1 for most groups of fewer, and with group rewards."""
+    shares = [share for share in (0.5, 0.75, 0.9) if quorum_of(share, base.n_samples_per_prompt) >= LEAST_QUORUM]
+    return rng.choice([*shares * 2, 1.0]) if not base.group_reward else 1.0
 
 
 def planned(base: CoreSettings, rng: random.Random) -> CoreSettings:
@@ -85,18 +102,25 @@ def planned(base: CoreSettings, rng: random.Random) -> CoreSettings:
     return replace(
         base, over_sampling_batch_size=min(over, (bound + 1) * n) if base.on_stale is OnStale.FINISH else over,
         refill=rng.choice(refills if base.generation is GenerationMode.CONTINUOUS else list(Refill)),
-        max_in_flight=rng.randint(1, 2 * n * base.n_samples_per_prompt + 2),
+        max_in_flight=rng.randint(1, 2 * n * base.n_samples_per_prompt + 2), group_quorum=quorum(rng, base),
+        on_failed_sample=rng.choice(list(OnFailedSample)), min_group_size=rng.randint(1, base.n_samples_per_prompt),
     )  # fmt: skip
 
 
 class Life(UpdatingPlayer):
     """A run from its first prompt to its last."""
 
-    def __init__(self, seed: int, mode: GenerationMode) -> None:
+    def __init__(
+        self, seed: int, mode: GenerationMode, wanted: Callable[[CoreSettings], bool] = lambda settings: True
+    ) -> None:
+        """``wanted``: of the settings with which it begins."""
         rng = random.Random(seed)
         self.habits = habits(rng)
         prompts = rng.choice([6, 15, 30])
-        super().__init__(settings(rng, mode), rng.randint(1, 3), prompts, rng.choice([1, 1, 2]), rng)
+        chosen = settings(rng, mode)
+        while not wanted(chosen):
+            chosen = settings(rng, mode)
+        super().__init__(chosen, rng.randint(1, 3), prompts, rng.choice([1, 1, 2]), rng)
         self.books.as_promised = self.settings.on_stale is OnStale.FINISH
         self.saved: list[Saved] = []
 
@@ -129,8 +153,9 @@ class Life(UpdatingPlayer):
         if self.calls or self.handing is not None or self.probes:
             possible.append((6, self.work_on_update))
         if self.timers:
-            deaf = (TimerKind.ABORTS,) if h.engine_troubles else ()
-            possible.append((1, lambda: self.fire(*WORK_TIMERS, *deaf)))
+            possible.append((1, lambda: self.fire(*WORK_TIMERS)))
+            if h.engine_troubles:  # requests that were asked to end go on
+                possible.append((3, lambda: self.fire(TimerKind.ABORTS)))
             if h.engine_troubles and rng.random() < 0.02:
                 possible.append((1, lambda: self.fire(TimerKind.OUTAGE)))
         if any(not server.alive for server in self.servers.values()):
@@ -246,7 +271,9 @@ class Life(UpdatingPlayer):
     def trainer(self) -> None:
         """It asks, trains, or updates."""
         rng, h, out = self.rng, self.habits, list(self.books.out)
-        if self.updates:
+        if rng.random() < 0.02 * h.lowers:
+            self.lower()
+        elif self.updates:
             if rng.random() < 0.1 * h.cancels:
                 self.cancel_update()
             elif rng.random() < 0.1 * h.extra and len(self.updates) < 3:
@@ -266,6 +293,19 @@ class Life(UpdatingPlayer):
         """The trainer wants a batch."""
         self.wanted = self.begun = True
         self.post(ev.StepRequested())
+
+    @property
+    def most_out(self) -> float:
+        """Batches beyond which nothing is generated before one is trained."""
+        return min(self.settings.max_staleness, self.books.bound)
+
+    def lower(self) -> None:
+        """Tokens are to be younger from now on."""
+        bound = self.rng.randint(0, int(self.most_out))
+        if bound < self.settings.max_staleness:
+            self.books.bound = bound
+            self.seen["bound lowered"] += 1
+        self.post(ev.StalenessLowered(bound))
 
     def commit(self, batch: int) -> None:
         """No update follows from it."""
@@ -301,7 +341,7 @@ class Life(UpdatingPlayer):
         troubles = h.engine_troubles or h.function_troubles or self.core.context.failure is not None
         if not self.continuous or quiet or troubles or s.on_stale is not OnStale.FINISH:
             return
-        if len(books.out) > s.max_staleness:
+        if len(books.out) > self.most_out:
             return
         generating = {request.key for request in self.running.values()}
         started = sum(state == "started" for state in self.functions.values())
@@ -310,12 +350,14 @@ class Life(UpdatingPlayer):
         free = s.max_in_flight - len(self.running) - started
         assert free >= 0
         assert not (free and queued + new), f"{free} places are free, {queued + new} samples wait"
-        held, full = len(books.held), s.max_held_tokens is not None and books.tokens_held >= s.max_held_tokens
+        held, full = self.groups_held, s.max_held_tokens is not None and books.tokens_held >= s.max_held_tokens
         if self.to_draw or full or books.position >= self.prompts:
             return
         if held >= min(self.most_held, 8 * s.groups_at_a_time):
             return
-        work = held - len(books.accepted)
+        work = held - len(books.accepted) if books.whole else (
+            len(books.tapes) - len(books.countable)
+        ) // books.samples
         assert s.refill is not Refill.SAMPLE or not free, f"{free} places are free, {held} groups of {self.most_held}"
         assert s.refill is not Refill.GROUP or work >= s.groups_wanted, f"{work} groups in work of {s.groups_wanted}"
 
@@ -349,7 +391,7 @@ class Life(UpdatingPlayer):
             self.end(min(self.to_end), EngineFinish.ABORT)
         elif self.to_score or self.to_judge or any(f in ("started", "between") for f in self.functions.values()):
             self.functions_go_on(well=True)
-        elif out and not self.updates and (len(out) > self.settings.max_staleness or self.rng.random() < 0.3):
+        elif out and not self.updates and (len(out) > self.most_out or self.rng.random() < 0.3):
             self.ask_update(out[0], transfers=self.habits.transfers)
         elif not self.wanted:
             self.ask()

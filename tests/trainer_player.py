@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
+from trainer_batches import check_batch
 from trainer_books import Books, Key, Token
 
 from april.core import commands as do
@@ -20,7 +21,20 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.timers import Timer
-from april.core.types import Attempt, DropReason, EngineFinish, GenerationMode, OnDataEnd, OnStale, Prompt, SampleId
+from april.core.types import (
+    MOST_SAMPLES,
+    Attempt,
+    DropReason,
+    EngineFinish,
+    GenerationMode,
+    Group,
+    OnDataEnd,
+    OnFailedSample,
+    OnStale,
+    Prompt,
+    SampleId,
+    SampleState,
+)
 from april.core.versions import PolicyVersion
 
 EOS = 1
@@ -83,7 +97,7 @@ class TrainerPlayer:
     def __init__(self, settings: CoreSettings, engines: int, prompts: int, turns: int, rng: random.Random) -> None:
         self.rng, self.settings, self.prompts, self.turns = rng, settings, prompts, turns
         self.limits = tuple(EngineLimits(f"e{i}", 4096, None, (EOS,), remote=True) for i in range(engines))
-        self.books = Books(settings.n_samples_per_prompt)
+        self.books = Books(settings.n_samples_per_prompt, settings.group_quorum)
         self.seen: Counter[str] = Counter()
         """What has happened, so that a test can say that it did."""
         self.said = 0
@@ -123,6 +137,10 @@ class TrainerPlayer:
         """The source has failed, and the trainer has not heard of it."""
         self.telling = False
         """The trainer is told of trouble at this moment."""
+        self.groups: list[Group] = []
+        """Those that were held before the present event."""
+        self.reported: set[int] = set()
+        """Groups that are dropped whole at this moment."""
         self.leaving: set[Key] = set()
         """Samples that begin again or are dropped at this moment."""
         executors = {kind: getattr(self, f"on_{kind.__name__}", self.ignore) for kind in get_args(do.Command)}
@@ -139,14 +157,18 @@ class TrainerPlayer:
 
     def handle(self, event: ev.Event) -> list[do.Command]:
         """The core takes an event; a version that moves by it is that of an update that may move it."""
-        before = self.core.clock.current
+        before, self.groups = self.core.clock.current, list(self.core.buffer)
         commands = self.core.handle(event)
         if self.core.clock.current != before:
             self._adopted()
         self.telling = any(isinstance(command, do.Fail) for command in commands)
+        self.reported = {command.group.id for command in commands if isinstance(command, do.ReportDrop)}
+        if not any(isinstance(command, do.Deliver) for command in commands):
+            self._given_up()
         self.leaving = {tuple(command.sample.id) for command in commands if isinstance(command, do.CancelSample)}
         if any(isinstance(command, do.Deliver) for command in commands) and self.cuts_nothing:
-            assert not any(isinstance(command, do.Abort) for command in commands), "a delivery cuts"
+            cut = [i for command in commands if isinstance(command, do.Abort) for i in command.attempt_ids]
+            assert all(self.running[i].key in self.leaving for i in cut), "a delivery cuts"
         return commands
 
     def _adopted(self) -> None:
@@ -158,6 +180,52 @@ class TrainerPlayer:
         assert not self.under, "weights change in the middle of an evaluation"
         self.books.update(update.trained, update.weights)
         assert self.core.clock.current == self.books.version
+
+    def _given_up(self) -> None:
+        """Samples that have left their groups alone are found, and those that took their places."""
+        for group in self.groups:
+            if group.id not in self.reported and group.id in self.books.held:
+                self._given_up_of(group)
+
+    def _given_up_of(self, group: Group) -> None:
+        """They have done so for a reason, as the settings say."""
+        books, s, number = self.books, self.settings, group.id
+        book = books.groups[number]
+        gone = [i for i in sorted(book.members) if group.samples[i].state is SampleState.DROPPED]
+        failed = 0
+        for index in gone:
+            key, counts = (number, index), number in books.accepted
+            if s.on_stale is OnStale.DROP and not s.whole_groups and counts and self._too_old(key):
+                reason = "stale"
+            else:
+                assert self.causes["failed", number], f"{key} is given up for no reason"
+                reason, failed = "failed", failed + 1
+                if s.on_failed_sample is OnFailedSample.REPLACE and book.samples < MOST_SAMPLES * books.samples:
+                    self.seen["sample replaced"] += 1
+                    assert books.join(number)[1] < len(group.samples), "nothing takes its place"
+                else:
+                    smaller = s.on_failed_sample is OnFailedSample.SHRINK and len(book.members) > s.min_group_size
+                    judged = books.complete(number)  # its quorum is, and goes on without stragglers as one that counts
+                    assert counts or judged or smaller, "its group should have been dropped"
+                    self.seen["group shrunk"] += not counts
+            self.seen["straggler given up"] += bool(book.delivered)
+            books.give_up(key, reason)
+            self._leave(key, reason)
+        assert failed <= 1
+        assert len(group.samples) == book.samples, "a sample from nowhere"
+        self._counts_now(number)
+
+    def _counts_now(self, group: int) -> None:
+        """It does, if it is complete and there is no filter."""
+        books = self.books
+        if self.settings.has_filter or group not in books.held or group in books.accepted:
+            return
+        if books.complete(group):
+            books.accept(group, self.reward)
+
+    def reward(self, key: Key) -> float:
+        """Of a sample."""
+        return key[0] + key[1] / 8 if self.settings.has_reward else 0.0
 
     @property
     def continuous(self) -> bool:
@@ -176,7 +244,10 @@ class TrainerPlayer:
         assert core.observed_tokens() == books.sent
         assert core.tokens.delivered == books.delivered
         assert list(core.leased) == list(books.out)
-        assert set(core.buffer.groups) == set(books.held)
+        assert {group.id: group.cohort for group in core.buffer} == {g: books.groups[g].cohort for g in books.held}
+        settled = Counter(books.settled.values())
+        assert core.prompts.delivered == settled.pop("delivered", 0)
+        assert +core.prompts.dropped == settled
         assert set(core.attempts) == {r.attempt.id for r in training}
         assert core.wanted == self.wanted
         if self.settings.on_stale is not OnStale.RESTART:  # which is noticed when the sample begins again
@@ -191,25 +262,34 @@ class TrainerPlayer:
         """Never more than can be delivered in time."""
         assert self.begun, "prompts are drawn before the first request"
         assert not self.to_draw
-        held, out, most = len(self.books.held), len(self.books.out), self.most_held
+        self.bound_asked = self.books.bound
+        held, out, most = self.groups_held, len(self.books.out), self.most_held
         assert held + command.count <= most, f"{held} groups, {out} batches out, {command.count} more: above {most}"
         self.to_draw = command.count
+
+    @property
+    def groups_held(self) -> int:
+        """Undelivered groups; with a quorum, undelivered samples / n."""
+        books = self.books
+        return len(books.held) if books.whole else -(-len(books.tapes) // books.samples)
 
     @property
     def most_held(self) -> int:
         """(B - out + 1) N, where the settings do not want more in work than that."""
         s = self.settings
         bound, n = min(s.max_staleness, s.max_age), s.rollout_batch_size
-        if s.on_stale is not OnStale.FINISH and s.groups_at_a_time > (bound + 1) * n:
-            return max(s.groups_at_a_time, n)
-        return (bound - len(self.books.out) + 1) * n
+        lowered = int(min(bound, self.books.bound))
+        wanted = s.groups_at_a_time if s.on_stale is OnStale.DROP else s.groups_wanted
+        if s.on_stale is not OnStale.FINISH and wanted > (bound + 1) * n:
+            return wanted
+        return max(lowered - len(self.books.out) + 1, 1) * n
 
     def draw(self, error: str | None = None) -> None:
         """The source answers."""
         wanted, self.to_draw = self.to_draw, 0
         first = self.books.position
         count = min(wanted if error is None else wanted // 2, self.prompts - first)
-        self.books.draw(range(first, first + count))
+        self.books.draw(range(first, first + count), self.bound_asked)
         prompts = [Prompt(np.array([5, 10 + k], np.int32), {"k": k}, 0, k) for k in range(first, first + count)]
         self.untold |= error is not None
         self.post(ev.PromptsDrawn(prompts, error is None and count < wanted, error))
@@ -224,7 +304,7 @@ class TrainerPlayer:
             assert self.begun > self.held, "training starts before the first request, or in a pause"
             assert key[0] in self.books.held
             assert key not in self.books.finished or self.settings.on_stale is OnStale.RESTART
-            self.books.finished.discard(key)
+            self.books.unfinish(key)
         else:
             asked = command.sample.evaluation.request
             theirs = [k for k, f in self.functions.items() if k[0] < 0 and f in ("started", "waiting", "between")]
@@ -266,14 +346,16 @@ class TrainerPlayer:
         key = tuple(command.sample.id)
         self.runs[key] += 1
         self.functions.pop(key, None)
-        if key[0] in self.books.held:
+        if command.sample.state is SampleState.DROPPED:
+            self._given_up()
+        elif key[0] in self.books.held:
             failed = self.causes["failed", key[0]] > 0
             too_old = self.settings.on_stale is OnStale.RESTART and self._too_old(key)
             assert failed or too_old, f"{key} begins again for no reason"
             self._begin_again(key, "stale" if too_old else "failed")
 
     def _too_old(self, key: Key) -> bool:
-        return self.books.age(self.books.tapes[key]) > self.settings.max_staleness
+        return self.books.age(self.books.tapes[key]) > self.books.bound_of(key[0], self.settings)
 
     def _begin_again(self, key: Key, reason: str) -> None:
         self.seen[f"began again: {reason}"] += 1
@@ -288,15 +370,30 @@ class TrainerPlayer:
     def on_ReportDrop(self, command: do.ReportDrop) -> None:
         """A group is given up for a reason that there is."""
         group, reason = command.group.id, command.reason
+        if not self.books.whole and group in self.books.accepted:  # it counts: its samples have left one by one
+            assert not self.books.groups[group].delivered
+            self._given_up_of(command.group)
+            assert group not in self.books.held, "of a group that counts only samples are dropped"
+            return
         if reason is DropReason.STALE:
             assert self.settings.on_stale is OnStale.DROP
-            assert any(self._too_old((group, index)) for index in range(self.books.samples))
+            assert any(self._too_old((group, index)) for index in self.books.groups[group].members)
         else:
             assert self.causes[str(reason), group], f"group {group} is dropped as {reason}"
+        if reason is DropReason.FAILED and not (self.settings.group_reward or self.causes["filter", group]):
+            self._may_fail(group)
         self.seen[f"group dropped: {reason}"] += 1
         self.books.drop(group, str(reason))
-        for index in range(self.books.samples):
+        for index in range(self.books.groups[group].samples):
             self._leave((group, index), str(reason))
+
+    def _may_fail(self, group: int) -> None:
+        """Its sample that cannot go on costs the group."""
+        s, book = self.settings, self.books.groups[group]
+        if s.on_failed_sample is OnFailedSample.REPLACE:
+            assert book.samples == MOST_SAMPLES * self.books.samples
+        elif s.on_failed_sample is OnFailedSample.SHRINK:
+            assert len(book.members) <= s.min_group_size
 
     def on_ScoreSample(self, command: do.ScoreSample) -> None:
         """A reward is wanted."""
@@ -304,7 +401,10 @@ class TrainerPlayer:
 
     def on_ScoreGroup(self, command: do.ScoreGroup) -> None:
         """Those of a group are."""
-        self._want_score([tuple(sample.id) for sample in command.group.samples])
+        keys = [tuple(sample.id) for sample in command.group.samples if sample.state is not SampleState.DROPPED]
+        group = command.group.id
+        assert group < 0 or {index for _, index in keys} == self.books.groups[group].members
+        self._want_score(keys)
 
     def _want_score(self, keys: list[Key]) -> None:
         self.to_score.append([(key, self.runs[key]) for key in keys])
@@ -333,17 +433,18 @@ class TrainerPlayer:
             self.functions[key] = "finished"
         if group < 0:
             return
-        self.books.finished.update(keys)
-        if not self.settings.has_filter and self._complete(group):
-            self.books.accepted.add(group)
-
-    def _complete(self, group: int) -> bool:
-        return all((group, index) in self.books.finished for index in range(self.books.samples))
+        for key in keys:
+            if key not in self.books.finished:
+                self.books.finish(key)
+        self._counts_now(group)
 
     def on_JudgeGroup(self, command: do.JudgeGroup) -> None:
         """A verdict is wanted, of a complete group."""
-        assert self._complete(command.group.id)
-        assert command.group.id not in self.books.accepted
+        books, group = self.books, command.group.id
+        assert books.complete(group)
+        assert group not in books.accepted
+        first = sorted(books.groups[group].finishers[: books.k(group)])
+        assert [sample.id.index for sample in command.group.first] == first
         self.to_judge.append((command.group.id, command.judgement))
 
     def judge(self, request: tuple[int, int], how: str) -> None:
@@ -352,9 +453,10 @@ class TrainerPlayer:
         held = self.core.buffer.groups.get(group)
         if held is not None and held.since == judgement:
             if how == "keep":
-                self.books.accepted.add(group)
+                self.books.accept(group, self.reward)
             else:
                 self.causes["filtered" if how == "reject" else "failed", group] += 1
+                self.causes["filter", group] += how == "raises"
         error = "raised" if how == "raises" else None
         self.post(ev.GroupJudged(group=group, judgement=judgement, keep=how == "keep", error=error))
 
@@ -450,49 +552,32 @@ class TrainerPlayer:
     # ---------------------------------------------------------------- what the trainer gets
 
     def on_Deliver(self, command: do.Deliver) -> None:
-        """A batch: whole groups that count, every token as it was sent, nothing masked that is not too old."""
-        batch, books, s = command.batch, self.books, self.settings
+        """The trainer has what it waited for."""
         assert self.wanted, "delivered to nobody"
         assert not self.untold, "a failure is forgotten"
         self.wanted = False
-        assert batch.trained_at == (books.version[0], books.trained_at)
-        assert set(batch.group_sizes) == {books.samples}
-        groups = [sample.id.group for sample in batch.samples[:: books.samples]]
-        if len(groups) != s.rollout_batch_size:
-            assert len(groups) < s.rollout_batch_size
-            assert set(groups) == set(books.held)
-            assert books.position == self.prompts
-        masks = s.on_stale in (OnStale.MASK, OnStale.FINISH)
-        for row, sample in enumerate(batch.samples):
-            key = tuple(sample.id)
-            tape, ages = books.tapes[key], []
-            assert key == (groups[row // books.samples], row % books.samples)
-            assert sample.prompt.position == books.held[key[0]]
-            assert sample.tokens.tolist() == [t.id for t in tape]
-            assert sample.logprobs.tolist() == [t.logprob for t in tape]
-            for token, version in zip(tape, sample.versions.tolist(), strict=True):
-                assert token.version == tuple(version)
-                assert token.weights == books.weights[token.version], "its version is not that of its weights"
-                ages.append(books.trained_at - token.version[1])
-            assert sample.staleness == max(ages)
-            assert sample.loss_mask.tolist() == [not (masks and age > s.max_staleness) for age in ages]
-            if books.as_promised:
-                assert max(ages) <= s.max_staleness
-                assert sample.loss_mask.all()
-            assert sample.reward == (key[0] + key[1] / 8 if s.has_reward else 0.0)
-            self.seen["resumed"] += sample.resumes > 0
-            self.seen["of several versions"] += len({t.version for t in tape}) > 1
+        keys = check_batch(command.batch, self.books, self.settings, self.seen)
+        for key in keys:
+            assert command.batch.samples[keys.index(key)].reward == self.reward(key)
             self.functions.pop(key, None)
-        self.seen["batches"] += 1
-        self.seen["batches beside others"] += bool(books.out)
-        books.deliver(batch.id, groups)
+        units = len({group for group, _ in keys}) if self.books.whole else len(keys)
+        if units < self.settings.target and self.books.position < self.prompts:
+            assert self.groups_held >= self.most_held, "a short batch, although more can be drawn"
+            assert not self.books.whole
+            self.seen["short batch before the end"] += 1
+        self.books.deliver(command.batch.id, keys)
+        self._given_up()
 
     def on_EndOfData(self, command: do.EndOfData) -> None:
-        """Every prompt is settled."""
+        """Every prompt is settled, or what is left is less than a batch, and waits for more prompts."""
+        books = self.books
         assert self.wanted
-        assert self.settings.on_data_end is OnDataEnd.SHORT
-        assert not self.books.held
-        assert sorted(self.books.settled) == list(range(self.prompts))
+        assert books.position == self.prompts
+        assert books.countable == set(books.tapes)
+        assert sorted([*books.settled, *books.held.values()]) == list(range(self.prompts))
+        left = len(books.held) if books.whole else len(books.tapes)
+        assert left < (self.settings.target if self.settings.on_data_end is OnDataEnd.WAIT else 1)
+        assert command.kept == left
         self.wanted, self.ended = False, True
 
     def on_Fail(self, command: do.Fail) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -263,13 +264,24 @@ class UpdatingPlayer(TrainerPlayer):
     def restart(self, saved: Saved, settings: CoreSettings) -> None:
         """The process dies at this moment, another one goes on from a checkpoint, with these settings if it can."""
         state, books = msgspec.msgpack.decode(saved.state), saved.books.copy()
+        in_part = settings.whole_groups and any(
+            group.delivered or (group.cohort and any((g, i) not in books.finished for i in group.members))
+            for g, group in books.groups.items()
+            if group.members
+        )
+        self.seen["part of a group refused"] += in_part
         try:
             snapshot.restore(RolloutCore(settings, self.limits), state)
         except CheckpointError:
             self.seen["other settings refused"] += 1
-            assert settings.on_stale is OnStale.FINISH, "refused for no reason"
+            assert settings.on_stale is OnStale.FINISH or in_part, "refused for no reason"
             settings = saved.settings
+        else:
+            assert not in_part, "what counts in part is to be delivered whole"
         books.as_promised &= settings.on_stale is OnStale.FINISH
+        books.quorum = settings.group_quorum
+        if settings.max_staleness != saved.settings.max_staleness:
+            books.bound = math.inf
         self.settings = settings
         self.new_process()
         for server in self.servers.values():
@@ -294,6 +306,8 @@ class UpdatingPlayer(TrainerPlayer):
         """Engines have the weights of the state."""
         state, self.books = self.restored
         snapshot.restore(self.core, state)
+        for group in self.books.held:
+            self._counts_now(group)
         self.updates[command.update].adopted = True
         assert self.core.clock.current == self.books.version
         self.seen["restarted"] += 1

@@ -29,13 +29,15 @@ from april.config.values import (
     without_contents,
 )
 from april.core.sampling import SamplingParams, wrong_stop_strings
-from april.core.settings import CoreSettings
-from april.core.types import GenerationMode, OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.core.settings import CoreSettings, quorum_of
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill
 from april.errors import ConfigError
 from april.extras import install
 
 MOST_ASKED = 1_000_000
 """How often the same abort may be asked for."""
+LEAST_QUORUM = 3
+"""Finished responses of a group: with one of them left out, two make a baseline."""
 RETRY_PAUSE_S = 4.0
 """Before a reward function or filter that failed is asked again, the first time; 8 times as long the next time."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
@@ -77,6 +79,15 @@ class Config(Model):
     """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
+    group_quorum: Annotated[float, Field(gt=0, le=1), Number] = 1.0
+    """Share of a group's responses that must be finished before any of them is delivered. 1: groups are delivered
+    whole. Below: a batch is N * n responses, and the rest of a group follows when it is finished, with the same
+    baseline."""
+    on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
+    """What a response that cannot go on costs: its group, nothing (a fresh one takes its place), or itself (the group
+    goes on with fewer)."""
+    min_group_size: PositiveInt | None = None
+    """With on_failed_sample: shrink, fewest responses of a group (None: half of them)."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments."""
     generation: GenerationMode = GenerationMode.STEPWISE
@@ -155,6 +166,17 @@ class Config(Model):
         yield over > n and not self.partial_rollout, (
             "{over_sampling_batch_size=} starts more groups than {rollout_batch_size=}, and {partial_rollout=} would "
             "throw their tokens away; set {partial_rollout: true}"
+        )
+        quorum = quorum_of(self.group_quorum, self.n_samples_per_prompt)
+        yield self.group_quorum < 1 and quorum < LEAST_QUORUM, (
+            f"{{group_quorum=}} makes groups of {{n_samples_per_prompt=}} count with {quorum} finished responses, and "
+            f"a baseline needs {LEAST_QUORUM}; raise one of them"
+        )
+        yield (self.min_group_size or 1) > self.n_samples_per_prompt, (
+            "{min_group_size=} is more than {n_samples_per_prompt=}"
+        )
+        yield self.min_group_size is not None and self.on_failed_sample is not OnFailedSample.SHRINK, (
+            "{min_group_size=} has no meaning with {on_failed_sample=}; leave it out, or set {on_failed_sample: shrink}"
         )
         bound = min(self.max_staleness, self.age_limit)
         which = "max_staleness" if bound == self.max_staleness else "max_age"
@@ -260,6 +282,9 @@ class Config(Model):
             over_sampling_batch_size=self.groups_in_work,
             max_response_len=self.max_response_len,
             max_in_flight=self.samples_in_flight,
+            group_quorum=self.group_quorum,
+            on_failed_sample=self.on_failed_sample,
+            min_group_size=self.min_group_size or -(-self.n_samples_per_prompt // 2),
             generation=self.generation,
             refill=self.refill,
             max_staleness=self.max_staleness,

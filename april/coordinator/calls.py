@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from april.coordinator.messages import Done, GivenUp, Go, Result, Span, Start
+from april.coordinator.messages import Done, GivenUp, Go, Result, Settled, Span, Start
 from april.core.tape import Int32
 from april.errors import RolloutError
 
@@ -28,7 +28,7 @@ class SampleGivenUp(asyncio.CancelledError):
 
 
 class Session:
-    """One rollout of one sample."""
+    """One run of one of a prompt's rollouts."""
 
     def __init__(self, coordinator: Any, uid: str, index: int, life: int) -> None:
         self.coordinator = coordinator
@@ -107,11 +107,11 @@ async def run_sample(
     rollout: Callable[[Session], Awaitable[None]],
     forget: Callable[[list[str]], Awaitable[None]],
 ) -> list[str]:
-    """Run the rollout of one sample whenever the coordinator says so, until its group is settled.
+    """Run one of a prompt's n rollouts whenever the coordinator says so, until what it runs is settled.
 
     Args:
         coordinator: its methods return something to be awaited.
-        uid: of the prompt; ``index`` of the sample.
+        uid: of the prompt; ``index`` of the rollout.
         rollout: runs it once, and stores its trajectory under ``session.keys``.
         forget: removes stored trajectories.
 
@@ -137,4 +137,7 @@ async def run_sample(
             await coordinator.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
             await coordinator.returned(uid, index, session.life, session.reward, session.value)
+    if isinstance(answer, Settled) and answer.dropped and stored:
+        await forget(stored)
+        return []
     return stored

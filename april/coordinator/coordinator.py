@@ -1,6 +1,7 @@
 """The coordinator: april's core behind questions. Rollouts ask it from wherever they run, and so does the trainer.
 
-Each sample has one rollout that asks the coordinator one thing at a time and waits for the answer.
+Each of a prompt's n rollouts asks the coordinator one thing at a time and waits for the answer. Rollout i runs sample
+i, and if that is given up, the one that takes its place.
 Invariant: everything a rollout says carries the life that it was started with; one whose sample went on without it is
 told so and changes nothing.
 """
@@ -23,7 +24,7 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import Int32
-from april.core.types import DropReason, Prompt, Sample, SampleId, SampleState
+from april.core.types import SETTLED, DropReason, Prompt, Sample, SampleId, SampleState
 from april.errors import CheckpointError
 
 
@@ -48,7 +49,7 @@ class Coordinator:
         self._validates = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Coordinator {self.core!r} waiting={len(self._execution.mailboxes)}>"
+        return f"<Coordinator {self.core!r} waiting={len(self._execution.host.mailboxes)}>"
 
     @property
     def core(self) -> RolloutCore:
@@ -113,8 +114,8 @@ class Coordinator:
 
     async def story(self, uid: str, index: int) -> str:
         """What happened to one held sample, one line per transition."""
-        group = self._execution.groups.get(uid)
-        return f"no prompt {uid} is held" if group is None else self.core.story(group.samples[index].id)
+        sample = self._execution.host.sample_of(uid, index)
+        return f"no prompt {uid} is held" if sample is None else self.core.story(sample.id)
 
     async def ledgers(self) -> dict[str, dict[str, object]]:
         """Where every token and every prompt went."""
@@ -123,9 +124,13 @@ class Coordinator:
     # ---------------------------------------------------------------- rollouts ask
 
     async def start(self, uid: str, index: int) -> Message:
-        """Start, when the core wants this sample (again), or Settled."""
-        sample = self._sample(uid, index)
-        return Settled() if sample is None else await self._answer(sample.id, for_start=True)
+        """Start, when the core wants the sample of this rollout (again), or Settled."""
+        sample = self._execution.host.sample_of(uid, index)
+        if sample is None:
+            return Settled()
+        if sample.state in SETTLED:
+            return Settled(dropped=sample.state is SampleState.DROPPED)
+        return await self._answer(sample.id, for_start=True)
 
     async def call(
         self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
@@ -148,14 +153,15 @@ class Coordinator:
         if sample is None:
             self._late(result)
             return GivenUp()
-        self._execution.mailboxes.unsay(sample.id)
+        rollout = self._execution.host.rollout_of(sample.id)
+        self._execution.host.mailboxes.unsay(rollout)
         attempt = sample.open_call.attempt if sample.open_call is not None else None
         if attempt is not None:
             self._execution.post(take(attempt, result, self.core.clock.current))
         elif result.label is None:
             self._late(result)  # nobody knows by which weights
         else:
-            self._execution.mailboxes.late[sample.id] = result
+            self._execution.host.mailboxes.late[rollout] = result
         return await self._answer(sample.id)
 
     async def broke(self, uid: str, index: int, life: int, error: str) -> Message:
@@ -165,7 +171,7 @@ class Coordinator:
             return GivenUp()
         attempt = sample.open_call.attempt if sample.open_call is not None else None
         if attempt is not None:
-            self._execution.mailboxes.unsay(sample.id)
+            self._execution.host.mailboxes.unsay(self._execution.host.rollout_of(sample.id))
             self._execution.post(ev.AttemptFailed(attempt_id=attempt.id, error=error))
         return await self._answer(sample.id)
 
@@ -177,7 +183,7 @@ class Coordinator:
         if reward is None and self.core.settings.has_reward:
             self._execution.post(ev.SampleFailed(sample.id, "it has no reward"))
             return
-        self._execution.scores[sample.id] = (reward, value)
+        self._execution.host.scores[sample.id] = (reward, value)
         self._execution.post(ev.SampleReturned(sample.id))
 
     async def failed(self, uid: str, index: int, life: int, error: str) -> None:
@@ -197,18 +203,18 @@ class Coordinator:
         if len(result.tokens):
             self._execution.post(ev.TokensUnused(len(result.tokens), DropReason.LATE))
 
-    def _sample(self, uid: str, index: int) -> Sample | None:
-        group = self._execution.groups.get(uid)
-        return None if group is None else group.samples[index]
-
     def _alive(self, uid: str, index: int, life: int) -> Sample | None:
-        """The sample, if the rollout with this ``life`` is the one it runs by."""
-        sample = self._sample(uid, index)
-        return sample if sample is not None and self._execution.mailboxes.is_alive(sample.id, life) else None
+        """The sample of a rollout, if this ``life`` is its present one."""
+        execution = self._execution
+        sample = execution.host.sample_of(uid, index)
+        alive = sample is not None and execution.host.mailboxes.is_alive(execution.host.rollout_of(sample.id), life)
+        return sample if alive else None
 
     async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Message:
+        """What its rollout is told next; it may have another sample by then."""
         self._execution.raise_if_failed()
-        return await self._execution.mailboxes.answer(sample, for_start=for_start)
+        rollout = self._execution.host.rollout_of(sample)
+        return await self._execution.host.mailboxes.answer(rollout, for_start=for_start)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -219,18 +225,19 @@ class Coordinator:
             RolloutError: april has stopped; its books could not be trusted.
         """
         self._execution.raise_if_failed()
-        late = self._execution.mailboxes.late
+        late = self._execution.host.mailboxes.late
         return {
             "position": self._position,
             "rollouts": snapshot.take(self.core, self._execution.last_batch),
             "late": [_plain(i, r, self.core.clock.current.incarnation) for i, r in late.items()],
-            "dropped": sorted(self._execution.dropped),
+            "dropped": sorted({*self._execution.dropped, *self._execution.host.ended}),
+            "stand_ins": [[*sample, rollout] for sample, rollout in self._execution.host.stand_ins.items()],
         }
 
     async def restore(self, state: dict[str, Any], stored: dict[str, list[int]]) -> list[str]:
         """Go on from a saved state; the prompts whose rollouts are to be started, oldest first: all that are held.
 
-        ``stored``: samples of each held prompt whose trajectory is in the trainer's checkpoint. Trajectories are saved
+        ``stored``: rollouts of each held prompt whose trajectory is in the trainer's checkpoint. Trajectories are saved
         a moment before april's state: a sample that was finished in between runs again, answered from its tape.
 
         Raises:
@@ -244,25 +251,38 @@ class Coordinator:
                 f"{len(missing)} prompts of april's state (the first is {missing[0]}) are not in the trainer's "
                 "checkpoint: the two do not belong together"
             )
-        unstored = []
-        for group in groups:
-            there = stored[group["data"]["uid"]]
-            for index, sample in enumerate(group["samples"]):
-                if sample["finished"] and index not in there:
-                    sample["finished"] = False
-                    unstored.append(group["id"])
-        again = [g for g in rollouts["ready"] if g["id"] in unstored]
-        rollouts["ready"] = [g for g in rollouts["ready"] if g["id"] not in unstored]
-        rollouts["waiting"] = [*rollouts["waiting"], *again]
         try:
+            stand_ins = {SampleId(group, index): rollout for group, index, rollout in state.get("stand_ins", ())}
+            unstored = []
+            for group in groups:
+                there = stored[group["data"]["uid"]]
+                for index, sample in enumerate(group["samples"]):
+                    rollout = stand_ins.get(SampleId(group["id"], index), index)
+                    if sample.get("finished") and rollout not in there:
+                        sample["finished"] = False
+                        unstored.append(group["id"])
+            if self.core.settings.whole_groups:
+                again = [g for g in rollouts["ready"] if g["id"] in unstored]
+                rollouts["ready"] = [g for g in rollouts["ready"] if g["id"] not in unstored]
+                rollouts["waiting"] = [*rollouts["waiting"], *again]
             late = dict(_result(*saved) for saved in state["late"])
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
         snapshot.restore(self.core, rollouts)
         self._position = state["position"]
-        self._execution.know(g.id for g in self.core.buffer)
-        self._execution.mailboxes.late.update(late)
+        self._execution.host.know(g.id for g in self.core.buffer)
+        for stand_in, rollout in stand_ins.items():
+            if stand_in.group in self.core.buffer.groups:
+                self._execution.host.runs_for(stand_in, rollout)
+        self._execution.host.mailboxes.late.update(late)
         return [str(g.prompt.data["uid"]) for g in sorted(self.core.buffer, key=lambda g: g.id)]
+
+    async def held(self) -> dict[str, list[int]]:
+        """The prompts that are held, each with its rollouts whose sample is neither delivered nor dropped."""
+        return {
+            uid: sorted(self._execution.host.rollout_of(sample.id).index for sample in group.members)
+            for uid, group in self._execution.host.groups.items()
+        }
 
 
 def _plain(sample: SampleId, r: Result, incarnation: int) -> list[Any]:

@@ -1,7 +1,7 @@
 """Which rollout waits for which answer, and whether anybody still listens to it.
 
-Each sample has one rollout at a time, known by its *life*; one that was given up keeps an old life, and hears nothing
-any more but that.
+Each of a prompt's n rollouts is run again and again; the present run is known by its *life*, an older one hears nothing
+any more but that it was given up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from april.core.types import SampleId
 
 
 class Mailboxes:
-    """Answers on their way to the rollouts of the held samples."""
+    """Answers on their way to rollouts, by (group, rollout)."""
 
     def __init__(self) -> None:
         self._lives: dict[SampleId, int] = {}
@@ -29,32 +29,32 @@ class Mailboxes:
 
     # ---------------------------------------------------------------- lives
 
-    def new_life(self, sample: SampleId) -> int:
+    def new_life(self, rollout: SampleId) -> int:
         """A rollout is to begin: what it says is heard, and no older one."""
-        life = self._lives[sample] = self._lives.get(sample, 0) + 1
+        life = self._lives[rollout] = self._lives.get(rollout, 0) + 1
         return life
 
-    def is_alive(self, sample: SampleId, life: int) -> bool:
-        """Whether the rollout with this ``life`` is the one that the sample runs by."""
-        return self._lives.get(sample) == life
+    def is_alive(self, rollout: SampleId, life: int) -> bool:
+        """Whether this is its present run."""
+        return self._lives.get(rollout) == life
 
-    def give_up(self, sample: SampleId) -> None:
+    def give_up(self, rollout: SampleId) -> None:
         """The sample goes on without its rollout: what that one is told or says from now on is void."""
-        self._answers.pop(sample, None)
-        if sample in self._lives:  # not settled by now
-            self.new_life(sample)
-        for_start, future = self._asked.get(sample, (True, None))
+        self._answers.pop(rollout, None)
+        if rollout in self._lives:  # not settled by now
+            self.new_life(rollout)
+        for_start, future = self._asked.get(rollout, (True, None))
         if future is not None and not for_start:
-            del self._asked[sample]
+            del self._asked[rollout]
             _resolve(future, GivenUp())
 
-    def settle(self, sample: SampleId) -> None:
-        """The sample is delivered or dropped."""
-        self._lives.pop(sample, None)
-        self._answers.pop(sample, None)
-        for_start, future = self._asked.pop(sample, (True, None))
+    def settle(self, rollout: SampleId, *, dropped: bool = False) -> None:
+        """The sample is delivered or dropped (``dropped``: it alone)."""
+        self._lives.pop(rollout, None)
+        self._answers.pop(rollout, None)
+        for_start, future = self._asked.pop(rollout, (True, None))
         if future is not None:
-            _resolve(future, Settled() if for_start else GivenUp())
+            _resolve(future, Settled(dropped) if for_start else GivenUp())
 
     def stop(self, error: BaseException) -> None:
         """Nothing goes on: whoever waits is told why."""
@@ -66,24 +66,24 @@ class Mailboxes:
 
     # ---------------------------------------------------------------- answers
 
-    async def answer(self, sample: SampleId, *, for_start: bool = False) -> Message:
-        """The next one for the sample's rollout; waits until there is one."""
-        ready = self._answers.get(sample)
+    async def answer(self, rollout: SampleId, *, for_start: bool = False) -> Message:
+        """The next one for it; waits until there is one."""
+        ready = self._answers.get(rollout)
         if ready:
             return ready.popleft()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._asked[sample] = (for_start, future)
+        self._asked[rollout] = (for_start, future)
         return await future
 
-    def say(self, sample: SampleId, answer: Message) -> None:
+    def say(self, rollout: SampleId, answer: Message) -> None:
         """To whoever waits, or will ask."""
-        _, future = self._asked.pop(sample, (False, None))
+        _, future = self._asked.pop(rollout, (False, None))
         if future is None or not _resolve(future, answer):
-            self._answers.setdefault(sample, deque()).append(answer)
+            self._answers.setdefault(rollout, deque()).append(answer)
 
-    def unsay(self, sample: SampleId) -> None:
+    def unsay(self, rollout: SampleId) -> None:
         """What was said, and not heard, is out of date."""
-        self._answers.pop(sample, None)
+        self._answers.pop(rollout, None)
 
 
 def _resolve(future: asyncio.Future[Message], answer: Message) -> bool:

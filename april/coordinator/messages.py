@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason
 
@@ -48,9 +51,14 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The sample's group was delivered or dropped."""
+    """The rollout's sample was delivered or dropped, and none takes its place."""
+
+    dropped: bool = False
+    """It alone; what is stored of it goes. What a whole group that was dropped has stored, goes with its prompt."""
 
 
+Rollout = tuple[str, int]
+"""(uid, i): rollout i of the n of a prompt. It runs sample i, and whichever takes the place of one that it has run."""
 Message = Start | Go | Done | GivenUp | Settled
 
 
@@ -72,15 +80,27 @@ class Result:
     unused: tuple[int, DropReason] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A batch: ``uids`` of its prompts, oldest completion first."""
+    """A batch of B samples."""
 
     batch: int
-    uids: tuple[str, ...]
+    rollouts: tuple[Rollout, ...]
+    """Of its samples, group by group, oldest completion first."""
+    settled: tuple[str, ...]
+    """Prompts of which nothing is held any more since the last batch; its own, unless groups are delivered in parts."""
     metrics: dict[str, float]
-    masked: dict[tuple[str, int], Any]
-    """By (uid, sample): loss mask uint8 [T] over the conversation, where the core took the loss off a token."""
+    masked: dict[Rollout, Any]
+    """Loss mask uint8 [T] over the conversation, where the core took the loss off a token."""
+    rewards: Float32
+    """float32 [B]"""
+    baseline_rewards: NDArray[np.float64]
+    """float64 [B, K], of what each baseline is made, NaN on the right (as ``april.group_advantages`` takes it)"""
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """Its prompts."""
+        return tuple(dict.fromkeys(uid for uid, _ in self.rollouts))
 
 
 Order = tuple[Any, ...]

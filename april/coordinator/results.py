@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
-from april.coordinator.messages import Delivery, Done, Result, Span
+from april.coordinator.messages import Delivery, Done, Result, Rollout, Span
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, GenerateCall
 from april.core.versions import PolicyVersion
+from april.corrections.advantages import first_others_of
 from april.driver.wire_checks import check_chunk
 from april.engines.protocol import Chunk
 from april.errors import WireError
@@ -67,15 +70,25 @@ def done(complete: GenerateCall) -> Done:
     )
 
 
-def delivery(batch: Batch, times: dict[str, float]) -> Delivery:
-    """A batch as the trainer is told of it; it has the trajectories itself. ``times``: further metrics."""
-    masked: dict[tuple[str, int], np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
-    uids: dict[str, None] = {}
-    for sample in batch.samples:
-        uid = str(sample.prompt.data["uid"])
-        uids[uid] = None
+def delivery(
+    batch: Batch, rollouts: Sequence[Rollout], settled: Iterable[str], times: dict[str, float]
+) -> Delivery:
+    """A batch as the trainer is told of it; it has the trajectories itself.
+
+    ``rollouts``: that made its samples. ``settled``: prompts that it ends. ``times``: further metrics.
+    """
+    masked: dict[Rollout, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+    for sample, rollout in zip(batch.samples, rollouts, strict=True):
         written = sum(s.count for s in sample.segments if s.kind is SegmentKind.GENERATED)
         if int(np.count_nonzero(sample.loss_mask)) < written:
-            masked[uid, sample.id.index] = sample.loss_mask
+            masked[rollout] = sample.loss_mask
     metrics = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_"))}
-    return Delivery(batch.id, tuple(uids), metrics | times, masked)
+    return Delivery(
+        batch=batch.id,
+        rollouts=tuple(rollouts),
+        settled=tuple(settled),
+        metrics=metrics | times,
+        masked=masked,
+        rewards=batch.rewards,
+        baseline_rewards=first_others_of(batch.sample_indices, [s.cohort for s in batch.samples]),
+    )

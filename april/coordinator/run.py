@@ -175,8 +175,12 @@ class Run:
 
     def restore(
         self, folder: Path, stored: dict[str, list[int]], row_of: Callable[[list[str]], Sequence[Any]]
-    ) -> tuple[set[str], set[str]]:
-        """Go on from a checkpoint; the prompts that april holds, and those that it has dropped and the trainer has not.
+    ) -> tuple[dict[str, list[int]], set[str]]:
+        """Go on from a checkpoint.
+
+        Returns:
+            The prompts that april holds, each with its rollouts whose sample is; and those that it has dropped and the
+            trainer has not.
 
         Args:
             folder: of the trainer's checkpoint, with april's state in it.
@@ -191,9 +195,9 @@ class Run:
         except OSError as error:
             raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
         state = unpack(KIND, data, str(folder))
-        held = {g["data"]["uid"] for part in ("ready", "waiting") for g in state["rollouts"][part]}
         dropped = set(state["dropped"])
         # those that are complete wait to be settled: they may be too old one day, and begin again
         self._trainer.dispatch(row_of(self._trainer.ask("restore", state, stored)))
+        held = self._trainer.ask("held")
         log.info("april goes on with %d prompts", len(held))
         return held, dropped

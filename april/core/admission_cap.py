@@ -80,12 +80,14 @@ class AdmissionCap:
         self.measured = took if self.measured is None else min(took, self.measured)
         self._by_refusal, self._ended = True, 0
 
-    def request_ended(self, in_flight: int) -> None:
-        """One request ended in order; an engine that refused more is tried with more after a cap-full of them."""
+    def request_ended(self, in_flight: int) -> bool:
+        """One request ended in order; an engine that refused more is tried with more after a cap-full: True then."""
         if self._by_refusal and self.measured is not None and in_flight + 1 >= self.measured:
             self._ended += 1
             if self._ended >= self.measured:
                 self._raise(self.measured)
+                return True
+        return False
 
     def _raise(self, measured: int) -> None:
         self._ended = 0

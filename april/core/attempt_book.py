@@ -77,10 +77,10 @@ class AttemptBook:
             tape=AttemptTape(),
             end_ids=self._end_ids(call),
             oldest=oldest,
-            urgent=sample.group.urgent,
+            urgent=sample.urgent,
         )
         attempts[attempt.id] = attempt
-        self._engines.states[engine].in_flight += 1
+        self._engines.states[engine].add(1)
         sample.attempts += 1
         call.attempt = attempt
         return attempt
@@ -92,7 +92,7 @@ class AttemptBook:
             assert attempt.sample.evaluation is not None
             attempt.sample.evaluation.in_flight -= 1
         if attempt is not None:
-            self._engines.states[attempt.engine].in_flight -= 1
+            self._engines.states[attempt.engine].add(-1)
             attempt.call.attempt = None
         return attempt
 

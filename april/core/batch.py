@@ -1,13 +1,14 @@
-"""A delivered batch: N finished groups with exact provenance, as ragged and padded arrays.
+"""A delivered batch: N finished groups, or N * n samples, with exact provenance, as ragged and padded arrays.
 
-Rows are samples, group by group; each names its own: ``group_ids[row]``, ``sample_indices[row]``, ``samples[row].id``.
+Rows are samples, group by group (with a group quorum, those of a group that are in this batch); each names its own:
+``group_ids[row]``, ``sample_indices[row]``, ``samples[row].id``.
 Shapes: B rows, T longest response, P longest prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.batch_arrays import padded_arrays, ragged_arrays
+from april.core.batch_shares import BatchShare, SplitBy, split_batch, whole_of
 from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
-from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
-from april.core.versions import PolicyVersion
+from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.core.versions import PolicyVersion, VersionClock
+from april.corrections.advantages import Method, first_others_of, group_advantages
 
 UInt8 = NDArray[np.uint8]
 
@@ -38,6 +41,9 @@ class DeliveredSample:
     staleness: int
     """weight updates between the oldest generated token and training, one for each batch that is trained before"""
     reward: float
+    cohort: tuple[tuple[int, float], ...]
+    """(index, reward) of the first k finishers of its group, in the order in which they finished; k = n without a
+    quorum"""
     finish: FinishReason
     attempts: int
     """requests to engines"""
@@ -49,6 +55,17 @@ class DeliveredSample:
         """int32 [T, 2]: (incarnation, n) of each token."""
         return versions_of(self.segments)
 
+    @property
+    def baseline_rewards(self) -> Float32:
+        """float32 [k - 1], rewards of the first k - 1 other finishers of its group: of what its baseline is made.
+
+        As many for one of the first k as for one that came later, and its own is not among them, so the baseline
+        does not depend on the sample (nor on how long it took).
+        """
+        (others,) = first_others_of([self.id.index], [self.cohort])
+        rewards: Float32 = others[~np.isnan(others)].astype(np.float32)
+        return rewards
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -59,7 +76,7 @@ class Batch:
     """policy version at delivery"""
     samples: tuple[DeliveredSample, ...]
     group_sizes: tuple[int, ...]
-    """samples per group; sums to len(samples)"""
+    """samples per group, as far as they are in this batch; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
     """Of which distribution ``logprobs`` are: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
@@ -68,13 +85,18 @@ class Batch:
     bottleneck: str = ""
     """Which side the step waited for, how long and why, and what to change: a sentence for people. Empty if it
     took no time"""
+    branches: Mapping[int, int] = field(default_factory=dict)
+    """incarnation -> ``n`` of the weights from which the next one began, by a restart"""
+    _part: BatchShare | None = None
+    """set by :meth:`split`; None: it is whole"""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __repr__(self) -> str:
         return (
-            f"<Batch {self.id} version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
+            f"<Batch {self.id}{f' share {self.share.rank} of {self.share.ranks}' if self._part else ''} "
+            f"version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
             f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}"
             f"{f' ({self.bottleneck})' if self.bottleneck else ''}>"
         )
@@ -83,6 +105,30 @@ class Batch:
     def trained_at(self) -> PolicyVersion:
         """Version at which it is trained: one update later for each batch that was out when it was delivered."""
         return self.version._replace(n=self.version.n + int(self.metrics.get("batches_out", 0.0)))
+
+    @cached_property
+    def share(self) -> BatchShare:
+        """Which share of a batch this is, and what a loss over all shares is divided by; of a whole batch: all of it.
+
+        :func:`april.loss_weights` takes it. Count the loss of your own with ``samples`` or ``loss_tokens``, which are
+        those of the whole batch.
+        """
+        return self._part or whole_of(self.samples)
+
+    def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
+        """The batch in ``ranks`` shares: each sample is in one of them, in the order that it has here.
+
+        ``by="samples"``: contiguous rows; the numbers of samples differ by one at most. ``by="tokens"``: about equal
+        numbers of prompt and response tokens; the numbers of samples differ then. Where there are more ranks than
+        samples, some shares are empty: their arrays have B = 0.
+
+        Of each share, ``metrics`` and ``off_policy_share`` are those of the whole batch, and :meth:`advantages` are the
+        rows of the whole batch's: the siblings they compare with go with the samples. The same batch is always split
+        alike. A share may be split again: its :attr:`share` still counts the whole batch.
+
+        Raises ValueError for ``ranks`` below 1 and for another ``by``.
+        """
+        return split_batch(self, ranks, by)
 
     @cached_property
     def rewards(self) -> Float32:
@@ -108,6 +154,29 @@ class Batch:
     def lengths(self) -> Int32:
         """int32 [B], response tokens."""
         return np.array([len(s.tokens) for s in self.samples], np.int32)
+
+    @cached_property
+    def token_ages(self) -> Int32:
+        """int32 [sum of T], weight updates between each token and its training; 0 for tokens of the environment.
+
+        Rows as in :meth:`ragged`. After a restart: the way back to where the weights branched off, and the way since.
+        """
+        clock = VersionClock(self.trained_at, dict(self.branches))
+        ages, counts = [], []
+        for sample in self.samples:
+            for s in sample.segments:
+                ages.append(clock.staleness(s.version) if s.kind is SegmentKind.GENERATED else 0)
+                counts.append(s.count)
+        return np.repeat(np.array(ages, np.int32), np.array(counts, np.int64))
+
+    def advantages(self, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0) -> Float32:
+        """float32 [B]: each response against the first k - 1 other finishers of its group, whatever batch they are in.
+
+        Without a quorum those are all its siblings, and it is the textbook's. ``method``: ``grpo``, ``dr_grpo``,
+        ``rloo``, ``dapo`` or ``gspo``; formulas, papers and errors are those of :func:`april.group_advantages`.
+        """
+        others = first_others_of(self.sample_indices, [s.cohort for s in self.samples])
+        return group_advantages([s.reward for s in self.samples], others, method, epsilon=epsilon, ddof=ddof)
 
     def ragged(self) -> dict[str, NDArray[Any]]:
         """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
@@ -167,6 +236,7 @@ def deliver_sample(
         segments=tuple(tape.segments),
         staleness=staleness,
         reward=sample.reward,
+        cohort=sample.group.cohort,
         finish=sample.finish,
         attempts=sample.attempts,
         resumes=sample.resumes,
@@ -174,7 +244,7 @@ def deliver_sample(
 
 
 def batch_metrics(
-    groups: Sequence[Group], samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
+    groups: int, samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
 ) -> dict[str, float]:
     """Metrics that can be read off the batch itself."""
     generated = stale = trained = 0
@@ -188,7 +258,7 @@ def batch_metrics(
     lengths = np.array([len(s.tokens) for s in samples], np.float64)
     rewards = np.array([s.reward for s in samples], np.float64)
     return {
-        "groups": float(len(groups)),
+        "groups": float(groups),
         "samples": float(len(samples)),
         "trained_tokens": float(generated),
         "masked_tokens": float(generated - trained),

@@ -63,7 +63,8 @@ class ScoreGroup:
 
 @dataclass(frozen=True, slots=True)
 class JudgeGroup:
-    """All samples of a group are finished: ask the filter; answer with GroupJudged and the same ``judgement``."""
+    """The quorum of a group is finished: ask the filter about ``group.first``; answer with GroupJudged and the same
+    ``judgement``."""
 
     group: Group
     judgement: int
@@ -71,7 +72,7 @@ class JudgeGroup:
 
 @dataclass(frozen=True, slots=True)
 class CancelSample:
-    """The sample was given up: end its rollout or reward function."""
+    """The sample was given up: end its rollout or reward function, if there is one still."""
 
     sample: Sample
 
@@ -187,7 +188,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class EndOfData:
-    """The source has ended, and there is nothing to deliver but ``kept`` complete groups that wait for more."""
+    """The source has ended; ``kept`` complete groups, or with a quorum samples, wait for more."""
 
     kept: int = 0
 
@@ -224,9 +225,8 @@ class Fail:
     error: str
 
 
-Command = (
-    DrawPrompts
-    | StartSample
+HostCommand = (
+    StartSample
     | Submit
     | Abort
     | CallCompleted
@@ -234,13 +234,19 @@ Command = (
     | ScoreGroup
     | JudgeGroup
     | CancelSample
-    | ReportDrop
-    | StartTimer
     | Fence
     | ProbeEngine
     | PauseEngine
     | LoadEngine
     | ResumeEngine
+)
+"""Carried out where the engines and the functions are; all others where the core is."""
+
+Command = (
+    HostCommand
+    | DrawPrompts
+    | ReportDrop
+    | StartTimer
     | HandOver
     | Restore
     | UpdateEnded

@@ -14,13 +14,14 @@ from april.core.evaluation import Evaluation
 from april.core.history import History
 from april.core.leases import Leases
 from april.core.ledger import Ledger
+from april.core.length_ledger import LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import PartialBuffer
 from april.core.places import Places
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.timers import Timer, TimerKind
 from april.core.transitions import LEGAL, State, Stateful
-from april.core.types import Attempt, Group, GroupState, Sample, SampleId, SampleState
+from april.core.types import SETTLED, Attempt, Group, GroupState, Sample, SampleId, SampleState
 from april.core.versions import VersionClock
 from april.errors import InvariantError
 
@@ -33,7 +34,7 @@ class CoreContext:
         self.clock = clock
         self.engines = EngineTable(engines, clock.current)
         self.over_sampler = OverSampler(settings)
-        self.monitor = CompletionMonitor(settings.rollout_batch_size)
+        self.monitor = CompletionMonitor(settings.target)
         self.aborts = AbortController(settings.abort_deadline_s, settings.abort_resend_s)
         self.leases = Leases(clock, settings.max_staleness)
         self.buffer = PartialBuffer(settings, self.leases)
@@ -41,6 +42,7 @@ class CoreContext:
         self.places = Places(settings.max_in_flight, self.attempts)
         self.tokens = Ledger()
         self.prompts = Ledger()
+        self.lengths = LengthLedger()
         self.batches = 0
         """Batches delivered; the number of the next one."""
         self.groups_drawn = 0
@@ -53,9 +55,11 @@ class CoreContext:
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
         """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
+        self.urgent: list[Sample] = []
+        """As of the latest plan; with what took the place of such a one since."""
         self.failure: str | None = None
         """Why the step cannot go on."""
-        self.without_room: list[Group] = []
+        self.without_room: list[Sample] = []
         """Out of a snapshot, and to be dropped, as the engines' context is smaller now."""
         self.evaluations: dict[int, Evaluation] = {}
         self.evaluation_groups: dict[int, Group] = {}
@@ -78,8 +82,8 @@ class CoreContext:
     def sample(self, sample_id: SampleId) -> Sample | None:
         """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
         group = (self.evaluation_groups if sample_id.group < 0 else self.buffer.groups).get(sample_id.group)
-        if group is not None:
-            return group.samples[sample_id.index]
+        if group is not None and (sample := group.samples[sample_id.index]).state not in SETTLED:
+            return sample
         if sample_id.group >= self.groups_drawn:
             raise InvariantError(f"no such sample: {sample_id}")
         self.counters["late_events"] += sample_id.group >= 0

@@ -57,7 +57,7 @@ class EngineCalls:
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
         """What a call has done to gate and weights; False for one that is void."""
-        state = self._context.engines.states[event.engine]
+        state = self._context.engines.known(event.engine)
         if event.call != state.call:
             return False
         state.call = 0
@@ -74,6 +74,11 @@ class EngineCalls:
         elif done:
             state.gate = EngineGate.CLOSED
         return True
+
+    def forget(self, name: str) -> None:
+        """An engine has left, or comes anew: it owes no answer."""
+        self._loading.pop(name, None)
+        self._asked.pop(name, None)
 
     # ---------------------------------------------------------------- what engines say of themselves
 

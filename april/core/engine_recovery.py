@@ -1,4 +1,4 @@
-"""Engines that rest or come back: when they are asked how they are, and who gets the present weights.
+"""Engines that rest, come and come back: when they are asked how they are, and who gets the present weights.
 
 Which failures quarantine one is decided by ``EngineTable.failed``.
 
@@ -9,6 +9,7 @@ open, and with the weights that it is used under.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from april.core import commands as do
 from april.core import engine_table
@@ -50,6 +51,32 @@ class EngineRecovery:
         if not self._updates.checks(event.engine):  # which finds out by itself
             self._context.engine_failed(event.engine)
 
+    # ---------------------------------------------------------------- engines that come and go
+
+    def joined(self, event: ev.EnginesJoined) -> None:
+        """They have the weights of the start, as the first ones, or come in as those that come back."""
+        context = self._context
+        self._leave([e.name for e in event.engines if e.name in context.engines.states])
+        for limits in event.engines:
+            state = context.engines.join(limits)
+            self._updates.joins(limits.name)
+            if self._updates.none_yet and state.weights is EngineWeights.UNKNOWN:
+                state.confirm(context.clock.current)
+            if not state.loaded or state.gate is not EngineGate.OPEN:
+                state.health = EngineHealth.QUARANTINED
+                self._calls.probe(limits.name)
+
+    def left(self, event: ev.EnginesLeft) -> None:
+        """Nobody waits for them any more."""
+        self._leave(event.names)
+
+    def _leave(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._context.engines.leave(name)
+            self._calls.forget(name)
+            self._troubles.pop(name, None)
+        self._updates.leave(names)
+
     # ---------------------------------------------------------------- load and rests
 
     def load(self, event: ev.LoadReported) -> None:
@@ -58,6 +85,7 @@ class EngineRecovery:
         state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self._context.counters["lowered_caps"] += 1
+        state.moved()
 
     def busy(self, name: str, event: ev.AttemptFailed) -> None:
         """It refused an attempt for now, and rests; one that is busy again and again is probed as well."""
@@ -89,7 +117,7 @@ class EngineRecovery:
 
     def timer_fired(self, timer: Timer) -> None:
         """A rest is over, or it is time to ask an engine."""
-        state = self._context.engines.states[timer.engine]
+        state = self._context.engines.known(timer.engine)
         if timer.kind is TimerKind.REST:
             if timer.number == state.rest:
                 state.rest = 0
@@ -105,7 +133,7 @@ class EngineRecovery:
 
     def probed(self, event: ev.EngineProbed) -> None:
         """An engine says how it is; of a time at which weights moved, nothing can be said."""
-        name, state = event.engine, self._context.engines.states[event.engine]
+        name, state = event.engine, self._context.engines.known(event.engine)
         if event.probe != state.probe:
             self._context.counters["late_events"] += 1
             return

@@ -8,12 +8,14 @@ This is the one place that says which weights an engine has. Whoever changes the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from april.core.admission_cap import AdmissionCap
+from april.core.least_loaded import LeastLoaded
 from april.core.settings import EngineLimits
 from april.core.versions import PolicyVersion
+from april.errors import InvariantError
 
 FAILURES_BEFORE_QUARANTINE = 3
 """Answers in a row that cannot be true; one is an accident, three are an engine."""
@@ -71,13 +73,9 @@ class EngineState:
 
     limits: EngineLimits
     cap: AdmissionCap
-    loaded: frozenset[PolicyVersion]
-    """Versions that it has confirmed to have; empty where its weights are not known."""
     loaded_before: frozenset[PolicyVersion] = frozenset()
     """Those before a load that is running or was refused: it may have them still, if it says so."""
     weights: EngineWeights = EngineWeights.CONFIRMED
-    gate: EngineGate = EngineGate.OPEN
-    health: EngineHealth = EngineHealth.WELL
     call: int = 0
     """Number of the call (pause, load, resume) that runs; 0: none."""
     probe: int = 0
@@ -88,7 +86,6 @@ class EngineState:
     """Timer of the next probe, also while it works; 0: none."""
     taken_back: bool = False
     """It gets the present weights on its own, because it came back with others."""
-    in_flight: int = 0
     failures: int = 0
     rests: int = 0
     """In a row, without a request that ended in order between them."""
@@ -98,6 +95,74 @@ class EngineState:
     """At some time of the run."""
     kv_usage: float | None = None
     """Share of its key-value memory in use, as it said last; None: it has said nothing."""
+
+    # what decides whether it takes a request, and before which others
+    _loaded: frozenset[PolicyVersion] = frozenset()
+    _gate: EngineGate = OPEN
+    _health: EngineHealth = WELL
+    _in_flight: int = 0
+    order: LeastLoaded | None = field(default=None, repr=False, compare=False)
+    """Where it is looked for; None: nowhere, it has left."""
+    place: int = 0
+    """Among the engines of ``order``."""
+    load: int | None = None
+    """Requests with which it stands there; None: it takes none."""
+
+    def moved(self) -> None:
+        """Some of that has changed."""
+        load: int | None = None
+        if self._health is WELL and self._gate is OPEN and self._loaded:
+            load, most = self._in_flight, self.cap.value
+            if most is not None and load >= most:
+                load = None
+        if load != self.load and self.order is not None:
+            self.order.move(self.place, self.load, load)
+            self.load = load
+
+    def add(self, requests: int) -> None:
+        """So many more are in flight; below 0: fewer."""
+        self._in_flight += requests
+        self.moved()
+
+    @property
+    def loaded(self) -> frozenset[PolicyVersion]:
+        """Versions that it has confirmed to have; empty where its weights are not known."""
+        return self._loaded
+
+    @loaded.setter
+    def loaded(self, loaded: frozenset[PolicyVersion]) -> None:
+        self._loaded = loaded
+        self.moved()
+
+    @property
+    def gate(self) -> EngineGate:
+        """Whether it lets requests in."""
+        return self._gate
+
+    @gate.setter
+    def gate(self, gate: EngineGate) -> None:
+        self._gate = gate
+        self.moved()
+
+    @property
+    def health(self) -> EngineHealth:
+        """Whether it is well, at rest or quarantined."""
+        return self._health
+
+    @health.setter
+    def health(self, health: EngineHealth) -> None:
+        self._health = health
+        self.moved()
+
+    @property
+    def in_flight(self) -> int:
+        """Its requests, those of evaluations among them."""
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self.moved()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -122,9 +187,9 @@ class EngineState:
     @property
     def has_room(self) -> bool:
         """Whether it takes one more request."""
-        if self.health is not WELL or self.gate is not OPEN:
+        if self._health is not WELL or self._gate is not OPEN:
             return False
-        return (most := self.cap.value) is None or self.in_flight < most
+        return (most := self.cap.value) is None or self._in_flight < most
 
     def confirm(self, version: PolicyVersion) -> None:
         """It has said that it has these weights, whole."""
@@ -148,17 +213,31 @@ class EngineState:
             return "it rests without an end"
         if self.taken_back and not self.quarantined:
             return "it is given the present weights, and is not quarantined"
+        if self.load != (self.in_flight if self.loaded and self.has_room else None):
+            return f"it is looked for with {self.load} requests, and has {self.in_flight}"
         return None
 
 
 class EngineTable:
-    """All engines, in the order of the configuration."""
+    """All engines, in the order of the configuration, then as they came.
+
+    Prompts and samples are promised what the first engines have in common; later ones come and go and have no less.
+
+    Args:
+        engines: at least one.
+        version: of the policy; they have it.
+    """
 
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
-        self.states = {
-            e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight), loaded=frozenset((version,)))
-            for e in engines
-        }
+        self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
+        self._by_load = LeastLoaded()
+        for state in self.states.values():
+            state.confirm(version)
+            self._by_load.join(state)
+        self.left: dict[str, EngineState] = {}
+        """As they were when they left; what they were asked for is void."""
+        self.turnover = 0
+        """Grows when one joins or leaves."""
         self.max_context = min(e.max_context for e in engines)
         self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
@@ -169,20 +248,79 @@ class EngineTable:
         """The end-of-sequence tokens of an engine; of one that is gone, those on which all present ones agree."""
         if engine in self.states:
             return frozenset(self.states[engine].limits.eos_token_ids)
-        return frozenset.intersection(*(frozenset(s.limits.eos_token_ids) for s in self.states.values()))
+        return self.eos_token_ids.intersection(*(s.limits.eos_token_ids for s in self.states.values()))
+
+    # ---------------------------------------------------------------- engines that come and go
+
+    def unfit(self, engine: EngineLimits) -> str | None:
+        """Why an engine cannot join, as it has less than samples were promised; None: it can."""
+        has, name = "", f"engine {engine.name}"
+        if engine.max_context < self.max_context:
+            has = f"a context of {engine.max_context} tokens, and {self.max_context} are needed"
+        elif engine.vocab_size < self.vocab_size:
+            has = f"a vocabulary of {engine.vocab_size} tokens, and {self.vocab_size} are needed"
+        elif not self.eos_token_ids.issuperset(engine.eos_token_ids):
+            theirs = sorted(self.eos_token_ids)
+            has = f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, and those of the others are {theirs}"
+        elif self.logprob_kind not in ("mixed", engine.logprob_kind):
+            has = f"log-probabilities of kind {engine.logprob_kind}, and those of the others are {self.logprob_kind}"
+        return f"{name} cannot join: it has {has}" if has else None
+
+    def join(self, engine: EngineLimits) -> EngineState:
+        """A new engine, or one that comes anew; which weights it has is not known.
+
+        Raises:
+            InvariantError: it is unfit, or is here already.
+        """
+        if wrong := self.unfit(engine):
+            raise InvariantError(wrong)
+        if engine.name in self.states:
+            raise InvariantError(f"two engines have the name {engine.name}")
+        before = self.left.pop(engine.name, None)
+        state = EngineState(limits=engine, cap=AdmissionCap(engine.max_in_flight), weights=EngineWeights.UNKNOWN)
+        if before is not None:
+            state.losses = before.losses + 1
+            # its server may be the same: still paused, or with torn weights, which a label would make whole
+            if before.gate is not OPEN:
+                state.gate = EngineGate.CLOSED
+            if before.weights in (EngineWeights.LOADING, EngineWeights.HALF):
+                state.weights = EngineWeights.HALF
+        self.states[engine.name] = state
+        self._by_load.join(state)
+        self.turnover += 1
+        return state
+
+    def leave(self, name: str) -> None:
+        """An engine is here no longer; raises InvariantError if it has requests in flight."""
+        state = self.states[name]
+        if state.in_flight:
+            raise InvariantError(f"engine {name} has left with {state.in_flight} requests in flight")
+        self.left[name] = self.states.pop(name)
+        self._by_load.leave(state)
+        state.call = state.probe = state.rest = state.probe_timer = 0
+        state.taken_back = False
+        self.turnover += 1
+
+    def known(self, name: str) -> EngineState:
+        """That of an engine that is here, or was: whatever is still said of one that left is void."""
+        return self.states.get(name) or self.left[name]
+
+    # ---------------------------------------------------------------- where the next request goes
 
     def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
         """The least loaded engine that confirmed ``version`` and has room.
 
         ``avoid`` only if no other has; ``prefer`` if it is not much fuller than that one.
         """
-        best: EngineState | None = None
-        best_is_avoided = False
-        for name, state in self.states.items():
-            if best is not None and (name == avoid or not (state.in_flight < best.in_flight or best_is_avoided)):
-                continue
-            if version in state.loaded and state.has_room:
-                best, best_is_avoided = state, name == avoid
+        best = self._by_load.first
+        if best is not None and (best.limits.name == avoid or version not in best._loaded):
+            best = None
+            for state in self._by_load:
+                if version in state.loaded:
+                    if state.limits.name != avoid:
+                        best = state
+                        break
+                    best = state  # unless another one follows
         if best is None or not prefer or prefer == avoid:
             return best
         liked = self.states[prefer]
@@ -191,7 +329,8 @@ class EngineTable:
 
     def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
         """The engine that has a prefix cached since ``life``; empty if it no longer has it."""
-        return name if name and self.states[name].life == life else ""
+        state = self.states.get(name)
+        return name if state is not None and state.life == life else ""
 
     def usable(self, version: PolicyVersion) -> bool:
         """Whether some engine is well, has confirmed ``version`` and is not busy for ever."""
@@ -199,6 +338,11 @@ class EngineTable:
             version in s.loaded and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
             for s in self.states.values()
         )
+
+    @property
+    def remedy(self) -> str:
+        """What to do where none is usable."""
+        return f"mend one of {', '.join(self.states)}" if self.states else "all have left, so let a host bring some"
 
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""
@@ -238,7 +382,8 @@ class EngineTable:
         """It ended a request in order, and has ``in_flight`` more of april's."""
         state = self.states[name]
         state.failures = state.rests = 0
-        state.cap.request_ended(in_flight)
+        if state.cap.request_ended(in_flight):
+            state.moved()
 
     def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
         """It refused a request for now, with ``in_flight`` others of april's there. Seconds for which it is to rest.
@@ -248,6 +393,7 @@ class EngineTable:
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL
         state.cap.refused(in_flight, again=alone)
+        state.moved()
         if alone:
             return None
         state.rests += 1

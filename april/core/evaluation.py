@@ -91,14 +91,19 @@ class Evaluations:
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
         why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
+        if not states:
+            why = "all engines have left"
         for evaluation in self.running:
             evaluation.fail(*(evaluation.trouble or (why, AttemptFailure.BROKE_OFF)))
 
     @property
     def hopeless(self) -> bool:
-        """No engine has the present weights, and none is probed, which might bring it back: no update comes first."""
-        version = self._context.clock.current
-        return not any(s.quarantined or version in s.loaded for s in self._context.engines.states.values())
+        """No engine has the present weights, and none is probed, which might bring it back: no update comes first.
+
+        Where all have left, others may join.
+        """
+        version, states = self._context.clock.current, self._context.engines.states
+        return bool(states) and not any(s.quarantined or version in s.loaded for s in states.values())
 
     def come_first(self, *, held: bool, update: int) -> bool:
         """Whether an update waits for one: those that have begun, and without a pause (``held``) those that will.
@@ -126,7 +131,7 @@ class Evaluations:
                 if not evaluation.in_flight:
                     del context.evaluations[number]
                     context.out.append(EvaluationFailed(number, *evaluation.failure))
-            elif evaluation.version is not None and not evaluation.unfinished:
+            elif evaluation.version is not None and not evaluation.unfinished and not evaluation.in_flight:
                 self._forget(evaluation)
                 del context.evaluations[number]
                 context.out.append(EvaluationDone(number, evaluation.groups))

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
 from april.core.timers import Timer
 from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
@@ -114,6 +115,20 @@ class SampleFailed:
     sample: SampleId
     error: str
     mistake: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionsLost:
+    """The rollout and reward functions of these groups died with their host, and nothing is heard of them any more.
+
+    They begin again elsewhere: StartSample follows, and what their calls had been answered comes from the tape; those
+    of evaluations begin again from nothing.
+
+    ``died``: nobody wanted the end of that host, and what ran there may be why.
+    """
+
+    groups: Sequence[int]
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +298,23 @@ class EngineFailed:
     engine: str
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesJoined:
+    """A host brings engines, for the first time or anew, of which ``EngineTable.unfit`` has said that they can join.
+
+    One that comes anew has nothing in flight: what had been has failed. Whatever else it was asked for before is void.
+    """
+
+    engines: Sequence[EngineLimits]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesLeft:
+    """A host has taken its engines away for good; they have nothing in flight."""
+
+    names: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReported:
     """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
@@ -324,6 +356,13 @@ class BatchCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class StalenessLowered:
+    """What is drawn from now on is trained within ``bound`` weight updates; what was drawn keeps the bound it had."""
+
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceExtended:
     """There are prompts again."""
 
@@ -339,6 +378,7 @@ Event = (
     | TokensUnused
     | SampleReturned
     | SampleFailed
+    | FunctionsLost
     | Scored
     | GroupJudged
     | TimerFired
@@ -356,9 +396,12 @@ Event = (
     | EngineReady
     | EngineStale
     | EngineFailed
+    | EnginesJoined
+    | EnginesLeft
     | LoadReported
     | EvaluationRequested
     | EvaluationCancelled
     | BatchCommitted
+    | StalenessLowered
     | SourceExtended
 )

@@ -9,10 +9,23 @@ drops its tokens for that name when it ends.
 from __future__ import annotations
 
 from april.core import commands as do
+from april.core.completion import Completion
 from april.core.context import CoreContext
 from april.core.tape import TokenTape
 from april.core.timers import TimerKind
-from april.core.types import AttemptFailure, AttemptState, DropReason, Group, GroupState, OnStale, Sample, SampleState
+from april.core.types import (
+    MOST_SAMPLES,
+    AttemptFailure,
+    AttemptState,
+    DropReason,
+    Group,
+    GroupState,
+    OnFailedSample,
+    OnStale,
+    Sample,
+    SampleId,
+    SampleState,
+)
 
 PAUSE_GROWTH = 8.0
 LONGEST_PAUSE_S = 32.0
@@ -21,14 +34,9 @@ LONGEST_PAUSE_S = 32.0
 class Failures:
     """Trying again, beginning again, giving up."""
 
-    def __init__(self, context: CoreContext) -> None:
+    def __init__(self, context: CoreContext, completion: Completion) -> None:
         self._context = context
-        self._failed_in_a_row = 0
-        self._filtered_in_a_row = 0
-
-    def group_completed(self) -> None:
-        """A group was completed and accepted: failures before it were no endless row."""
-        self._failed_in_a_row = self._filtered_in_a_row = 0
+        self._completion = completion
 
     # ---------------------------------------------------------------- one sample
 
@@ -49,11 +57,35 @@ class Failures:
             self.ask_reward(sample)
 
     def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
-        """Its group is given up, or its evaluation ends. ``kind``: of the request to blame; None: a function is."""
-        if sample.evaluation is None:
-            self.give_up(sample.group, DropReason.FAILED, f"{sample.id}: {error}")
-        else:
+        """It is given up, or its group, or its evaluation. ``kind``: of the request to blame; None: a function is."""
+        if sample.evaluation is not None:
             sample.evaluation.fail(error, kind, sample if kind is None else None)
+            return
+        group, settings, error = sample.group, self._context.settings, f"{sample.id}: {error}"
+        policy, n = settings.on_failed_sample, settings.n_samples_per_prompt
+        # with group rewards it is the group that cannot be scored; one that counts goes on without its stragglers
+        of_all = settings.group_reward and sample.state is SampleState.SCORING
+        counts = group.state is not GroupState.OPEN
+        if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MOST_SAMPLES * n:
+            self._replace(sample, error)
+        elif counts or (policy is OnFailedSample.SHRINK and not of_all and group.held > settings.min_group_size):
+            self.give_up_sample(sample, DropReason.FAILED, error)
+        else:
+            self.give_up(group, DropReason.FAILED, error)
+
+    def _replace(self, sample: Sample, error: str) -> None:
+        """A fresh sample joins the group before the one that failed leaves it."""
+        context, group = self._context, sample.group
+        fresh = Sample(SampleId(group.id, len(group.samples)), group)
+        fresh.urgent = sample.urgent
+        context.urgent += [fresh] * sample.urgent
+        group.samples.append(fresh)
+        group.unfinished += 1
+        context.buffer.changes(group, 1)
+        context.counters["replaced_samples"] += 1
+        context.note(fresh, f"takes the place of {sample.id}")
+        context.over_sampler.push(fresh)
+        self.give_up_sample(sample, DropReason.FAILED, error)
 
     def pause_s(self, failures: int) -> float:
         """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
@@ -61,20 +93,28 @@ class Failures:
 
     def ask_reward(self, sample: Sample) -> None:
         """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
-        context = self._context
-        for sibling in sample.group.samples if context.settings.group_reward else (sample,):
-            sibling.retry = None
-        if not context.settings.group_reward:
-            context.out.append(do.ScoreSample(sample))
-        elif all(s.state in (SampleState.SCORING, SampleState.FINISHED) for s in sample.group.samples):
-            context.out.append(do.ScoreGroup(sample.group))
+        if self._context.settings.group_reward:
+            self._ask_group_reward(sample.group)
+        else:
+            sample.retry = None
+            self._context.out.append(do.ScoreSample(sample))
+
+    def _ask_group_reward(self, group: Group) -> None:
+        """If all that is left of it has returned, and not all of that has its reward."""
+        members = group.members
+        for sample in members:
+            sample.retry = None
+        states = {sample.state for sample in members}
+        if SampleState.SCORING in states and states <= {SampleState.SCORING, SampleState.FINISHED}:
+            self._context.out.append(do.ScoreGroup(group))
 
     def begin_again(self, sample: Sample, reason: DropReason) -> None:
         """Drop the tokens of a sample and start it anew."""
         context = self._context
-        self.leave(sample, reason)
         was_finished = sample.state is SampleState.FINISHED
-        context.tokens.drop(sample.tape.generated, reason)
+        self._lose(sample, reason)
+        if was_finished:
+            self._completion.unfinished(sample)
         sample.tape = TokenTape()
         sample.replay, sample.finish, sample.reward = None, None, 0.0
         sample.calls.clear()
@@ -82,24 +122,17 @@ class Failures:
         context.to(sample, SampleState.NEW, f"begins again ({reason})")
         context.over_sampler.push(sample)
         if was_finished:
-            self._reopen(sample.group)
+            self._completion.reopen(sample.group)
 
-    def _reopen(self, group: Group) -> None:
-        """A finished sample of the group began again, so the group will be rewarded and judged once more."""
-        context, settings = self._context, self._context.settings
-        context.monitor.not_ready(group)
-        if group.state is not GroupState.OPEN:
-            context.to_group(group, GroupState.OPEN, "a sample began again")
-        group.unfinished += 1
-        if not (settings.group_reward or settings.has_filter):
-            return
-        for sample in group.samples:
-            if sample.replay is not None and sample.state is SampleState.FINISHED:
-                # what its function returned did not survive the restart: it runs again, answered from the tape
-                group.unfinished += 1
-                sample.finish = None
-                context.to(sample, SampleState.NEW, "runs again for what it returns")
-                context.over_sampler.push(sample)
+    def _lose(self, sample: Sample, reason: DropReason) -> None:
+        """Whatever it does ends, and its tokens are dropped."""
+        context, generated, call = self._context, sample.tape.generated, sample.open_call
+        if sample.state in (SampleState.SCORING, SampleState.FINISHED):
+            context.lengths.drop(generated, reason, counted=sample.state is SampleState.FINISHED)
+        elif generated or (call is not None and call.attempt is not None):
+            context.lengths.unfinished[reason] += 1
+        self.leave(sample, reason)
+        context.tokens.drop(generated, reason)
 
     def leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
@@ -117,33 +150,69 @@ class Failures:
         if sample.state is not SampleState.NEW:
             context.out.append(do.CancelSample(sample))
 
+    def give_up_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
+        """Drop one sample; its group goes on with the others, if there are any or some are delivered."""
+        context, group = self._context, sample.group
+        if group.held == 1 and not group.delivered:
+            self.give_up(group, reason, error)
+            return
+        context.counters[f"samples_dropped_{reason}"] += 1
+        if sample.state is SampleState.FINISHED:
+            self._completion.unfinished(sample)
+        group.unfinished -= 1
+        size = group.delivered + group.held - 1
+        if group.state is not GroupState.READY or context.settings.whole_groups:
+            group.quorum = context.settings.quorum(size)
+        if reason is DropReason.FAILED:
+            context.out.append(do.Warn(f"{error}; it is given up, and its group goes on with {size} samples"))
+        self._drop(sample, reason, f"dropped ({reason}): {error}")
+        if context.settings.group_reward:
+            self._ask_group_reward(group)  # the others may have waited for this one
+        if group.held:
+            self._completion.advance(group)
+
+    def _drop(self, sample: Sample, reason: DropReason, why: str) -> None:
+        context = self._context
+        context.monitor.forget(sample)
+        self._lose(sample, reason)
+        context.to(sample, SampleState.DROPPED, why)
+        self.sample_left(sample.group, reason)
+
+    def sample_left(self, group: Group, reason: DropReason | None = None) -> None:
+        """One was delivered, or given up for ``reason``; a prompt of which any was delivered is delivered."""
+        context = self._context
+        context.buffer.changes(group, -1)
+        if group.held:
+            return
+        context.buffer.remove(group)
+        if reason is None or group.delivered:
+            context.prompts.deliver(1)
+        else:
+            context.prompts.drop(1, reason)
+
     # ---------------------------------------------------------------- whole groups
 
     def give_up(self, group: Group, reason: DropReason, error: str) -> None:
         """Drop a whole group; it is replaced by the rules of the over-sampler."""
-        context, settings = self._context, self._context.settings
+        context, settings, done = self._context, self._context.settings, self._completion
         context.monitor.forget(group)
-        context.buffer.remove(group)
-        context.prompts.drop(1, reason)
         context.counters[f"groups_dropped_{reason}"] += 1
         context.out.append(do.ReportDrop(group, reason, error))
-        for sample in group.samples:
-            self.leave(sample, reason)
-            context.tokens.drop(sample.tape.generated, reason)
-            context.to(sample, SampleState.DROPPED, f"group dropped ({reason}): {error}")
+        for sample in group.members:
+            self._drop(sample, reason, f"group dropped ({reason}): {error}")
         if reason is DropReason.FAILED:
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row >= settings.max_failed_groups:
-                context.failure = f"{self._failed_in_a_row} groups failed in a row, the last one: {error}"
-                self._failed_in_a_row = 0
+            done.failed_in_a_row += 1
+            if done.failed_in_a_row >= settings.max_failed_groups:
+                context.failure = f"{done.failed_in_a_row} groups failed in a row, the last one: {error}"
+                done.failed_in_a_row = 0
         elif reason is DropReason.FILTERED:
-            self._filtered_in_a_row += 1
-            if self._filtered_in_a_row >= settings.max_filtered_groups:
+            done.filtered_in_a_row += 1
+            if done.filtered_in_a_row >= settings.max_filtered_groups:
                 context.failure = (
-                    f"the filter rejected {self._filtered_in_a_row} groups in a row; are the prompts too easy or too "
+                    f"the filter rejected {done.filtered_in_a_row} groups in a row; are the prompts too easy or too "
                     "hard for the model? Otherwise raise max_filtered_groups"
                 )
-                self._filtered_in_a_row = 0
+                done.filtered_in_a_row = 0
 
     def replace_too_old(self) -> None:
         """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
@@ -151,7 +220,10 @@ class Failures:
         for sample in context.buffer.too_old():
             if sample.state is SampleState.DROPPED:
                 continue  # with a sibling, a moment ago
+            why = f"{sample.id} is older than max_staleness"
             if context.settings.on_stale is OnStale.RESTART:
                 self.begin_again(sample, DropReason.STALE)
+            elif sample.group.state is GroupState.READY and not context.settings.whole_groups:
+                self.give_up_sample(sample, DropReason.STALE, why)
             else:
-                self.give_up(sample.group, DropReason.STALE, f"{sample.id} is older than max_staleness")
+                self.give_up(sample.group, DropReason.STALE, why)

@@ -1,7 +1,7 @@
 """Generation: the life of a sample from its rollout function's calls to complete responses.
 
-A call may take several attempts; whatever an attempt brought is kept before anything else is decided. After a restart
-of the process, calls that were complete are answered from the tape, as long as the function asks what it had asked.
+A call may take several attempts; whatever an attempt brought is kept before anything else is decided. Where a function
+begins again, as its process has died, calls that were complete are answered from the tape, as long as it asks the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.failures import Failures
+from april.core.lost_functions import LostFunctions
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptCounts, Int32
 from april.core.types import (
@@ -35,9 +36,10 @@ SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, Attemp
 class Generation:
     """Calls and attempts."""
 
-    def __init__(self, context: CoreContext, failures: Failures) -> None:
+    def __init__(self, context: CoreContext, failures: Failures, lost: LostFunctions) -> None:
         self._context = context
         self._failures = failures
+        self._lost = lost
 
     # ---------------------------------------------------------------- calls
 
@@ -88,7 +90,7 @@ class Generation:
         return None
 
     def _replay(self, sample: Sample, event: ev.CallMade) -> None:
-        """Answer from the tape what was answered before the restart; a function that asks otherwise begins again."""
+        """Answer from the tape what was answered before; a function that asks otherwise begins again."""
         replay = sample.replay
         assert replay is not None
         start = replay.calls[0].start if replay.calls else replay.open_start
@@ -114,7 +116,7 @@ class Generation:
             self._open(sample, event.sampling, start)
 
     def diverged(self, sample: Sample) -> None:
-        """The function did not ask what it had asked before the restart: its tokens belong to another conversation."""
+        """The function did not ask what it had asked before: its tokens belong to another conversation."""
         self._context.counters["replays_diverged"] += 1
         self._failures.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
@@ -124,11 +126,17 @@ class Generation:
     def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
         call.end, call.finish, call.sample.finish = end, finish, finish
         self._context.to(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
-        self._context.out.append(do.CallCompleted(call))
+        if call.lost:
+            self._lost.begin_again(call.sample)
+        else:
+            self._context.out.append(do.CallCompleted(call))
 
     def _queue(self, call: GenerateCall, why: str) -> None:
         self._context.to(call, CallState.QUEUED, why)
-        self._context.over_sampler.push(call)
+        if call.lost:
+            self._lost.begin_again(call.sample)
+        else:
+            self._context.over_sampler.push(call)
 
     # ---------------------------------------------------------------- attempts
 

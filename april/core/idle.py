@@ -67,7 +67,7 @@ def why_idle(core: RolloutCore) -> Idle:
         return ENGINES
     if queue.asked:
         return PROMPTS
-    if not core.attempts and core.monitor.ready < len(core.buffer) and not core.monitor.target_reached:
+    if not core.attempts and core.monitor.ready < core.buffer.units and not core.monitor.target_reached:
         return FUNCTIONS
     if queue.exhausted:
         return PROMPTS

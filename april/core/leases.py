@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from april.core.tape import SegmentKind
-from april.core.types import Group
+from april.core.types import NO_DEADLINE, Sample
 from april.core.versions import PolicyVersion, VersionClock
 
 MOST_OUT = 64
@@ -22,9 +22,11 @@ class Leases:
 
     def __init__(self, clock: VersionClock, max_staleness: int) -> None:
         self._clock = clock
-        self._limit = min(max_staleness, MOST_OUT)
-        self.batches: dict[int, tuple[Group, ...]] = {}
-        """Groups of every batch that is delivered and not committed, in the order of delivery."""
+        self._configured = max_staleness
+        self.bound = max_staleness
+        """Of what is drawn from now on; it may be lowered while the run goes on."""
+        self.batches: dict[int, tuple[Sample, ...]] = {}
+        """Samples of every batch that is delivered and not committed, in the order of delivery."""
         self._generated = self._stale = self._oldest = 0
 
     def __len__(self) -> int:
@@ -32,18 +34,24 @@ class Leases:
         return len(self.batches)
 
     @property
+    def lowered(self) -> int:
+        """The bound, if it was lowered; else none of its own."""
+        return self.bound if self.bound < self._configured else NO_DEADLINE
+
+    @property
     def full(self) -> bool:
         """So many batches are out that whatever is generated now is too old when it is trained."""
-        return len(self.batches) > self._limit
+        return len(self.batches) > min(self.bound, MOST_OUT)
 
     def why_full(self) -> str:
         """For the trainer, where :attr:`full`."""
         newest = max(self.batches)
         return (
             f"train first: {len(self.batches)} batches are out (delivered and not trained; the newest is {newest}), "
-            f"and no more than {self._limit} weight updates may come between generation and training (max_staleness, "
-            f"at most {MOST_OUT}). Call weight_update() after each batch, weight_update(trained=batch.id) if one "
-            "update trains several, or commit(batch.id) after a batch that no update follows"
+            f"and no more than {min(self.bound, MOST_OUT)} weight updates may come between generation and training "
+            f"(max_staleness, at most {MOST_OUT}). Call weight_update() after each batch, "
+            "weight_update(trained=batch.id) if one update trains several, or commit(batch.id) after a batch that no "
+            "update follows"
         )
 
     def age(self, version: PolicyVersion) -> int:
@@ -53,14 +61,13 @@ class Leases:
     def commit(self, batch_ids: Iterable[int]) -> None:
         """These batches were trained at the present version; what that means for their tokens is recorded."""
         for batch_id in batch_ids:
-            for group in self.batches.pop(batch_id):
-                for sample in group.samples:
-                    for segment in sample.tape.segments:
-                        if segment.kind is SegmentKind.GENERATED:
-                            age = self._clock.staleness(segment.version)
-                            self._generated += segment.count
-                            self._stale += segment.count if age else 0
-                            self._oldest = max(self._oldest, age)
+            for sample in self.batches.pop(batch_id):
+                for segment in sample.tape.segments:
+                    if segment.kind is SegmentKind.GENERATED:
+                        age = self._clock.staleness(segment.version)
+                        self._generated += segment.count
+                        self._stale += segment.count if age else 0
+                        self._oldest = max(self._oldest, age)
 
     def through(self, batch_id: int) -> list[int]:
         """The batches that are out, up to ``batch_id``."""

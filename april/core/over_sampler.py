@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable
 
 from april.core.settings import CoreSettings
-from april.core.types import GenerateCall, Refill, Sample
+from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
 
 class OverSampler:
@@ -18,12 +18,15 @@ class OverSampler:
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
+        self._batch, self._per_group = settings.target, settings.units_per_group
         self._heap: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self._tickets = 0
         self.waiting = 0
         """Samples and calls in the queue (void entries left out)."""
         self.asked = 0
         """Prompts asked for and not answered yet."""
+        self.bound = NO_DEADLINE
+        """Of the staleness of those, where it was lowered before they were asked for."""
         self.exhausted = False
         self.held_back = False
         """More prompts would have been drawn, had the buffer room for them."""
@@ -34,7 +37,7 @@ class OverSampler:
         self._tickets += 1
         work.ticket = self._tickets
         self.waiting += 1
-        heapq.heappush(self._heap, (not sample.group.urgent, sample.id.group, sample.id.index, work.ticket, work))
+        heapq.heappush(self._heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
     def forget(self, work: Sample | GenerateCall) -> None:
         """Take something out of the queue, if it is there; its entry becomes void."""
@@ -66,32 +69,34 @@ class OverSampler:
                 return work
 
     def prompts_to_draw(
-        self, *, ready: int, open_groups: int, free_places: int, step_start: bool, room: Callable[[], int]
-    ) -> int:
+        self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],
+        room: Callable[[], int],
+    ) -> int:  # fmt: skip
         """How many prompts to take from the source now.
 
-        ``ready``: complete groups that wait for delivery; ``open_groups``: groups in work; ``free_places``:
-        samples that could start in addition to those in flight and in the queue; ``room``: how many prompts the
-        buffer takes beyond what the step cannot do without.
+        ``ready``: complete units that wait for delivery; ``in_work``: units that are not complete; ``free_places``:
+        samples that could start in addition to those in flight and in the queue; ``fits`` and ``room``: how many
+        prompts the buffer takes of what the step cannot do without, and beyond it.
         """
         if self.exhausted or self.asked:
             return 0
-        s = self._settings
-        missing = max(s.rollout_batch_size - ready - open_groups, 0)
+        s, units = self._settings, self._per_group
+        missing = max(-(-(self._batch - ready - in_work) // units), 0)
+        missing = min(missing, fits()) if missing else 0
         if s.refill is Refill.SAMPLE:
             # a place that nobody waits for is filled by a new group, whatever the number of groups
             wanted = max(-(-free_places // s.n_samples_per_prompt), 0)
         elif s.refill is Refill.GROUP:
-            wanted = s.groups_wanted - open_groups
+            wanted = s.groups_wanted - in_work // units
         elif step_start:
-            wanted = s.groups_wanted - ready - open_groups
+            wanted = s.groups_wanted - (ready + in_work) // units
         elif s.over_sampling_batch_size < s.rollout_batch_size:
             # inside a step only what is needed to reach N, in portions
             portion = s.over_sampling_batch_size
             wanted = -(-missing // portion) * portion
         else:
             # groups were given up and N cannot be reached any more: one at a time would cost a response's time each
-            wanted = s.groups_wanted - ready - open_groups if missing else 0
+            wanted = s.groups_wanted - (ready + in_work) // units if missing else 0
         self.held_back = False
         if wanted <= missing:
             return missing

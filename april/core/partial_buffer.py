@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from april.core.completion_monitor import Unit
 from april.core.idle import Idle
 from april.core.leases import Leases
 from april.core.settings import CoreSettings
-from april.core.types import Group, OnStale, Sample
+from april.core.types import SETTLED, Group, OnStale, Sample
 
 AHEAD = 8
 """Most groups held, in units of the work that is wanted at a time, whatever ``max_staleness`` allows."""
@@ -26,6 +27,10 @@ class PartialBuffer:
         self.groups: dict[int, Group] = {}
         self.limit = Idle.BOUND
         """What the last :meth:`room` was limited by."""
+        self._batch = settings.target
+        self._per_group = settings.units_per_group
+        self.units = 0
+        """Held units: groups, or with a quorum samples that are neither delivered nor given up."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -36,15 +41,25 @@ class PartialBuffer:
     def add(self, group: Group) -> None:
         """A prompt was drawn."""
         self.groups[group.id] = group
+        self.units += 1 if self._settings.whole_groups else group.held
 
     def remove(self, group: Group) -> None:
         """A group was settled."""
         del self.groups[group.id]
+        self.units -= self._settings.whole_groups
+
+    def changes(self, group: Group, by: int) -> None:
+        """So many more or fewer samples of a group are held."""
+        group.held += by
+        if not self._settings.whole_groups:
+            self.units += by
 
     def samples(self) -> Iterator[Sample]:
         """Every held sample, oldest group first."""
         for group in self.groups.values():
-            yield from group.samples
+            for sample in group.samples:
+                if sample.state not in SETTLED:
+                    yield sample
 
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
@@ -52,8 +67,16 @@ class PartialBuffer:
         if most is not None and held_tokens >= most:
             self.limit = Idle.HELD
             return 0
-        groups, self.limit = self._most()
-        return max(0, groups - len(self))
+        capacity, self.limit = self._most()
+        return self._free(capacity)
+
+    @property
+    def fits(self) -> int:
+        """Prompts that may be drawn at all: with more, some could not be delivered in time."""
+        return self._free(self.capacity)
+
+    def _free(self, capacity: int) -> int:
+        return max(0, capacity - -(-self.units // self._per_group))
 
     @property
     def capacity(self) -> int:
@@ -65,7 +88,8 @@ class PartialBuffer:
         s = self._settings
         if self._overbooked:
             return self._wanted, Idle.OVER_SAMPLING
-        in_time = max(s.delivery_bound - len(self._leases) + 1, 1) * s.rollout_batch_size
+        bound = min(self._leases.bound, s.max_age)
+        in_time = max(bound - len(self._leases) + 1, 1) * s.rollout_batch_size
         ahead = AHEAD * s.groups_at_a_time
         return (in_time, Idle.BOUND) if in_time <= ahead else (ahead, Idle.HELD)
 
@@ -92,32 +116,37 @@ class PartialBuffer:
         if s.on_stale is OnStale.DROP:
             return 1
         # what is held is delivered within so many steps, whatever max_staleness is
-        return max(1, min(s.delivery_bound - len(self._leases), len(self) // s.rollout_batch_size + 1))
+        return max(1, min(s.delivery_bound - len(self._leases), self.units // self._batch + 1))
 
-    def slack(self, group: Group) -> int:
-        """Batches after which its oldest token is too old."""
-        return self._settings.max_staleness - max(self.age(sample) for sample in group.samples)
+    def slack(self, unit: Unit) -> int:
+        """Batches after which its oldest token is too old; without tokens, as if that were of the present version."""
+        return self.bound(unit) - max(len(self._leases), *(self.age(sample) for sample in unit.members))
 
-    def slacks(self) -> Iterator[tuple[Group, int]]:
-        """Each group with the number of batches after which it must have been delivered."""
+    def bound(self, unit: Unit) -> int:
+        """Most weight updates between its oldest token and its training: that of when it was drawn."""
+        group = unit if isinstance(unit, Group) else unit.group
+        return min(group.bound, self._settings.max_staleness)
+
+    def slacks(self) -> Iterator[tuple[Unit, int]]:
+        """Each unit with the number of batches after which it must have been delivered."""
         s = self._settings
         for group in self:
-            slack = s.max_age - self._leases.age(group.drawn_under)
-            by_tokens = self.slack(group)
-            # drop gives up what would be waited for; what is lost already is not, where that is no accident
-            if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
-                slack = min(slack, by_tokens)
-            if s.on_stale is not OnStale.FINISH and any(sample.resumes > s.max_resumes for sample in group.samples):
-                slack = 0  # on_stale: finish has its own deadlines, which this would overrule
-            yield group, slack
+            in_time = s.max_age - self._leases.age(group.drawn_under)
+            for unit in (group,) if s.whole_groups else group.members:
+                slack, by_tokens = in_time, self.slack(unit)
+                # drop gives up what would be waited for; what is lost already is not, where that is no accident
+                if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
+                    slack = min(slack, by_tokens)
+                if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):
+                    slack = 0  # on_stale: finish has its own deadlines, which this would overrule
+                yield unit, slack
 
-    def goes_first(self, group: Group) -> int:
-        """Order of complete groups that the step does not owe: where steps do not wait, what is too old soonest."""
-        return 0 if self._settings.on_stale is OnStale.FINISH else self.slack(group)
+    def goes_first(self, unit: Unit) -> int:
+        """Order of complete units that the step does not owe: where steps do not wait, what is too old soonest."""
+        return 0 if self._settings.on_stale is OnStale.FINISH else self.slack(unit)
 
     def too_old(self) -> list[Sample]:
         """Samples that exceed max_staleness, where the policy acts on held samples (restart, drop)."""
         if self._settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
             return []
-        limit = self._settings.max_staleness
-        return [s for s in self.samples() if self.age(s) > limit]
+        return [s for s in self.samples() if self.age(s) > self.bound(s)]

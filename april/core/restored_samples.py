@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from april.core.engine_table import EngineTable
-from april.core.numbers import wrong_ids, wrong_logprobs, wrong_reward
+from april.core.numbers import count_of, wrong_ids, wrong_logprobs, wrong_reward
 from april.core.sealed import State
 from april.core.tape import Segment, SegmentKind, TokenTape
 from april.core.types import FinishReason, Group, RecordedCall, Replay, Sample, SampleId, SampleState
@@ -130,13 +130,6 @@ def array_of(data: bytes | None, dtype: str) -> Any:
     if data is not None and not isinstance(data, bytes):
         raise TypeError(f"expected bytes, found a {type(data).__name__}")
     return np.frombuffer(data or b"", dtype).astype(dtype[1:])
-
-
-def count_of(value: Any) -> int:
-    """A whole number that is not negative."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a count, found {value!r}")
-    return value
 
 
 def version_of(pair: Any) -> PolicyVersion:

@@ -6,17 +6,31 @@ the present settings promise can be kept for all that is held, or the state is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from april.core.completion_monitor import Unit
 from april.core.ledger import Ledger
-from april.core.numbers import wrong_ids
+from april.core.numbers import count_of, wrong_ids, wrong_reward
 from april.core.partial_buffer import PartialBuffer
-from april.core.restored_samples import array_of, count_of, restored_sample, version_of
+from april.core.restored_samples import array_of, restored_sample, version_of
 from april.core.sealed import State
 from april.core.settings import CoreSettings
-from april.core.types import DropReason, Group, GroupState, OnLongPrompt, OnStale, Prompt, Sample, SampleState
+from april.core.types import (
+    MOST_SAMPLES,
+    NO_DEADLINE,
+    SETTLED,
+    DropReason,
+    Group,
+    GroupState,
+    OnLongPrompt,
+    OnStale,
+    Prompt,
+    Sample,
+    SampleId,
+    SampleState,
+)
 from april.core.versions import FIRST_VERSION, VersionClock
 from april.errors import CheckpointError, InvariantError
 
@@ -92,6 +106,8 @@ def _restore(core: RolloutCore, state: State) -> None:
             clock.staleness(version)  # raises for a version that cannot have been
     core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
     context.groups_drawn, context.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
+    if state["settings"]["max_staleness"] == core.settings.max_staleness:  # else what is configured now is meant
+        core.leases.bound = min(core.leases.bound, count_of(state.get("staleness_bound", core.leases.bound)))
     core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
         if group.id >= context.groups_drawn or group.id in core.buffer.groups:
@@ -99,14 +115,20 @@ def _restore(core: RolloutCore, state: State) -> None:
         core.buffer.add(group)
     for group in [*ready, *waiting]:
         context.event_number += 1  # completed one after the other: batches are delivered again in their order
-        for sample in group.samples:
+        for sample in group.members:
             if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
-            elif core.monitor.sample_finished(group):  # in waiting: a filter was asked that there is no longer
-                context.to_group(group, GroupState.READY, "complete since before a restart")
+        if group.cohort or group.complete:  # in waiting: a filter was asked that there is no longer
+            group.cohort = group.cohort or group.rewarded
+            context.to_group(group, GroupState.READY, "complete since before a restart")
+            if core.settings.whole_groups:
                 core.monitor.accept(group)
+    if not core.settings.whole_groups:
+        _count_in(core, state)
     _ledger_in(context.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, state["prompts"], len(core.buffer))
+    finished = (s.tape.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
+    context.lengths.restore(state.get("lengths", {}), finished)
     core.validate()
     if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
         core.engines.logprob_kind = "mixed"  # of batches with tokens of before and of now
@@ -115,26 +137,79 @@ def _restore(core: RolloutCore, state: State) -> None:
     _require_in_time(core, state)
 
 
+def _count_in(core: RolloutCore, state: State) -> None:
+    """With a quorum: samples that can be delivered, in the order of the snapshot."""
+    order = {SampleId(*map(count_of, pair)): place for place, pair in enumerate(state.get("order", ()))}
+    ready = [sample for sample in core.buffer.samples() if sample.ready]
+    for sample in sorted(ready, key=lambda sample: order.get(sample.id, len(order))):
+        core.context.event_number += 1
+        sample.since = core.context.event_number
+        core.monitor.accept(sample)
+
+
 def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
     ids = array_of(state["prompt"], "<i4")
     if wrong := wrong_ids(ids, core.engines.vocab_size):
         raise CheckpointError(f"a prompt of the state does not fit these engines: {wrong}")
     prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]))
     n, settings = core.settings.n_samples_per_prompt, core.settings
-    group = Group(count_of(state["id"]), prompt, n, version_of(state["drawn_under"]))
+    if not n <= len(state["samples"]) <= MOST_SAMPLES * n:
+        raise ValueError(f"a group of {len(state['samples'])} samples")
+    bound = count_of(state.get("bound", NO_DEADLINE))
+    group = Group(count_of(state["id"]), prompt, 0, version_of(state["drawn_under"]), bound=bound)
     # a filter or a group reward sees what rollout functions return, and that does not survive the process
     keeps_finished = ready or not (settings.group_reward or settings.has_filter)
-    for new, saved in zip(list(group.samples), state["samples"], strict=True):
-        sample = restored_sample(core.engines, new.id, group, saved, keeps_finished=keeps_finished)
-        group.samples[sample.id.index] = sample
-        if ready and sample.state is not SampleState.FINISHED:
-            raise ValueError(f"{sample.id} of a complete group is not finished")
+    for index, saved in enumerate(state["samples"]):
+        sample_id = SampleId(group.id, index)
+        if "settled" in saved:
+            group.samples.append(_settled(sample_id, group, saved))
+            continue
+        sample = restored_sample(core.engines, sample_id, group, saved, keeps_finished=keeps_finished)
+        group.samples.append(sample)
         if len(sample.tape) > settings.max_response_len:
             raise CheckpointError(
                 f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
                 f"max_response_len={settings.max_response_len}"
             )
+    _completed(core.settings, group, state, ready=ready)
     return group
+
+
+def _settled(sample_id: SampleId, group: Group, state: State) -> Sample:
+    sample = Sample(sample_id, group, SampleState(state["settled"]))
+    if sample.state not in SETTLED:
+        raise ValueError(f"{sample_id} is {sample.state}")
+    group.delivered += sample.state is SampleState.LEASED
+    return sample
+
+
+def _completed(settings: CoreSettings, group: Group, state: State, *, ready: bool) -> None:
+    """How far the group is: who has finished, in which order, and of what its baselines are made."""
+    members = group.members
+    group.held = len(members)
+    if not group.held:
+        raise ValueError(f"group {group.id} is settled")
+    finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
+    if settings.whole_groups and (group.delivered or (ready and len(finished) < group.held)):
+        raise CheckpointError(
+            f"group {group.id} of the state counts in part, and the configuration delivers whole groups; set "
+            "group_quorum below 1, as it was"
+        )
+    group.quorum = settings.quorum(group.held + group.delivered)
+    order = [count_of(i) for i in state.get("finishers", sorted(finished))]
+    if len(set(order)) != len(order) or not finished <= set(order):
+        raise ValueError(f"finishers {order} of group {group.id}, of which {sorted(finished)} are finished")
+    group.finishers = [i for i in order if i in finished or group.samples[i].state is SampleState.LEASED]
+    group.unfinished = group.held - len(finished)
+    if ready:
+        rewards = [[i, group.samples[i].reward] for i in group.finishers]
+        cohort = [(count_of(i), float(reward)) for i, reward in state.get("cohort", rewards)]
+        known = {i for i, _ in cohort}
+        if not cohort or len(known) != len(cohort) or max(known) >= len(group.samples):
+            raise ValueError(f"a cohort of {sorted(known)} in group {group.id}")
+        if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
+            raise ValueError(f"a reward of group {group.id} is {wrong}")
+        group.cohort = tuple(cohort)
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
@@ -160,25 +235,26 @@ def _require_rewards(core: RolloutCore, state: State) -> None:
         )
 
 
-def _without_room(core: RolloutCore, state: State) -> list[Group]:
-    """Groups that the engines' context leaves no room to finish, where it was larger; refused, or to be dropped."""
+def _without_room(core: RolloutCore, state: State) -> list[Sample]:
+    """Samples that the engines' context leaves no room to finish, where it was larger; refused, or to be dropped."""
     before, now = state["settings"].get("max_context", 0), core.engines.max_context
     if before <= now:
         return []
 
-    def length(sample: Sample) -> int:
-        open_one = sample.state is not SampleState.FINISHED
-        return len(sample.group.prompt.token_ids) + len(sample.tape) if open_one else 0
-
-    groups = [group for group in core.buffer if max(map(length, group.samples)) >= now]
-    if groups and core.settings.on_long_prompt is OnLongPrompt.ERROR:
-        longest = max(length(sample) for group in groups for sample in group.samples)
+    lengths = {
+        sample: length
+        for sample in core.buffer.samples()
+        if sample.state is not SampleState.FINISHED
+        and (length := len(sample.group.prompt.token_ids) + len(sample.tape)) >= now
+    }
+    if lengths and core.settings.on_long_prompt is OnLongPrompt.ERROR:
+        groups, longest = {sample.id.group for sample in lengths}, max(lengths.values())
         raise CheckpointError(
             f"{len(groups)} unfinished groups of the state have no room in the engines' context of {now} tokens, which "
             f"was {before} (the longest prompt and response have {longest}); give the engines a larger context, or set "
             "on_long_prompt: skip, which drops these groups"
         )
-    return groups
+    return list(lengths)
 
 
 def _require_in_time(core: RolloutCore, state: State) -> None:
@@ -193,10 +269,11 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
         return
     was = ", ".join(f"{name}={value}" for name, value in changed.items())
     slacks = _slacks(core, settings)
-    enough = max(-(-count // (slack + 1)) for count, slack in enumerate(slacks, 1)) if slacks[0] >= 0 else 0
+    batch, what = settings.units_per_group, "groups" if settings.whole_groups else "samples"
+    enough = max(-(-count // (slack + 1) // batch) for count, slack in enumerate(slacks, 1)) if slacks[0] >= 0 else 0
     raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
     raise CheckpointError(
-        f"{late} of the {len(core.buffer)} groups of the state could not be delivered in time with "
+        f"{late} of the {core.buffer.units} {what} of the state could not be delivered in time with "
         f"rollout_batch_size={settings.rollout_batch_size}, max_staleness={settings.max_staleness} and "
         f"max_age={settings.max_age}, which on_stale: finish promises (it was saved with {was}); set {raises}"
         "max_staleness as it was, or on_stale to restart, drop or mask"
@@ -205,7 +282,7 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
     """Held groups that cannot be delivered in time, whatever the steps do (see the completion monitor)."""
-    target = settings.rollout_batch_size
+    target = settings.target
     late = (count - max(0, slack + 1) * target for count, slack in enumerate(_slacks(core, settings), 1))
     return max(0, max(late, default=0))
 
@@ -213,5 +290,11 @@ def _late(core: RolloutCore, settings: CoreSettings) -> int:
 def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
     buffer = PartialBuffer(settings, core.leases)
     buffer.groups = core.buffer.groups
-    gone = {group.id for group in core.context.without_room}
-    return sorted(slack for group, slack in buffer.slacks() if group.id not in gone)
+    gone = set(core.context.without_room)
+    return sorted(slack for unit, slack in buffer.slacks() if gone.isdisjoint(_goes_with(unit)))
+
+
+def _goes_with(unit: Unit) -> Iterable[Sample]:
+    """What is given up when one of them is: a group, until it counts."""
+    group = unit if isinstance(unit, Group) else unit.group
+    return unit.members if group.ready else group.members

@@ -59,11 +59,9 @@ class RunTimes:
     """
 
     def __init__(self, core: RolloutCore) -> None:
-        most = core.settings.max_in_flight
-        slots = (state.limits.max_in_flight or most for state in core.engines.states.values())
-        self.places = min(most, sum(slots))
-        """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
         self._core, self._places = core, core.context.places
+        self.places = 0
+        """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
         self._began: float | None = None
         """The last delivery, or the first request; None: there was none yet."""
         self._since = 0.0
@@ -73,8 +71,20 @@ class RunTimes:
         self._phase = Phase.IDLE
         self._generates = False
         self._clear()
+        self._engines_changed()
+
+    def _engines_changed(self) -> None:
+        """Engines have joined or left: what passed before did so with the places that there were then."""
+        core, before = self._core, self.places
+        most = core.settings.max_in_flight
+        self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
+        self._turnover = core.engines.turnover
+        if self._began is not None:
+            self._place_s_before += (before - self.places) * (self._since - self._began)
+            self._rollout_place_s_before += (before - self.places) * self._rollout_s
 
     def _clear(self) -> None:
+        self._place_s_before = self._rollout_place_s_before = 0.0
         self._busy_place_s = self._rollout_s = 0.0
         # cells, as a dict's lookup by an enum's member costs more than all the rest
         self._idle: dict[Idle, list[float]] = {cause: [0.0, 0.0] for cause in Idle}
@@ -97,6 +107,8 @@ class RunTimes:
             self._began = self._since = now_s
         else:
             return
+        if core.engines.turnover != self._turnover:
+            self._engines_changed()
         attempts, updates = core.context.attempts, core.updates
         self._busy, self._evaluating = len(core.attempts), len(attempts.of_evaluations)
         free = self.places - self._busy - self._evaluating
@@ -142,7 +154,7 @@ class RunTimes:
             began = self._since = now_s
         self._count(now_s)
         step_s = now_s - began
-        most = self.places * step_s
+        most = self.places * step_s + self._place_s_before
         per_place = 1.0 / most if most > 0 else 0.0
         out = {
             "step_s": step_s,
@@ -152,7 +164,7 @@ class RunTimes:
             **{f"idle_{cause}": cell[0] * per_place for cause, cell in self._idle.items()},
             "bound_wait_s": self._idle[BOUND][1],
             "rollout_wall_s": self._rollout_s,
-            "bubble": _bubble(self._busy_place_s, self.places * self._rollout_s),
+            "bubble": _bubble(self._busy_place_s, self.places * self._rollout_s + self._rollout_place_s_before),
         }
         for phase, cell in self._updating.items():
             out[UPDATE_PARTS[phase]] += cell[0]

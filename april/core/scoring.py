@@ -1,9 +1,10 @@
-"""Scoring: from a returned rollout function to a group that counts: reward, completion, the filter's verdict."""
+"""Scoring: from a returned rollout function to a reward, and what the filter says of groups."""
 
 from __future__ import annotations
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.completion import Completion
 from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
@@ -15,8 +16,11 @@ from april.core.types import DropReason, Group, GroupState, Sample, SampleState
 class Scoring:
     """Rewards and verdicts; generation of other samples goes on meanwhile."""
 
-    def __init__(self, context: CoreContext, failures: Failures, generation: Generation) -> None:
+    def __init__(
+        self, context: CoreContext, completion: Completion, failures: Failures, generation: Generation
+    ) -> None:
         self._context = context
+        self._completion = completion
         self._failures = failures
         self._generation = generation
 
@@ -40,7 +44,7 @@ class Scoring:
         if context.settings.has_reward:
             self._failures.ask_reward(sample)
         else:
-            self._finish(sample)
+            self._completion.finished(sample)
 
     def sample_failed(self, event: ev.SampleFailed) -> None:
         """A rollout or reward function raised, hung, or returned what cannot be."""
@@ -75,7 +79,7 @@ class Scoring:
             sample.reward = reward
         for sample, _ in awaited:
             if sample.state is SampleState.SCORING:
-                self._finish(sample)
+                self._completion.finished(sample)
 
     def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
         """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
@@ -97,35 +101,9 @@ class Scoring:
             if self._is_awaited(context.buffer.groups.get(group.id), judgement):
                 context.out.append(do.JudgeGroup(group, judgement))
 
-    def _finish(self, sample: Sample) -> None:
-        context = self._context
-        sample.retry = None
-        context.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
-        if context.monitor.sample_finished(sample.group):
-            self.complete(sample.group)
-
-    def complete(self, group: Group) -> None:
-        """All samples of a group are finished: it counts, if the filter has nothing against it."""
-        if group.evaluation is not None:
-            self._context.to_group(group, GroupState.READY, "complete")
-            group.evaluation.unfinished -= 1
-        elif self._context.settings.has_filter:
-            self._ask_filter(group)
-        else:
-            self._accept(group)
-
-    def _ask_filter(self, group: Group) -> None:
-        self._context.to_group(group, GroupState.JUDGED, "the filter is asked")
-        self._context.out.append(do.JudgeGroup(group, group.since))
-
     def _is_awaited(self, group: Group | None, judgement: int) -> bool:
         """Whether this verdict is; not if the group was dropped, or a sample of it began again, after it was asked."""
         return group is not None and group.state is GroupState.JUDGED and group.since == judgement
-
-    def _accept(self, group: Group) -> None:
-        self._context.to_group(group, GroupState.READY, "complete")
-        self._context.monitor.accept(group)
-        self._failures.group_completed()
 
     def group_judged(self, event: ev.GroupJudged) -> None:
         """The filter has spoken, or failed to."""
@@ -143,8 +121,8 @@ class Scoring:
                 context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
-                self._ask_filter(group)
+                self._completion.ask_filter(group)
         elif event.keep:
-            self._accept(group)
+            self._completion.accept(group)
         else:
             self._failures.give_up(group, DropReason.FILTERED, "the filter rejected it")

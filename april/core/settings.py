@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from april.core.types import GenerationMode, OnDataEnd, OnLongPrompt, OnStale, Refill
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,11 @@ class CoreSettings:
     over_sampling_batch_size: int
     max_response_len: int
     max_in_flight: int
+    group_quorum: float = 1.0
+    """Share of a group's samples that, finished, make the finished ones deliverable; 1: groups are delivered whole."""
+    on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
+    min_group_size: int = 1
+    """With on_failed_sample: shrink, fewest samples of a group."""
     generation: GenerationMode = GenerationMode.STEPWISE
     refill: Refill = Refill.NONE
     max_staleness: int = 5
@@ -48,6 +54,27 @@ class CoreSettings:
     """Makes attempt ids unique between runs; decides nothing."""
 
     @property
+    def whole_groups(self) -> bool:
+        """Whether a batch counts groups; else it counts samples."""
+        return self.group_quorum == 1.0
+
+    @property
+    def units_per_group(self) -> int:
+        """What a prompt adds to what a batch counts."""
+        return 1 if self.whole_groups else self.n_samples_per_prompt
+
+    @property
+    def target(self) -> int:
+        """What a batch has: N groups, or N * n samples."""
+        return self.rollout_batch_size * self.units_per_group
+
+    def quorum(self, size: int) -> int:
+        """Finished samples that make a group of ``size`` complete: all, or ceil(quorum * n), at least 3."""
+        if self.whole_groups:
+            return size
+        return min(size, quorum_of(self.group_quorum, self.n_samples_per_prompt))
+
+    @property
     def groups_wanted(self) -> int:
         """Groups in work at the start of a step: N', or as many portions of N' as reach N."""
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
@@ -62,6 +89,11 @@ class CoreSettings:
     def delivery_bound(self) -> int:
         """With on_stale: finish, weight updates within which every group is delivered."""
         return min(self.max_staleness, self.max_age)
+
+
+def quorum_of(share: float, n_samples: int) -> int:
+    """k = ceil(share * n), where rounding does not make 0.3 * 10 more than 3."""
+    return math.ceil(round(share * n_samples, 9))
 
 
 @dataclass(frozen=True, slots=True)

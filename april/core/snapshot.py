@@ -9,6 +9,7 @@ does not read empty bytes. ``data`` of a prompt is stored as it was given. ``res
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from april.core.ledger import Ledger
 from april.core.restoring import require_fresh, restore, settings_out
 from april.core.sealed import State, data_out
 from april.core.tape import TokenTape
-from april.core.types import Attempt, DropReason, FinishReason, Group, GroupState, RecordedCall, Sample, SampleState
+from april.core.types import SETTLED, Attempt, DropReason, FinishReason, Group, RecordedCall, Sample, SampleState
 from april.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,11 +55,17 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
             "held; take the state before the weight update that follows the batch"
         )
     untrained = sorted(b for b in core.leased if trained_through is None or b > last)
-    again = [group for batch in untrained for group in core.leased[batch]]
-    tokens, prompts = _copy(context.tokens), _copy(context.prompts)
-    for group in again:
-        prompts.delivered -= 1
-        tokens.delivered -= sum(s.tape.generated for s in group.samples)
+    again = [sample for batch in untrained for sample in core.leased[batch]]
+    tokens, prompts, lengths = _copy(context.tokens), _copy(context.prompts), context.lengths.copy()
+    for sample in again:
+        tokens.delivered -= sample.tape.generated
+        lengths.trained.add(sample.tape.generated, -1)
+    back = set(again)
+    # in the order in which they are to be delivered
+    ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
+    groups = {sample.id.group: sample.group for sample in ready}
+    prompts.delivered -= sum(number not in core.buffer.groups for number in groups)
+    groups |= {group.id: group for group in core.buffer if group.ready}
     # what attempts in flight have is observed the moment it is written down
     for attempt in core.attempts.values():
         tokens.observe(attempt.tape.parsed)
@@ -68,19 +75,20 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     current = core.clock.current
     # what the weight updates that follow from these batches would have announced
     current = current._replace(n=current.n + len(core.leased) - len(untrained))
-    ready = [*again, *core.monitor]
-    waiting = [group for group in core.buffer if group.state is not GroupState.READY]
     return {
         "settings": settings_out(core),
         "version": list(current),
         "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
         "groups_drawn": context.groups_drawn,
         "batches": last + 1,
+        "staleness_bound": core.leases.bound,
         "tokens": _ledger_out(tokens),
         "prompts": _ledger_out(prompts),
+        "lengths": lengths.as_dict(),
         "counters": dict(core.counters),
-        "ready": [_group_out(group) for group in ready],
-        "waiting": [_group_out(group) for group in waiting],
+        "ready": [_group_out(group, back) for group in groups.values()],
+        "waiting": [_group_out(group, back) for group in core.buffer if not group.ready],
+        "order": [list(sample.id) for sample in ready],
     }
 
 
@@ -89,7 +97,8 @@ def _newest_committed(core: RolloutCore) -> int:
     return next((b for b in range(core.context.batches - 1, -1, -1) if b not in core.leased), -1)
 
 
-def _group_out(group: Group) -> State:
+def _group_out(group: Group, back: Collection[Sample]) -> State:
+    """``back``: samples that were delivered and are to be delivered once more."""
     prompt = group.prompt
     data, unchecked = data_out(prompt.data)
     return {
@@ -100,14 +109,19 @@ def _group_out(group: Group) -> State:
         "data": data,
         "unchecked": unchecked,
         "drawn_under": list(group.drawn_under),
-        "samples": [_sample_out(sample) for sample in group.samples],
+        "bound": group.bound,
+        "samples": [
+            {"settled": str(sample.state)} if sample.state in SETTLED and sample not in back else _sample_out(sample)
+            for sample in group.samples
+        ],
+        "finishers": list(group.finishers),
+        "cohort": [list(pair) for pair in group.cohort],
     }
 
 
 def _sample_out(sample: Sample) -> State:
-    tape, replay, call = sample.tape, sample.replay, sample.open_call
-    calls = [c.result for c in sample.calls if c.result is not None] + list(replay.calls if replay is not None else ())
-    open_start = call.start if call is not None else replay.open_start if replay is not None else None
+    tape, asked, call = sample.tape, sample.asked, sample.open_call
+    calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
         tape = _with_attempt(tape, attempt)

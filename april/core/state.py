@@ -16,6 +16,8 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch, batch_metrics, deliver_sample
+from april.core.completion import Completion
+from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_calls import EngineCalls
 from april.core.engine_recovery import EngineRecovery
@@ -23,6 +25,7 @@ from april.core.evaluation import Evaluations
 from april.core.failures import Failures
 from april.core.generation import Generation
 from april.core.ledger import Ledger
+from april.core.lost_functions import LostFunctions
 from april.core.scoring import Scoring
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.step import Step
@@ -32,6 +35,7 @@ from april.core.types import (
     DropReason,
     GenerationMode,
     Group,
+    GroupState,
     OnDataEnd,
     OnLongPrompt,
     OnStale,
@@ -92,9 +96,11 @@ class RolloutCore:
         self._calls = calls = EngineCalls(context)
         self.updates = updates = WeightUpdates(context, calls, self._new_weights)
         self._recovery = recovery = EngineRecovery(context, calls, updates)
-        failures = Failures(context)
-        generation = Generation(context, failures)
-        scoring = Scoring(context, failures, generation)
+        completion = Completion(context)
+        failures = Failures(context, completion)
+        lost = LostFunctions(context, completion, failures)
+        generation = Generation(context, failures, lost)
+        scoring = Scoring(context, completion, failures, generation)
         self._failures, self._generation, self._scoring = failures, generation, scoring
         self._evaluations = Evaluations(context, failures)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -108,6 +114,7 @@ class RolloutCore:
             ev.SampleReturned: scoring.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
+            ev.FunctionsLost: lost.lost,
             ev.Scored: scoring.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
@@ -125,10 +132,13 @@ class RolloutCore:
             ev.EngineReady: recovery.ready,
             ev.EngineStale: recovery.stale,
             ev.EngineFailed: recovery.failed,
+            ev.EnginesJoined: recovery.joined,
+            ev.EnginesLeft: recovery.left,
             ev.LoadReported: recovery.load,
             ev.EvaluationRequested: self._evaluation_requested,
             ev.EvaluationCancelled: self._evaluations.cancelled,
             ev.BatchCommitted: self._batch_committed,
+            ev.StalenessLowered: self._staleness_lowered,
             ev.SourceExtended: self._source_extended,
         }
 
@@ -245,10 +255,13 @@ class RolloutCore:
 
     @property
     def _enough(self) -> bool:
-        """There is a batch; where the source has ended, of what there is, even if that is less than N."""
+        """There is a batch; where no prompt can be added, of what there is, even if that is less than N."""
         if self.monitor.target_reached:
             return True
-        return self.over_sampler.exhausted and self.monitor.ready == len(self.buffer) and not self.attempts
+        if self.monitor.ready < self.buffer.units or self.attempts:
+            return False
+        # with a quorum, a gap that failures have left is not filled with what would be too old in the next batch
+        return self.over_sampler.exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
         """Evaluations, weight updates and pauses: training waits for them, and they for its last attempt."""
@@ -281,51 +294,57 @@ class RolloutCore:
 
     def _end_step(self) -> None:
         """Deliver what is complete; a rest of fewer than N groups waits for more prompts if it shall."""
-        waits = self.settings.on_data_end is OnDataEnd.WAIT and self.monitor.ready < self.settings.rollout_batch_size
-        groups = [] if waits else self.monitor.take(self.buffer.goes_first)
+        ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
+        waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
+        units = [] if waits else self.monitor.take(self.buffer.goes_first)
         step, self.wanted = self.step, False
         assert step is not None
-        if not (groups and self._continuous):
+        if not (units and self._continuous):
             self._leave_step()
-        if groups:
-            self._deliver(groups, step)
+        if units:
+            self._deliver(units, step)
         else:
             self.context.out.append(do.EndOfData(self.monitor.ready))
         if self.step is not None:
             self._begin_step()
 
-    def _deliver(self, groups: list[Group], step: Step) -> None:
+    def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
-        bound = self.settings.max_staleness if masks else None
-        samples = []
-        for group in groups:
-            self.buffer.remove(group)
-            context.prompts.deliver(1)
-            for sample in group.samples:
-                samples.append(deliver_sample(sample, self.leases.age, bound))
-                context.tokens.deliver(sample.tape.generated)
-                context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
-        metrics = batch_metrics(groups, samples, self.leases.age) | self.leases.recorded()
+        groups: dict[int, list[Sample]] = {}
+        for unit in units:
+            for sample in unit.members:
+                groups.setdefault(sample.id.group, []).append(sample)
+        leased = [sample for members in groups.values() for sample in members]
+        bound_of = self.buffer.bound
+        samples = [deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None) for sample in leased]
+        for sample in leased:
+            context.tokens.deliver(sample.tape.generated)
+            context.lengths.trained.add(sample.tape.generated)
+            context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
+            sample.group.delivered += 1
+            self._failures.sample_left(sample.group)
+        metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
+        metrics |= context.lengths.metrics(sample.tape.generated for sample in leased)
         metrics |= step.metrics(self.counters, self.observed_tokens()) | self.engines.metrics(step.in_flight_at_stop)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
-            "surplus_groups": float(self.monitor.ready),
+            "surplus_groups": self.monitor.ready / self.settings.units_per_group,
             "held_tokens": float(context.tokens.held),
             "batches_out": float(len(self.leases)),
+            "staleness_bound": float(self.leases.bound),
         }
-        sizes = tuple(len(g.samples) for g in groups)
-        kind = self.engines.logprob_kind
         batch = Batch(
             id=context.batches,
             version=self.clock.current,
             samples=tuple(samples),
-            group_sizes=sizes,
+            group_sizes=tuple(map(len, groups.values())),
             metrics=metrics,
-            logprob_kind=kind,
+            logprob_kind=self.engines.logprob_kind,
+            branches=dict(self.clock.branches),
         )
         context.batches += 1
-        self.leased[batch.id] = tuple(groups)
+        self.leased[batch.id] = tuple(leased)
         context.out.append(do.Deliver(batch))
 
     def _batch_committed(self, event: ev.BatchCommitted) -> None:
@@ -333,6 +352,11 @@ class RolloutCore:
             raise InvariantError(f"batch {event.batch_id} was committed twice, or never delivered")
         self._commit([event.batch_id])
         self._plan_anew()
+
+    def _staleness_lowered(self, event: ev.StalenessLowered) -> None:
+        if not 0 <= event.bound <= self.leases.bound:
+            raise InvariantError(f"the bound of {self.leases.bound} was lowered to {event.bound}")
+        self.leases.bound = event.bound
 
     def _commit(self, batch_ids: list[int]) -> None:
         self.leases.commit(batch_ids)
@@ -352,17 +376,18 @@ class RolloutCore:
             self._start_waiting(training=True)
         step = self.step
         assert step is not None
-        if step.filled and self._draws_once and len(self.buffer) >= self.settings.rollout_batch_size:
+        if step.filled and self._draws_once and self.buffer.units >= self.settings.target:
             return
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
-            open_groups=len(self.buffer) - self.monitor.ready,
+            in_work=self.buffer.units - self.monitor.ready,
             free_places=self.context.places.free - self.over_sampler.waiting,
             step_start=not step.filled,
+            fits=lambda: self.buffer.fits,
             room=lambda: self.buffer.room(self.tokens.held),
         )
         if count:
-            self.over_sampler.asked = count
+            self.over_sampler.asked, self.over_sampler.bound = count, self.leases.lowered
             self.context.out.append(do.DrawPrompts(count))
         elif not self.over_sampler.asked:
             step.filled = True
@@ -396,7 +421,9 @@ class RolloutCore:
         for prompt in event.prompts:
             context.prompts.observe(1)
             self.counters["prompts_drawn"] += 1
-            group = Group(context.groups_drawn, prompt, self.settings.n_samples_per_prompt, self.clock.current)
+            n = self.settings.n_samples_per_prompt
+            quorum, bound = self.settings.quorum(n), self.over_sampler.bound
+            group = Group(context.groups_drawn, prompt, n, self.clock.current, quorum=quorum, bound=bound)
             context.groups_drawn += 1
             if len(prompt.token_ids) >= self.engines.max_context:
                 self._too_long(group)
@@ -426,12 +453,15 @@ class RolloutCore:
             self._long_in_a_row = 0
 
     def _drop_without_room(self) -> None:
-        """Groups of before a restart for which the engines' context is too small now."""
-        groups, self.context.without_room = self.context.without_room, []
-        for group in groups:
-            self.counters["prompts_too_long"] += 1
+        """Samples of before a restart for which the engines' context is too small now; groups that do not count too."""
+        samples, self.context.without_room = self.context.without_room, []
+        for sample in samples:
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
-            self._failures.give_up(group, DropReason.TOO_LONG, why)
+            if sample.group.ready:
+                self._failures.give_up_sample(sample, DropReason.TOO_LONG, why)
+            elif sample.state is not SampleState.DROPPED:  # with a sibling, a moment ago
+                self.counters["prompts_too_long"] += 1
+                self._failures.give_up(sample.group, DropReason.TOO_LONG, why)
 
     def _source_extended(self, event: ev.SourceExtended) -> None:
         self.over_sampler.exhausted = False
@@ -479,8 +509,18 @@ class RolloutCore:
 
     def _plan_deadlines(self) -> None:
         """See to it that nothing gets too old or circles for ever: what the step owes goes first."""
-        for group in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
-            for sample in group.samples:
+        urgent = self.context.urgent
+        for sample in urgent:
+            sample.urgent = False
+        urgent.clear()
+        for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
+            # what is finished can go when the quorum of its group is
+            group = unit.group if isinstance(unit, Sample) else unit
+            for sample in group.members if group.state is GroupState.OPEN else unit.members:
+                if sample.urgent:
+                    continue
+                sample.urgent = True
+                urgent.append(sample)
                 for work in (sample, sample.open_call):
                     if work is not None and work.ticket:
                         self.over_sampler.again(work)
@@ -510,7 +550,7 @@ class RolloutCore:
         self.tokens.drop(event.count, event.reason)
 
     def _engine_call_ended(self, event: ev.EngineCallEnded) -> None:
-        state = self.engines.states[event.engine]
+        state = self.engines.known(event.engine)
         was = state.gate, state.weights
         if not self._calls.ended(event):
             self.counters["late_events"] += 1
@@ -554,8 +594,7 @@ class RolloutCore:
             if evaluating:
                 self._evaluations.no_engine()
                 return
-            seconds, names = self.settings.outage_deadline_s, ", ".join(self.engines.states)
             self.context.failure = (
-                f"no engine with the current weights has been well for {seconds:g} s; everything is kept: mend one of "
-                f"{names} and ask for the batch again"
+                f"no engine with the current weights has been well for {self.settings.outage_deadline_s:g} s; "
+                f"everything is kept: {self.engines.remedy} and ask for the batch again"
             )

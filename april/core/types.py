@@ -72,15 +72,20 @@ class AttemptState(StrEnum):
     """Its sample went on without it: its tokens are dropped for the reason of that."""
 
 
+SETTLED = (SampleState.LEASED, SampleState.DROPPED)
+MOST_SAMPLES = 2
+"""Times n samples that a group has at most, those that took the place of others included."""
+
+
 class GroupState(StrEnum):
-    """How complete a group is."""
+    """Whether the quorum of a group is finished: all of its samples, unless the settings say less."""
 
     OPEN = "open"
-    """Some of its samples are not finished."""
+    """It is not."""
     JUDGED = "judged"
-    """All are; the filter's verdict is awaited."""
+    """It is; the filter's verdict is awaited."""
     READY = "ready"
-    """It counts towards a batch."""
+    """It counts towards a batch: the whole group, or with a quorum each of its finished samples."""
 
 
 class FinishReason(StrEnum):
@@ -156,6 +161,17 @@ class OnStale(StrEnum):
     """Its group is dropped and replaced."""
 
 
+class OnFailedSample(StrEnum):
+    """What becomes of a group when one of its samples cannot go on."""
+
+    DROP_GROUP = "drop_group"
+    """It is dropped with all its samples, and replaced by another prompt."""
+    REPLACE = "replace"
+    """A fresh sample takes its place, up to n times; then the group is dropped."""
+    SHRINK = "shrink"
+    """It goes on with fewer samples, down to ``min_group_size``; then it is dropped."""
+
+
 class OnLongPrompt(StrEnum):
     """What happens to a prompt that leaves no room for a response."""
 
@@ -221,7 +237,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """What a rollout function that begins again after a restart of the process will ask, and be answered at once."""
+    """What a rollout function that begins again, as its process has died, will ask, and be answered at once."""
 
     calls: deque[RecordedCall]
     open_start: int | None
@@ -249,6 +265,8 @@ class GenerateCall:
     """Response tokens that there are with its own, once it is done."""
     finish: FinishReason | None = None
     """Why it is done."""
+    lost: bool = False
+    """Nobody waits for it any more: its function died with its host, and begins again when its attempt has ended."""
 
     @property
     def result(self) -> RecordedCall | None:
@@ -311,8 +329,8 @@ class Sample:
     """One response of a group."""
 
     __slots__ = (
-        "attempts", "cached_on", "cached_under", "calls", "evaluation", "failures", "finish", "group", "id", "replay",
-        "restarts", "resumes", "retry", "reward", "state", "tape", "ticket",
+        "attempts", "cached_on", "cached_under", "calls", "deaths", "evaluation", "failures", "finish", "group", "id",
+        "replay", "restarts", "resumes", "retry", "reward", "since", "slack", "state", "tape", "ticket", "urgent",
     )  # fmt: skip
 
     def __init__(self, sample_id: SampleId, group: Group, state: SampleState = SampleState.NEW) -> None:
@@ -325,8 +343,8 @@ class Sample:
         self.calls: list[GenerateCall] = []
         """Of the present run of its function, in the order in which they were made; the last one may be open."""
         self.replay: Replay | None = None
-        """What an older process answered. A finished sample that has one finished there, so that nobody has what its
-        function returned."""
+        """What a process that has died was answered. A finished sample that has one finished there, so that nobody has
+        what its function returned."""
         self.attempts = 0
         self.resumes = 0
         """Attempts that continued a call in the middle."""
@@ -335,6 +353,8 @@ class Sample:
         self.cached_under: tuple[PolicyVersion | None, int] | None = None
         self.failures = 0
         """Failures of its rollout and reward functions."""
+        self.deaths = 0, 0
+        """How often in a row a host died while they ran there, and how many tokens there were each time."""
         self.retry: int | None = None
         """Timer after which its reward is asked for again."""
         self.restarts = 0
@@ -343,11 +363,27 @@ class Sample:
         self.reward = 0.0
         self.ticket = 0
         """Its latest place in the queue, to be started; 0: none."""
+        self.since = 0
+        """With a quorum: number of the event since which it can be delivered."""
+        self.slack = NO_DEADLINE
+        """With a quorum: weight updates after which it is too old, as of the latest plan."""
+        self.urgent = group.evaluation is not None
+        """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
 
     @property
     def owner(self) -> SampleId:
         """Whose story tells of it."""
         return self.id
+
+    @property
+    def ready(self) -> bool:
+        """With a quorum: whether it counts towards a batch."""
+        return self.state is SampleState.FINISHED and self.group.state is GroupState.READY
+
+    @property
+    def members(self) -> tuple[Sample]:
+        """As of a group: what is delivered with it."""
+        return (self,)
 
     @property
     def key(self) -> SampleId:
@@ -360,6 +396,17 @@ class Sample:
         """The generate call that is not complete yet."""
         calls = self.calls
         return calls[-1] if calls and calls[-1].state is not DONE else None
+
+    @property
+    def asked(self) -> Replay | None:
+        """What its function would ask if it began again now; None: nothing that is known."""
+        replay, call = self.replay, self.open_call
+        calls = deque(c.result for c in self.calls if c.result is not None)
+        start = None if call is None else call.start
+        if replay is not None:
+            calls += replay.calls
+            start = replay.open_start
+        return Replay(calls, start) if calls or start is not None else None
 
     @property
     def seen(self) -> int:
@@ -375,18 +422,20 @@ class Sample:
 
 
 class Group:
-    """A prompt with its samples."""
+    """A prompt with its samples; those that were given up or replaced are still among them."""
 
     __slots__ = (
-        "drawn_under", "evaluation", "filter_failures", "id", "prompt", "samples", "since", "slack", "state",
-        "unfinished", "urgent",
+        "bound", "cohort", "delivered", "drawn_under", "evaluation", "filter_failures", "finishers", "held", "id",
+        "prompt", "quorum", "samples", "since", "slack", "state", "unfinished",
     )  # fmt: skip
 
     def __init__(
         self, group_id: int, prompt: Prompt, n_samples: int, drawn_under: PolicyVersion = FIRST_VERSION,
-        evaluation: Evaluation | None = None,
+        evaluation: Evaluation | None = None, quorum: int | None = None, bound: int = NO_DEADLINE,
     ) -> None:  # fmt: skip
         self.id = group_id
+        self.bound = bound
+        """Of its staleness, where that was lowered before it was drawn; never more than ``max_staleness``."""
         self.prompt = prompt
         self.drawn_under = drawn_under
         self.evaluation = evaluation
@@ -395,17 +444,51 @@ class Group:
         self.state = GroupState.OPEN
         self.since = 0
         """Number of the event that made its state what it is."""
+        self.quorum = n_samples if quorum is None else quorum
+        """Finished samples that make it complete."""
+        self.finishers: list[int] = []
+        """Indices of its finished samples, in the order in which they finished."""
+        self.cohort: tuple[tuple[int, float], ...] = ()
+        """Once it counts: (index, reward) of the first ``quorum`` of them, of which the baselines of all are made."""
         self.unfinished = n_samples
+        """Samples in work."""
+        self.held = n_samples
+        """Samples that are neither delivered nor given up; with the last of them the prompt is settled."""
+        self.delivered = 0
+        """Samples that are in batches."""
         self.filter_failures = 0
         self.slack = NO_DEADLINE
         """Weight updates after which it is too old, as of the latest plan."""
-        self.urgent = evaluation is not None
-        """Goes before all others, because the step owes it, or waits for its evaluation."""
 
     @property
     def owner(self) -> SampleId:
         """All its samples' stories tell of it."""
         return SampleId(self.id, WHOLE_GROUP)
 
+    @property
+    def complete(self) -> bool:
+        """Whether its quorum is finished."""
+        return len(self.finishers) >= self.quorum
+
+    @property
+    def first(self) -> list[Sample]:
+        """The first ``quorum`` finishers, by index: what a filter sees."""
+        return [self.samples[i] for i in sorted(self.finishers[: self.quorum])]
+
+    @property
+    def rewarded(self) -> tuple[tuple[int, float], ...]:
+        """The same as (index, reward), in the order in which they finished: its cohort, once it counts."""
+        return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
+
+    @property
+    def members(self) -> list[Sample]:
+        """What is held of it: neither delivered nor given up."""
+        return [s for s in self.samples if s.state not in SETTLED]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it counts towards a batch."""
+        return self.state is GroupState.READY
+
     def __repr__(self) -> str:
-        return f"<Group {self.id} {self.state} unfinished={self.unfinished}/{len(self.samples)} urgent={self.urgent}>"
+        return f"<Group {self.id} {self.state} unfinished={self.unfinished}/{len(self.samples)} quorum={self.quorum}>"

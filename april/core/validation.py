@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from april.core.types import AttemptState, CallState, GenerationMode, GroupState, Sample, SampleId, SampleState
+from april.core.types import AttemptState, CallState, GenerationMode, Group, GroupState, Sample, SampleId, SampleState
 from april.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -31,8 +31,30 @@ def check_calls(sample: Sample) -> str | None:
         return f"call [{opened}, ...) after token {position} of {len(sample.tape)}"
     if sample.state is SampleState.FINISHED and (not calls or position != len(sample.tape)):
         return f"finished, but its calls end at {position} of {len(sample.tape)} tokens"
+    if call is not None and call.lost and call.state is not CallState.IN_FLIGHT:
+        return "its function was lost, and nothing of it is at an engine that would end"
     if replay is not None and (call is not None or sample.state is SampleState.SCORING):
         return "it is replayed and is beyond that"
+    return None
+
+
+def check_group(group: Group, *, whole: bool) -> str | None:
+    """What is wrong with its counts, or None; ``whole``: it is delivered when all of it is finished."""
+    members = group.members
+    finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
+    leased = {s.id.index for s in group.samples if s.state is SampleState.LEASED}
+    if leased and whole:
+        return f"{sorted(leased)} are settled and still held"
+    unfinished = len(members) - len(finished)
+    if (unfinished, len(members)) != (group.unfinished, group.held):
+        return f"it has {unfinished} unfinished samples of {len(members)}"
+    if finished | leased != set(group.finishers) or len(leased) != group.delivered:
+        return f"{sorted(finished | leased)} are finished, its finishers are {group.finishers}"
+    if whole and group.quorum != len(members):
+        return f"a quorum of {group.quorum} of {len(members)}"
+    open_one = group.state is GroupState.OPEN
+    if (whole or open_one) and open_one == group.complete:
+        return "it is complete and neither ready nor judged, or it is too early"
     return None
 
 
@@ -43,7 +65,7 @@ def validate(core: RolloutCore) -> None:
         story = f"\n{core.story(sample.id)}" if sample is not None else ""
         raise InvariantError(f"after event {core.context.event_number}: {message}{story}\n{core!r}")
 
-    held = queued = 0
+    held, queued, whole = 0, 0, core.settings.whole_groups
     reserved = core.context.places.reserved
     to_start = {sample for evaluation in core.context.evaluations.values() for sample in evaluation.to_start}
     started: set[SampleId] = set()
@@ -52,20 +74,17 @@ def validate(core: RolloutCore) -> None:
     if len(by_sample) != len(current):
         fail("a sample has more than one attempt in flight")
     for group in (*core.buffer, *core.context.evaluation_groups.values()):
-        unfinished = sum(s.state is not SampleState.FINISHED for s in group.samples)
-        if unfinished != group.unfinished:
-            fail(f"{group} has {unfinished} unfinished samples", group.samples[0])
-        if (group.state is GroupState.OPEN) != (unfinished > 0):
-            fail(f"{group} is complete and neither ready nor judged, or it is too early", group.samples[0])
+        if wrong := check_group(group, whole=whole or group.evaluation is not None):
+            fail(f"{group}: {wrong}", group.samples[0])
         if group.state is GroupState.JUDGED and not core.settings.has_filter:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
-        for sample in group.samples:
+        if group.evaluation is None and (len(group.cohort) > 0) != group.ready:
+            fail(f"{group} has the cohort {group.cohort}", group.samples[0])
+        for sample in group.members:
             held += sample.tape.generated if group.evaluation is None else 0
             wrong = sample.tape.check()
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
-            if sample.state in (SampleState.LEASED, SampleState.DROPPED):
-                fail(f"{sample} is settled and still held", sample)
             call = sample.open_call
             if sample.state is SampleState.RUNNING and not sample.calls:
                 started.add(sample.id)
@@ -90,6 +109,8 @@ def validate(core: RolloutCore) -> None:
         if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
             fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.lost_for}", attempt.sample)
     per_engine = Counter(a.engine for a in core.context.attempts)
+    if gone := per_engine.keys() - core.engines.states.keys():
+        fail(f"requests are in flight at {sorted(gone)}, which have left")
     for name, state in core.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
@@ -103,15 +124,22 @@ def validate(core: RolloutCore) -> None:
         fail(f"more than max_in_flight={core.settings.max_in_flight} in flight")
     if core.over_sampler.waiting != queued:
         fail(f"{core.over_sampler.waiting} in the queue, {queued} wait")
-    ready = [g for g in core.buffer if g.state is GroupState.READY]
-    if sorted(g.id for g in ready) != sorted(g.id for g in core.monitor):
-        fail("the ready list is not the list of complete groups")
+    units = [unit for group in core.buffer for unit in ((group,) if whole else group.members)]
+    if {id(unit) for unit in units if unit.ready} != {id(unit) for unit in core.monitor}:
+        fail("the ready list is not the list of what is complete")
+    if core.buffer.units != len(units):
+        fail(f"the buffer counts {core.buffer.units} units, a recount finds {len(units)}")
     if core.aborts.pending > len(core.context.attempts):
         fail(f"{core.aborts.pending} aborts pending for {len(core.context.attempts)} attempts")
     if core.tokens.held != held:
         fail(f"ledger: {core.tokens.held} tokens held, a recount finds {held}")
     if core.prompts.held != len(core.buffer):
         fail(f"ledger: {core.prompts.held} prompts held, a recount finds {len(core.buffer)}")
+    finished = (s.tape.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
+    if wrong := core.context.lengths.wrong(finished):
+        fail(wrong)
+    if core.context.lengths.trained.tokens > core.tokens.delivered:
+        fail(f"{core.context.lengths.trained.tokens} tokens are trained of {core.tokens.delivered} delivered")
     for name, ledger in (("tokens", core.tokens), ("prompts", core.prompts)):
         if not ledger.balanced:
             fail(f"{name} were lost or made up: {ledger.as_dict()}")

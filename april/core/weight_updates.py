@@ -6,7 +6,7 @@ cancelled either has changed nothing or goes on to its end; no engine is left pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from april.core import commands as do
@@ -70,6 +70,12 @@ class WeightUpdates:
         self._failed: int | None = None
         """The call whose error the update ends with."""
         self._adopted = False
+        self._first = context.clock.current
+
+    @property
+    def none_yet(self) -> bool:
+        """Whether no weights have been changed, nor were about to be: every engine has those of its start."""
+        return not self._calls.moves and self._context.clock.current == self._first
 
     @property
     def running(self) -> bool:
@@ -137,10 +143,24 @@ class WeightUpdates:
             context.stop(list(context.attempts.in_flight.values()), sweep=True)
         if self.phase is Phase.STOPPING and not context.attempts.in_flight:
             taken_back = {name for name, state in context.engines.states.items() if state.taken_back}
-            if len(taken_back) < len(context.engines.states):
+            if not taken_back or len(taken_back) < len(context.engines.states):
                 # an engine that gets the present weights at this moment gets the new ones afterwards
                 self._left_out = taken_back
                 self._pause()
+
+    def joins(self, name: str) -> None:
+        """An engine that comes in the middle of an update gets its weights afterwards."""
+        if self.phase not in (Phase.IDLE, Phase.STOPPING):
+            self._left_out.add(name)
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Engines are here no longer: an update that runs goes on without them."""
+        self._left_out.difference_update(names)
+        for name in names:
+            self._answers.pop(name, None)
+        if not self._awaited.isdisjoint(names):
+            self._awaited.difference_update(names)
+            self._go_on_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
         """Nothing is generated before an update has reached all engines: weights were written without one."""
@@ -152,14 +172,7 @@ class WeightUpdates:
         """An engine has answered; the update goes on when all have."""
         self._answers[event.engine] = event
         self._awaited.discard(event.engine)
-        if self._awaited:
-            return
-        if self.phase is Phase.PAUSING:
-            self._paused()
-        elif self.phase is Phase.LOADING:
-            self._loaded()
-        elif self.phase is Phase.RESUMING:
-            self._resumed()
+        self._go_on_if_answered()
 
     def handed_over(self, event: ev.HandedOver) -> None:
         """The trainer's weights are where they belong, or nobody knows what is where."""
@@ -188,8 +201,7 @@ class WeightUpdates:
                 self._calls.lost(event.engine)
             self._context.engine_failed(event.engine)
         self._awaited.discard(event.engine)
-        if not self._awaited:
-            self._resume()
+        self._go_on_if_answered()
 
     # ---------------------------------------------------------------- the plan
 
@@ -200,6 +212,7 @@ class WeightUpdates:
         for name in names:
             ill = hurry and states[name].quarantined
             self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if ill else limit_s)
+        self._go_on_if_answered()
 
     def _paused(self) -> None:
         failed = self._failures()
@@ -233,6 +246,7 @@ class WeightUpdates:
     def _load(self) -> None:
         for name in self._enter(Phase.LOADING):
             self._calls.load(name, self._version, self._update.path)
+        self._go_on_if_answered()
 
     def _loaded(self) -> None:
         """All engines have the new weights, or it is known which do."""
@@ -276,6 +290,7 @@ class WeightUpdates:
     def _resume(self) -> None:
         for name in self._enter(Phase.RESUMING):
             self._calls.resume(name)
+        self._go_on_if_answered()
 
     def _resumed(self) -> None:
         """An update that was adopted is done, whatever engines make of their resumption: asked again, it is another."""
@@ -301,6 +316,19 @@ class WeightUpdates:
         names = [name for name in self._context.engines.states if name not in self._left_out]
         self.phase, self._awaited, self._answers = phase, set(names), {}
         return names
+
+    def _go_on_if_answered(self) -> None:
+        """The next phase, once all engines have answered in this one; there may be none that is to."""
+        if self._awaited:
+            return
+        if self.phase is Phase.PAUSING:
+            self._paused()
+        elif self.phase is Phase.LOADING:
+            self._loaded()
+        elif self.phase is Phase.CHECKING:
+            self._resume()
+        elif self.phase is Phase.RESUMING:
+            self._resumed()
 
     def _failures(self) -> dict[str, ev.EngineCallEnded]:
         answers = self._answers

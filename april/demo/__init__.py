@@ -1,1 +1,1 @@
-"""``april demo``: real reinforcement learning of a small language model on the CPU, three ways side by side."""
+"""``april demo``: real reinforcement learning of a small language model on the CPU, four ways side by side."""

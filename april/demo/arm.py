@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class ArmResult:
     lengths: list[list[int]] = field(default_factory=list)
     """response lengths of each step"""
     group_spread: list[float] = field(default_factory=list)
-    """coefficient of variation of the lengths of each delivered group"""
+    """coefficient of variation of the lengths of each group, as far as it was delivered"""
     training_reward: list[float] = field(default_factory=list)
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, rollout CPU seconds so far, held-out reward)"""
@@ -98,8 +99,9 @@ class Arm:
         self.stage = set_up(settings, self.model, seed, out)
         self.witness = Witness(self.stage.engine)
         self.trainer = GrpoTrainer(
-            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2
-        )
+            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2,
+            token_mean=mode in settings.token_mean,
+        )  # fmt: skip
         self.weights: dict[int, StateDict] = {0: snapshot(self.model)}
         self.delivered: list[DeliveredSample] = []
 
@@ -123,6 +125,7 @@ class Arm:
             rollouts.validate()
             books = rollouts.ledger()
         self.stage.close()
+        r.group_spread = group_spread(self.delivered)
         r.tokens, r.prompts, r.witnessed = books["tokens"], books["prompts"], self.witness.tokens
         r.max_abs_logprob_error, r.compared_tokens = logprob_error(self.model, self.delivered, self.weights)
         return r
@@ -160,15 +163,12 @@ class Arm:
     def _note(self, batch: Batch) -> None:
         r = self.result
         trained = batch.metrics["trained_tokens"]
-        lengths = batch.lengths
         r.steps += 1
         r.trained_tokens += int(trained)
         r.stale_tokens += batch.off_policy_share * trained
         r.reprefill_tokens += int(batch.metrics["reprefill_tokens"])
         r.staleness += [sample.staleness for sample in batch.samples]
-        r.lengths.append(lengths.tolist())
-        groups = [lengths[batch.group_ids == group] for group in dict.fromkeys(batch.group_ids.tolist())]
-        r.group_spread += [float(group.std() / group.mean()) for group in groups]
+        r.lengths.append(batch.lengths.tolist())
         r.training_reward.append(float(batch.rewards.mean()))
         r.disagreements += self.witness.disagreements(batch)
         self.delivered += batch.samples
@@ -180,6 +180,14 @@ class Arm:
         return metrics
 
 
+def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:
+    """Coefficient of variation of the lengths of each group with two or more of ``samples``."""
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for sample in samples:
+        lengths[sample.id.group].append(len(sample.tokens))
+    return [float(np.std(group) / np.mean(group)) for group in lengths.values() if len(group) > 1]
+
+
 def grpo_batch(batch: Batch) -> GrpoBatch:
     """A delivered batch as the trainer's plain arrays."""
     return GrpoBatch(
@@ -188,5 +196,5 @@ def grpo_batch(batch: Batch) -> GrpoBatch:
         behaviour_logprobs=[s.logprobs for s in batch.samples],
         loss_masks=[s.loss_mask for s in batch.samples],
         rewards=batch.rewards,
-        group_ids=batch.group_ids,
+        advantages=batch.advantages("grpo", epsilon=1e-4),
     )

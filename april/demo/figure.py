@@ -10,8 +10,8 @@ import numpy as np
 from april.demo.arm import ArmResult
 from april.demo.settings import DemoSettings
 
-COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
-LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill"}
+COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}
+LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill", "quorum": "april, N' = 1.5N, quorum"}
 SHOWN_TOKENS = 15_000
 """The occupancy panels show the time in which about this many tokens were trained."""
 
@@ -20,7 +20,7 @@ def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict
     """Write the picture to ``path`` (PNG); time is in decode steps, on a server by the clock."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    figure = Figure(figsize=(11, 9.5), layout="constrained")
     grid = figure.add_gridspec(len(arms) + 2, 3, height_ratios=[1.0] * len(arms) + [0.15, 3.2])
     _occupancy(figure, grid, settings, arms, summary)
     _lengths(figure.add_subplot(grid[-1, 0]), arms)

@@ -1,11 +1,11 @@
 """One GRPO update from a delivered batch of plain arrays.
 
-Group-normalised advantages (GRPO, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
+Given advantages (the demo's are GRPO's, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
 that the engine stored with every token (so tokens of older policy versions are corrected), asymmetric clipping
-(DAPO, arXiv 2503.14476), the mean over the tokens of a sequence and then over the sequences.
+(DAPO, arXiv 2503.14476), the mean over the tokens of a sequence and then over the sequences, or (DAPO) over all tokens.
 
-Invariant: an update depends on the weights, the optimizer's state and the batch, on nothing else; a batch in which
-no group has two different rewards changes nothing at all.
+Invariant: an update depends on the weights, the optimizer's state and the batch, on nothing else; a batch whose
+advantages are all zero changes nothing at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoBatch:
-    """B responses, in groups of any size.
+    """B responses.
 
     Attributes:
         prompts: B arrays int32 [P_i].
@@ -36,7 +36,7 @@ class GrpoBatch:
         behaviour_logprobs: B arrays float32 [T_i], nats, of each response token when it was sampled.
         loss_masks: B arrays [T_i]; a token whose entry is 0 carries no loss.
         rewards: float32 [B].
-        group_ids: int [B], equal for the responses of a group, wherever they stand.
+        advantages: float32 [B], of a whole response each.
 
     Raises ValueError if the lengths do not fit together.
     """
@@ -46,13 +46,13 @@ class GrpoBatch:
     behaviour_logprobs: Sequence[Float32]
     loss_masks: Sequence[NDArray[np.generic]]
     rewards: Float32
-    group_ids: NDArray[np.int64]
+    advantages: Float32
 
     def __post_init__(self) -> None:
         count = len(self.rewards)
         lists = (self.prompts, self.responses, self.behaviour_logprobs, self.loss_masks)
-        if count == 0 or len(self.group_ids) != count:
-            raise ValueError(f"{count} rewards, and {len(self.group_ids)} ids of groups")
+        if count == 0 or len(self.advantages) != count:
+            raise ValueError(f"{count} rewards, and {len(self.advantages)} advantages")
         if any(len(items) != count for items in lists):
             counts = [len(items) for items in lists]
             raise ValueError(f"{count} rewards, but {counts} prompts, responses, log-probabilities, masks")
@@ -62,20 +62,6 @@ class GrpoBatch:
                     f"sample {index}: {len(prompt)} prompt tokens, {len(response)} response tokens, "
                     f"{len(logprobs)} log-probabilities, {len(mask)} mask entries"
                 )
-
-
-def group_advantages(rewards: Float32, group_ids: NDArray[np.int64]) -> Float32:
-    """(reward - mean of the group) / (standard deviation of the group + 1e-4): float32 [B].
-
-    Exactly zero in a group whose rewards are all equal. Dividing by the standard deviation is biased; it is GRPO's.
-    """
-    advantages = np.zeros(len(rewards), np.float32)
-    for group in np.unique(group_ids):
-        rows = group_ids == group
-        of_group = np.asarray(rewards, np.float64)[rows]
-        if np.ptp(of_group):
-            advantages[rows] = (of_group - of_group.mean()) / (of_group.std() + 1e-4)
-    return advantages
 
 
 def response_logprobs(
@@ -106,6 +92,8 @@ class GrpoTrainer:
         rising_steps: updates over which the rate rises to its peak at the start.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         max_grad_norm: the gradient is scaled down to this norm.
+        token_mean: the loss is the mean over the tokens of the batch, so that a token of a long sequence weighs as
+            much as one of a short one.
         temperature: of the sampling that gave the behaviour log-probabilities.
     """
 
@@ -118,6 +106,7 @@ class GrpoTrainer:
         clip_low: float = 0.2,
         clip_high: float = 0.28,
         max_grad_norm: float = 1.0,
+        token_mean: bool = False,
         temperature: float = 1.0,
     ) -> None:
         self.model = model
@@ -127,6 +116,7 @@ class GrpoTrainer:
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.max_grad_norm = max_grad_norm
+        self.token_mean = token_mean
         self.temperature = temperature
         self.updates = 0
         self.optimizer = torch.optim.AdamW(
@@ -153,9 +143,10 @@ class GrpoTrainer:
 
         Sequences with zero advantage or nothing unmasked have no gradient: they are skipped, yet counted in the mean.
         """
-        advantages = group_advantages(batch.rewards, batch.group_ids)
+        advantages = batch.advantages
         count = len(advantages)
         active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
+        mean_length = sum(np.count_nonzero(m) for m in batch.loss_masks) / count
         loss_sum = clipped = drift_sum = drift_max = tokens = 0.0
         for rows in _chunks(active, batch.prompts, batch.responses):
             prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
@@ -168,7 +159,8 @@ class GrpoTrainer:
             ratio = drift.exp()
             plain = ratio * advantage
             bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantage
-            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / mask.sum(1)
+            lengths = torch.tensor(mean_length) if self.token_mean else mask.sum(1)
+            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / lengths
             loss = -per_sequence.sum() / count
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()

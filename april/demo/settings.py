@@ -1,4 +1,4 @@
-"""What the demo runs: three ways to schedule the same rollouts, from the same start."""
+"""What the demo runs: four ways to schedule the same rollouts, from the same start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from april.config.settings import Config, SamplingConfig
 from april.core.types import Refill
 from april.demo import task
 
-MODES = ("sync", "april", "refill")
-"""Wait for all; N' = 2N as in the paper; a constant number of samples in flight."""
+MODES = ("sync", "april", "refill", "quorum")
+"""Wait for all; N' = 2N as in the paper; a constant number of samples in flight; N' = 1.5N with a group quorum."""
+OVER_SAMPLING = {"april": 2.0, "quorum": 1.5}
+"""N' / N where it is not 1."""
 EMBEDDED = "transformers"
 ON_SERVER = {"steps": 12, "seeds": 1, "held_out": 256, "held_out_between": 64, "evaluate_every": 4}
 """What is smaller on a server, which shares two cores with the trainer."""
@@ -32,6 +34,11 @@ class DemoSettings:
     held_out_between: int = 256
     """Held-out prompts every ``evaluate_every`` steps, for the picture."""
     evaluate_every: int = 10
+    group_quorum: float = 0.5
+    """Of the mode ``quorum``; the others wait for whole groups."""
+    token_mean: tuple[str, ...] = ("quorum",)
+    """Modes whose loss is the mean over the tokens of the batch (DAPO), not over each response's (GRPO): with the
+    baselines of a quorum, the latter makes responses longer and longer."""
     learning_rate: float = 1.5e-3
     """Peak; it falls linearly to zero over the steps, as usual."""
     engine: str = EMBEDDED
@@ -60,8 +67,9 @@ class DemoSettings:
         return Config(
             rollout_batch_size=self.groups,
             n_samples_per_prompt=self.samples,
-            over_sampling_batch_size=2 * self.groups if mode == "april" else self.groups,
+            over_sampling_batch_size=int(OVER_SAMPLING.get(mode, 1.0) * self.groups),
             partial_rollout=mode != "sync",
+            group_quorum=self.group_quorum if mode == "quorum" else 1.0,
             refill=Refill.SAMPLE if mode == "refill" else Refill.NONE,
             max_in_flight=self.slots,
             max_response_len=task.RESPONSE_CAP,

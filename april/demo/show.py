@@ -71,8 +71,8 @@ class LiveProgress:
 
 def table(summary: dict[str, Any]) -> Table:
     """The figures of every mode side by side."""
-    out = Table(title="The same training, scheduled three ways (means over seeds)")
-    out.add_column("")
+    out = Table(title="The same training, scheduled four ways (means over seeds)")
+    out.add_column("", min_width=len("log-probability"))
     for mode in MODES:
         out.add_column(mode, justify="right")
     for label, show in ROWS:

@@ -19,7 +19,11 @@ LOGPROB_BOUND = 1e-4
 LARGEST = ("staleness_max", "max_abs_logprob_error")
 """Figures of which the largest over the seeds is reported instead of the mean."""
 
-NOTES = {"means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total"}
+NOTES = {
+    "means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total",
+    "loss": "mean over the tokens of each response, then over the responses (GRPO); in the modes of token_mean, over "
+    "all tokens of the batch (DAPO)",
+}
 NOTES_EMBEDDED = {
     "bubble": "1 - busy slot-steps / (slots x decode steps); slots are the same in every mode",
     "cpu": "process CPU seconds; on a CPU a decode step costs nearly as much per sequence as per batch, so "

@@ -34,7 +34,8 @@ class Abandoned:
         """Close them; nothing else is left on the loop."""
         self._threads.close()
         closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
-        await asyncio.wait(closing, timeout=PATIENCE_S)
+        if closing:
+            await asyncio.wait(closing, timeout=PATIENCE_S)
         for engine, done in zip(self._engines, closing, strict=True):
             if not done.done():
                 done.cancel()

@@ -14,11 +14,11 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.state import RolloutCore
 from april.core.types import Attempt, AttemptFailure
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.failure_log import FailureLog
+from april.driver.host_view import HostView
 from april.driver.stop_strings import StopMatcher
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
@@ -68,14 +68,14 @@ class AttemptStreams:
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        core: RolloutCore,
+        view: HostView,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
         self._engines = engines
-        self._core = core
+        self._view = view
         self._post = post
         self._spawn = spawn
         self._detokenizer = detokenizer
@@ -107,7 +107,7 @@ class AttemptStreams:
             # hanging call, and what it cuts all the same is a partial, which goes on (but of an evaluation, it is lost)
             if sweeps := self._sweeps[attempt.engine]:
                 training = attempt.sample.evaluation is None
-                await asyncio.wait(set(sweeps), timeout=self._core.settings.abort_resend_s if training else None)
+                await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.aborted else await self._read(stream)
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
@@ -173,7 +173,7 @@ class AttemptStreams:
         if tape.count == 0 and not (end.finish is EngineFinish.ABORT and stream.aborted):
             raise EngineError(f"the stream ended ({end.finish}) without a token, and april had not asked for its end")
         if tape.count and not tape.stopped:  # where a stop string ends it, the engine's end is another one
-            eos = self._core.engines.eos_token_ids
+            eos = self._view.eos_token_ids
             check_end(end, request, tape.count, tape.last_token, engine.capabilities.max_context, eos)
         return end.finish
 
@@ -235,7 +235,7 @@ class AttemptStreams:
             if stream.end is not None:
                 raise WireError(f"a chunk came after the one that ended the stream ({stream.end.finish})")
             vocab_size = self._engines[attempt.engine].capabilities.vocab_size
-            check_chunk(chunk, vocab_size, room, stream.oldest, self._core.clock.current)
+            check_chunk(chunk, vocab_size, room, stream.oldest, self._view.current)
             self._append(attempt, chunk, stream.stops)
         except WireError as error:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
@@ -293,7 +293,7 @@ class AttemptStreams:
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
         """One call of the engine's abort; that it failed is no error, for it is asked again if need be."""
         try:
-            async with asyncio.timeout(self._core.settings.abort_deadline_s):
+            async with asyncio.timeout(self._view.abort_deadline_s):
                 await engine.abort(attempt_ids)
         except Exception as error:
             # the core asks again until every attempt has ended

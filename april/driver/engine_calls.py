@@ -1,4 +1,4 @@
-"""Calls of engines that the core asks for, and the trainer's part of a weight update: executed, and reported.
+"""Calls of engines that the core asks for: made, and how they ended reported.
 
 What follows from how a call ended is decided in ``april.core.weight_updates`` and ``april.core.engine_recovery``.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.versions import PolicyVersion
 from april.driver.user_code import describe, own_cancellation
 from april.engines.http.weight_directories import why_unloadable
 from april.engines.protocol import Engine
@@ -26,110 +25,22 @@ PROBE_TIMEOUT_S = 10.0
 """A probe without an answer for this long counts as unwell."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Update:
-    """A weight update that somebody waits for."""
-
-    handing_over: asyncio.Future[None]
-    ended: asyncio.Future[PolicyVersion]
-    restore: Callable[[], None]
-
-
 class EngineCalls:
-    """Executes the core's calls; ``post`` takes events, ``spawn`` starts background tasks."""
+    """Makes them; ``post`` takes events, ``spawn`` starts background tasks, ``failed`` hears what a call has raised."""
 
     def __init__(
         self,
         engines: Mapping[str, Engine],
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        failed: Callable[[int, BaseException], None],
     ) -> None:
         self._engines = engines
         self._post = post
         self._spawn = spawn
+        self._failed = failed
         self._running: dict[str, asyncio.Task[None]] = {}
         self._probes: set[asyncio.Task[None]] = set()
-        self._updates: dict[int, _Update] = {}
-        self._errors: dict[int, BaseException] = {}
-        """By call, for whoever waits for an update."""
-        self._last_update = 0
-
-    # ---------------------------------------------------------------- weight updates
-
-    async def update(
-        self,
-        transfer: Callable[[], Awaitable[None]] | None = None,
-        restore: Callable[[], None] = lambda: None,
-        **request: Any,
-    ) -> PolicyVersion:
-        """Ask the core for an update (``request``: fields of UpdateRequested), and wait for its end; the version then.
-
-        ``transfer`` runs in the task of the caller, which may be cancelled there; what the engines are doing then is
-        carried to its end first.
-
-        Raises whatever ``transfer`` or a call of an engine raises.
-        """
-        loop = asyncio.get_running_loop()
-        update = _Update(handing_over=loop.create_future(), ended=loop.create_future(), restore=restore)
-        self._last_update += 1
-        number = self._last_update
-        self._updates[number] = update
-        self._post(ev.UpdateRequested(update=number, transfers=transfer is not None, **request))
-        cancelled: asyncio.CancelledError | None = None
-        while not update.ended.done():
-            try:
-                if transfer is not None and update.handing_over.done():
-                    begun, transfer = transfer, None
-                    await self._hand_over(number, begun)
-                else:
-                    waits: list[asyncio.Future[Any]] = [update.ended]
-                    waits += [] if transfer is None else [update.handing_over]
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError as cancellation:
-                cancelled, transfer = cancellation, None
-                self._post(ev.UpdateCancelled(number))
-        version = update.ended.result()
-        if cancelled is not None:
-            raise cancelled
-        return version
-
-    async def _hand_over(self, number: int, transfer: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await transfer()
-        except BaseException as error:
-            self._errors[0] = error
-            why = "interrupted" if isinstance(error, asyncio.CancelledError) else describe(error)
-            self._post(ev.HandedOver(number, why))
-        else:
-            self._post(ev.HandedOver(number))
-
-    def hand_over(self, command: do.HandOver) -> None:
-        """The engines are paused for the transfer."""
-        self._updates[command.update].handing_over.set_result(None)
-
-    def restore(self, command: do.Restore) -> None:
-        """The saved state goes into the core now."""
-        self._updates[command.update].restore()
-        self._post(ev.Restored(command.update))
-
-    def update_ended(self, command: do.UpdateEnded) -> None:
-        """Whoever waits for it goes on."""
-        update = self._updates.pop(command.update)
-        if not update.ended.done() and command.failed is not None:
-            update.ended.set_exception(self._errors[command.failed])
-        elif not update.ended.done():
-            update.ended.set_result(command.version)
-        if not self._updates:
-            self._errors.clear()
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing goes on; whoever waits is told."""
-        for update in self._updates.values():
-            if not update.ended.done():
-                update.ended.set_exception(error)
-                update.ended.exception()
-
-    # ---------------------------------------------------------------- calls of engines
 
     def pause(self, command: do.PauseEngine) -> None:
         """Close an engine's admission."""
@@ -162,8 +73,8 @@ class EngineCalls:
         def report(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
                 error = errors[0] if errors else None
-                if error is not None and self._updates:
-                    self._errors[command.call] = error
+                if error is not None:
+                    self._failed(command.call, error)
                 why = "" if error is None else describe(error)
                 self._post(ev.EngineCallEnded(name, command.call, _result(error), why))
 
@@ -251,7 +162,7 @@ UNCHANGED = {
 
 
 def directory_for(
-    engines: Mapping[str, Engine], path: str | None, *, written: bool, what: str = "weight_update"
+    servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update"
 ) -> str | None:
     """The path of an update as all engines understand it: absolute for servers, which run in another directory.
 
@@ -261,7 +172,6 @@ def directory_for(
     """
     if path is not None and (why := why_unloadable(path)) is not None:
         raise ConfigError(f"{what}: {why}")
-    servers = [name for name, engine in engines.items() if engine.capabilities.remote]
     if servers and path is None and not written:
         raise ConfigError(
             f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "

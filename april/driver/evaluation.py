@@ -57,24 +57,25 @@ class Evaluator:
             RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
             EngineError: no engine is left; a request that breaks off begins again on another one, with the same seed.
         """
-        driver, functions = self._driver, self._driver.functions
-        if functions.reward is None and functions.group_reward is None:
+        driver, local = self._driver, self._driver.local
+        if local.functions.reward is None and local.functions.group_reward is None:
             raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
-        await driver.engine_calls.ask_all()
+        await driver.ask_engines()
         number, end = driver.begin_evaluation(prompts, n_samples, sampling, seed)
         try:
             ended = await asyncio.shield(end)
+            groups = () if isinstance(ended, do.EvaluationFailed) else ended.groups
+            responses = local.samples.evaluated(number, groups)
         except asyncio.CancelledError:
             driver.post(ev.EvaluationCancelled(number))
             await asyncio.wait([end])  # its requests end, within the deadline for aborts
-            await driver.samples.cleaned_up()
+            await local.samples.cleaned_up()
             raise
         finally:
-            raised = driver.samples.raised.pop(number, None)
+            raised = local.samples.raised.pop(number, None)
+            local.samples.elsewhere.pop(number, None)
         if isinstance(ended, do.EvaluationFailed):
-            await driver.samples.cleaned_up()
+            await local.samples.cleaned_up()
             error = ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
-        responses = tuple(tuple(driver.samples.responses(g.samples)) for g in ended.groups)
-        driver.samples.forget(s.id for g in ended.groups for s in g.samples)
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))

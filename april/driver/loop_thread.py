@@ -169,6 +169,22 @@ class LoopThread:
         self._queue(lambda: reply.run(function), reply)
         return result_of(reply)
 
+    def wait_for(self, begin: Callable[[Reply[T]], object]) -> T:
+        """Run ``begin`` on the loop and wait for the reply that it is handed, which something there gives later.
+
+        Raises SchedulerClosed where the loop is stopped before, and whatever ``begin`` raises.
+        """
+        reply: Reply[T] = Reply(self._pending.discard)
+
+        def begun() -> None:
+            try:
+                begin(reply)
+            except Exception as error:
+                reply.give(None, error)
+
+        self._queue(begun, reply)
+        return result_of(reply)
+
     def call_later(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, if it lives, and do not wait for it."""
         with suppress(RuntimeError):  # closed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import tee
 from typing import Any, NamedTuple
@@ -87,13 +87,18 @@ class PromptSource:
             loaded: nothing is passed over then.
         vocab_size: token ids must be below.
         epochs: passes over the prompts; None: for ever.
+        refuse: raises ConfigError for a prompt that cannot be used for another reason.
 
     Raises:
         ConfigError: no iterable, or one that can be iterated only once where several passes are wanted.
     """
 
-    def __init__(self, prompts: Iterable[Any], vocab_size: int, epochs: int | None = 1) -> None:
+    def __init__(
+        self, prompts: Iterable[Any], vocab_size: int, epochs: int | None = 1,
+        refuse: Callable[[Prompt], None] | None = None,
+    ) -> None:  # fmt: skip
         self._vocab_size = vocab_size
+        self._refuse = refuse
         self._epochs = epochs
         self._prompts = prompts
         self._error: str | None = None
@@ -218,7 +223,7 @@ class PromptSource:
                 self._failed = True
                 continue
             try:
-                prompts.append(as_prompt(item, self._vocab_size, self.position, self.epoch))
+                prompts.append(self._prompt(item, self.position, self.epoch))
                 self.position += 1
                 self._digest = _and(self._digest, prompts[-1])
             except ConfigError as error:
@@ -239,9 +244,16 @@ class PromptSource:
 
     def _marked(self, digest: bytes, item: Any) -> bytes:
         try:
-            return _and(digest, as_prompt(item, self._vocab_size, 0))
+            return _and(digest, self._prompt(item, 0))
         except ConfigError:
             return _and(digest, None)
+
+    def _prompt(self, item: Any, position: int, epoch: int = 0) -> Prompt:
+        """It as a prompt; raises ConfigError if it is unusable."""
+        prompt = as_prompt(item, self._vocab_size, position, epoch)
+        if self._refuse is not None:
+            self._refuse(prompt)
+        return prompt
 
     def _next_epoch(self) -> bool:
         """Begin the next pass; False after the last one."""
@@ -321,7 +333,7 @@ class PromptSource:
             if item is _END:
                 raise CheckpointError(_ended(position, epoch, count))
             try:
-                found = _and(found, as_prompt(item, self._vocab_size, position, epoch))
+                found = _and(found, self._prompt(item, position, epoch))
             except ConfigError as error:
                 found, wrong = _and(found, None), wrong or f" ({error})"
         if found != digest:

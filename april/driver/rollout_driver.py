@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -23,23 +23,23 @@ from april.core.batch import Batch
 from april.core.bottleneck import bottleneck
 from april.core.event_pump import EventPump
 from april.core.run_times import RunTimes
-from april.core.sampling import SamplingParams
+from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import DropReason, Prompt
 from april.core.versions import PolicyVersion
-from april.driver.attempt_streams import AttemptStreams
-from april.driver.blocking_llm import as_coroutine
 from april.driver.detokenizer import Detokenizer
-from april.driver.engine_calls import EngineCalls, directory_for
+from april.driver.engine_calls import directory_for
+from april.driver.equal_rollouts import warn_of_equal_rollouts
+from april.driver.host_view import CoreView
+from april.driver.local_host import LocalHost, limits_of
+from april.driver.other_hosts import OtherHosts
+from april.driver.pending_updates import PendingUpdates
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
-from april.driver.sample_functions import SampleFunctions, UserFunctions
-from april.driver.time_limits import TimeLimits
-from april.driver.user_calls import UserCalls
+from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import Outcome, describe, inside_user_code
-from april.driver.worker_threads import WorkerThreads
-from april.engines.protocol import Engine, SharesModel
+from april.engines.protocol import Engine
 from april.errors import (
     AprilError,
     CheckpointError,
@@ -49,7 +49,6 @@ from april.errors import (
     RolloutError,
     SchedulerClosed,
 )
-from april.ranks import warn_of_equal_rollouts
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
 
@@ -58,8 +57,6 @@ log = logging.getLogger("april")
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 
-CLOSE_PATIENCE_S = 10.0
-"""How long close waits for cancelled functions and streams to end."""
 FULL_PATIENCE_S = 60.0
 """A batch that waits so long for the trainer's next weight update is warned of."""
 
@@ -91,23 +88,20 @@ class RolloutDriver:
         check: bool = False,
         draws_beside: bool = False,
         record: RunRecord | None = None,
+        hosts: OtherHosts | None = None,
     ) -> None:
-        self.engines = {e.name: e for e in engines}
-        self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
-        self.core = RolloutCore(settings, [limits_of(e) for e in engines], check=check)
+        first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
+        self.core = RolloutCore(settings, first, check=check)
         self._now = asyncio.get_running_loop().time
         self._times = RunTimes(self.core)
         self._recorder = None if record is None else Recorder(record, self.core, self._now)
         self.sampling = sampling
-        self.functions = functions
-        self.detokenizer = detokenizer
         self._allow_mismatch = allow_mismatch
         self._source = source
         self._draws_beside = draws_beside
         self._patience = DrawPatience()
         """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
         self._drawing = False
-        self._tasks: set[asyncio.Task[None]] = set()
         self._broken: AprilError | None = None
         self._loading = False
         self._ranks_told = False
@@ -117,42 +111,29 @@ class RolloutDriver:
         self._warned_full = False
         self._pending = _Pending()
         self._context = copy_context()
-        self.worker_threads = WorkerThreads()
-        self.calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self.spawn)
-        self.rollout = as_coroutine(functions.rollout, self.worker_threads)
         self._evaluation_numbers = itertools.count()
         self._exclusive = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
-        self.samples = SampleFunctions(
-            self.core, functions, self.rollout, sampling, self.calls, self.post,
-            vocab_size=min(e.capabilities.vocab_size for e in engines),
-            allow_mismatch=allow_mismatch, detokenizer=detokenizer,
-            any_temperature=all(e.capabilities.logprob_kind.follows_temperature for e in engines),
+        self.updates = PendingUpdates(self.post)
+        self.local = LocalHost(
+            CoreView(self.core), engines, functions, sampling,
+            vocab_size=self.core.engines.vocab_size,
+            any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
+            allow_mismatch=allow_mismatch, detokenizer=detokenizer, function_timeout_s=function_timeout_s,
+            stall_timeout_s=stall_timeout_s, post=self.post, failed=self.updates.failed, broke=self._break,
         )  # fmt: skip
-        self.engine_calls = calls = EngineCalls(self.engines, self.post, self.spawn)
-        self.streams = AttemptStreams(
-            self.engines, self.core, self.post, self.spawn, detokenizer, stall_timeout_s
-        )
+        self.hosts = hosts
+        executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
+        if hosts is not None:
+            executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
         self._pump = EventPump(self._recorder or self.core, {
+            **executors,
             do.DrawPrompts: self._draw,
-            do.StartSample: self.samples.start,
-            do.Submit: self.streams.submit,
-            do.Abort: self.streams.abort,
-            do.CallCompleted: self.samples.call_completed,
-            do.ScoreSample: self.samples.score_sample,
-            do.ScoreGroup: self.samples.score_group,
-            do.JudgeGroup: self.samples.judge_group,
-            do.CancelSample: self.samples.cancel,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
-            do.Fence: self.streams.fence,
-            do.ProbeEngine: calls.probe,
-            do.PauseEngine: calls.pause,
-            do.LoadEngine: calls.load,
-            do.ResumeEngine: calls.resume,
-            do.HandOver: calls.hand_over,
-            do.Restore: calls.restore,
-            do.UpdateEnded: calls.update_ended,
+            do.HandOver: self.updates.hand_over,
+            do.Restore: self.updates.restore,
+            do.UpdateEnded: self.updates.update_ended,
             do.Warn: self._warn,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
@@ -191,8 +172,7 @@ class RolloutDriver:
         future = self._pending.batch
         try:
             batch = await asyncio.shield(future)
-            for engine in self._sharing:
-                await engine.quiet()  # an attempt that was fenced may still run on the trainer's model
+            await self.quiet()
             return batch
         except asyncio.CancelledError:
             raise  # the result, there or not yet, is for the next call
@@ -247,7 +227,7 @@ class RolloutDriver:
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         future = self._pending.evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = self.rollout is not self.functions.rollout  # a thread each is dear: no more than can generate
+        plain = self.local.plain_rollout  # a thread each is dear: no more than can generate
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
@@ -270,11 +250,11 @@ class RolloutDriver:
         whatever ``transfer`` or an engine raises: the version stays then. See ``april.core.weight_updates``.
         """
         self._raise_if_broken()
-        path = directory_for(self.engines, path, written=transfer is not None)
+        path = directory_for(self._servers(), path, written=transfer is not None)
         out = self._out("weight_update", trained)
         if trained is None:
             trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
-        return await self.engine_calls.update(transfer, path=path, trained=trained)
+        return await self.updates.update(transfer, path=path, trained=trained)
 
     def commit(self, batch_id: int) -> None:
         """The trainer is done with this batch and those before it, and no weight update follows from them."""
@@ -282,6 +262,19 @@ class RolloutDriver:
         for out in self._out("commit", batch_id):
             if out <= batch_id:
                 self.post(ev.BatchCommitted(out))
+
+    def lower_staleness(self, to: int | None) -> int:
+        """What is drawn from now on is trained within ``to`` weight updates, by default one less than before."""
+        self._raise_if_broken()
+        now = self.core.leases.bound
+        bound = now - 1 if to is None else to
+        if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound <= now:
+            raise ConfigError(
+                f"lower_staleness: the bound is {now} and can be lowered to 0 at least, got {bound!r}; a higher one is "
+                "a matter of the configuration (max_staleness)"
+            )
+        self.post(ev.StalenessLowered(bound))
+        return bound
 
     def _out(self, call: str, named: int | None) -> list[int]:
         """The batches that the trainer has; raises ConfigError if it names one that it does not have yet."""
@@ -292,6 +285,31 @@ class RolloutDriver:
             there = f"the batches so far are 0 to {newest}" if newest >= 0 else "there was no batch yet"
             raise ConfigError(f"{call}: there is no batch {named}; {there}")
         return [b for b in self.core.leased if b <= newest]
+
+    async def quiet(self) -> None:
+        """Until nothing computes on the trainer's model any more: an attempt that was fenced may still do so."""
+        await self.local.quiet()
+        if self.hosts is not None:
+            await self.hosts.quiet()
+
+    async def ask_engines(self) -> None:
+        """Until all servers have said how they are."""
+        await self.local.engine_calls.ask_all()
+        if self.hosts is not None:
+            await self.hosts.probed()
+
+    async def caught_up(self) -> None:
+        """Until the books have what other hosts' running requests have brought; a state is whole without it, too."""
+        if self.hosts is not None:
+            await self.hosts.catch_up()
+
+    def _servers(self) -> list[str]:
+        """Engines that do not read the trainer's own model."""
+        here = [name for name, engine in self.local.engines.items() if engine.capabilities.remote]
+        return here if self.hosts is None else here + self.hosts.servers
+
+    def _present_engines(self) -> list[EngineLimits]:
+        return [state.limits for state in self.core.engines.states.values()]
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -305,7 +323,7 @@ class RolloutDriver:
         self._raise_if_broken()
         if self._loading:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
-        self.streams.catch_up()
+        self.local.streams.catch_up()
         core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
         return state_of(core, prompts, self.sampling)
 
@@ -316,11 +334,11 @@ class RolloutDriver:
 
         Raises as :meth:`update_weights` does, and CheckpointError.
         """
-        path = directory_for(self.engines, path, written=transfer is not None, what="load_state_dict")
+        path = directory_for(self._servers(), path, written=transfer is not None, what="load_state_dict")
         core, prompts, sampling = parts_of(state)
         async with self.paused():
             # tried out first: a state that is refused leaves everything as it is
-            trial = RolloutCore(self.core.settings, [limits_of(e) for e in self.engines.values()])
+            trial = RolloutCore(self.core.settings, self._present_engines())
             snapshot.restore(trial, core)
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._allow_mismatch)
             snapshot.require_fresh(self.core)
@@ -339,7 +357,7 @@ class RolloutDriver:
                         self._recorder.restored(core)
 
                 version = trial.clock.current
-                await self.engine_calls.update(transfer, loaded, path=path, version=version, restores=True)
+                await self.updates.update(transfer, loaded, path=path, version=version, restores=True)
             finally:
                 self._loading = False
         return self.core.clock.current
@@ -362,7 +380,7 @@ class RolloutDriver:
             else:
                 found.set_exception(outcome.error)
 
-        self.worker_threads.run(self._context.copy(), find, (), ended)
+        self.local.worker_threads.run(self._context.copy(), find, (), ended)
         return await found
 
     async def close(self) -> None:
@@ -374,20 +392,9 @@ class RolloutDriver:
     async def _close(self) -> None:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
-        tasks = list(self._tasks)
-        ends: list[asyncio.Future[None]] = [*tasks, *self.calls.close()]
-        for task in tasks:
-            task.cancel()
-        if ends:
-            _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
-            if stubborn:
-                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else "a plain function" for e in stubborn)
-                more = f", and {len(names) - 1} more" if names[1:] else ""
-                log.error("%s ignores its cancellation and is left behind%s", names[0], more)
-        self.worker_threads.close()
-        self.samples.clear()
-        self.streams.clear()
-        await self.engine_calls.close(self.core.settings.abort_deadline_s)
+        if self.hosts is not None:
+            await self.hosts.close()
+        await self.local.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -400,18 +407,6 @@ class RolloutDriver:
             self._times.look(self._now())
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
-            self._break(error)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run in the background until done or closed, in a context that no other sample's function has touched."""
-        task = asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
@@ -454,7 +449,7 @@ class RolloutDriver:
                 self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
 
         try:
-            self.worker_threads.run(self._context.copy(), fetch, (), ended)
+            self.local.worker_threads.run(self._context.copy(), fetch, (), ended)
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
@@ -475,6 +470,8 @@ class RolloutDriver:
         # rejections and staleness are policies at work, failures are for people to see
         level = logging.WARNING if command.reason is DropReason.FAILED else logging.DEBUG
         group, prompt = command.group, command.group.prompt
+        if self.hosts is not None:
+            self.hosts.settled(group)
         named = f"group {group.id} (prompt {prompt.position} of epoch {prompt.epoch})"
         log.log(level, "%s is dropped as %s and replaced: %s", named, command.reason, command.why)
 
@@ -492,10 +489,15 @@ class RolloutDriver:
 
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
-        self.samples.forget(sample.id for sample in batch.samples)
+        samples = [sample.id for sample in batch.samples]
+        self.local.samples.forget(samples)
+        if self.hosts is not None:
+            self.hosts.delivered(samples)
         times = self._times.delivered(self._now())
         why = bottleneck(times, self.core.settings)
         batch = replace(batch, metrics={**batch.metrics, **times}, bottleneck=why)
+        if self._recorder is not None:
+            self._recorder.delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
@@ -504,9 +506,9 @@ class RolloutDriver:
             self._pending.batch.set_result(batch)
 
     def _end_of_data(self, command: do.EndOfData) -> None:
+        what = "complete groups" if self.core.settings.whole_groups else "finished responses"
         rest = (
-            f"complete groups that wait for more prompts: {command.kept}; give those to extend(), or set "
-            "on_data_end: short"
+            f"{what} that wait for more prompts: {command.kept}; give those to extend(), or set on_data_end: short"
             if command.kept
             else "every prompt is settled"
         )
@@ -524,6 +526,8 @@ class RolloutDriver:
                 future.set_result(None)
 
     def _evaluation_ended(self, command: EvaluationEnd) -> None:
+        if self.hosts is not None:
+            self.hosts.evaluated(command.evaluation)
         future = self._pending.evaluations.pop(command.evaluation)
         if not future.done():
             future.set_result(command)
@@ -536,7 +540,7 @@ class RolloutDriver:
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
-        self.engine_calls.fail(error)
+        self.updates.fail(error)
         futures: list[asyncio.Future[Any]] = [*self._pending.paused, *self._pending.evaluations.values()]
         for future in futures:
             if not future.done():
@@ -546,12 +550,3 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
-
-
-def limits_of(engine: Engine) -> EngineLimits:
-    """What the core must know of an engine."""
-    c = engine.capabilities
-    return EngineLimits(
-        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
-        unverified=not c.verifies_weights, remote=c.remote,
-    )  # fmt: skip

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.state import RolloutCore
 from april.core.tape import Int32
-from april.core.types import Sample, SampleId
+from april.core.types import Group, Sample, SampleId
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.failure_log import FailureLog
+from april.driver.host_view import HostView
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
@@ -66,7 +66,7 @@ class SampleFunctions:
     """Runs the functions of all samples.
 
     Args:
-        core: read, never changed.
+        view: what the core knows.
         functions: the user's; ``rollout`` is what runs for its rollout function, a coroutine function.
         sampling: of the configuration.
         calls: how functions are called.
@@ -75,7 +75,7 @@ class SampleFunctions:
 
     def __init__(
         self,
-        core: RolloutCore,
+        view: HostView,
         functions: UserFunctions,
         rollout: RolloutFunction,
         sampling: SamplingParams,
@@ -87,7 +87,7 @@ class SampleFunctions:
         any_temperature: bool,
         detokenizer: Detokenizer | None,
     ) -> None:
-        self._core = core
+        self._view = view
         self._functions = functions
         self._rollout = rollout
         self._sampling = sampling
@@ -102,6 +102,8 @@ class SampleFunctions:
         self._mistakes = Mistakes()
         self.raised: dict[int, BaseException] = {}
         """By evaluation: what its first function that failed has raised."""
+        self.elsewhere: dict[int, dict[SampleId, Any]] = {}
+        """By evaluation: what rollout functions returned that ran on other hosts."""
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancelled functions of evaluations, which clean up."""
 
@@ -109,6 +111,16 @@ class SampleFunctions:
         """These samples are delivered."""
         for sample in samples:
             self._runners.pop(sample, None)
+
+    def output_of(self, sample: SampleId) -> Any:
+        """What its rollout function has returned here."""
+        runner = self._runners.get(sample)
+        return None if runner is None else runner.output
+
+    def returned_elsewhere(self, sample: Sample, output: Any) -> None:
+        """The rollout function of an evaluation has returned on another host."""
+        assert sample.evaluation is not None
+        self.elsewhere.setdefault(sample.evaluation.request.evaluation, {})[sample.id] = output
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -133,7 +145,7 @@ class SampleFunctions:
                 raise RolloutError(_ABANDONED)
             if not self._allow_mismatch and evaluation is None:
                 check_mismatch(sampling, self._sampling, self._any_temperature)
-            longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample)
+            longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
             can_stop = self._detokenizer is not None
             token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -211,15 +223,22 @@ class SampleFunctions:
 
     def score_group(self, command: do.ScoreGroup) -> None:
         """Ask for the rewards of a group."""
-        self._score(command.group.samples)
+        self._score(command.group.members)
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
         """What reward functions see of finished samples; ``judged``: with their rewards, as filters do."""
-        runners = [(s, self._runners.get(s.id)) for s in samples]
         return [
-            response_of(s, None if r is None else r.output, self._detokenizer, s.reward if judged else None)
-            for s, r in runners
+            response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
         ]
+
+    def evaluated(self, evaluation: int, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
+        """The responses of an evaluation, also of functions that ran on other hosts; they are forgotten then."""
+        elsewhere, responses = self.elsewhere.get(evaluation, {}), []
+        for group in groups:
+            own = zip(group.samples, self.responses(group.samples), strict=True)
+            responses.append(tuple(replace(r, output=elsewhere.get(s.id, r.output)) for s, r in own))
+            self.forget(s.id for s in group.samples)
+        return tuple(responses)
 
     def _score(self, samples: list[Sample]) -> None:
         runners = [self._runners.setdefault(s.id, _Runner(s)) for s in samples]
@@ -256,7 +275,7 @@ class SampleFunctions:
         """Ask the filter about a scored group."""
         group, function = command.group, self._functions.filter
         assert function is not None
-        responses = self.responses(group.samples, judged=True)
+        responses = self.responses(group.first, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
             verdict, wrong, sure = False, None, False

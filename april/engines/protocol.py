@@ -62,6 +62,9 @@ class Capabilities:
     """An aborted request hands over the tokens it has."""
     shares_weights: bool = False
     """Generates from the trainer's own parameters: must be idle while the optimizer writes. A :class:`SharesModel`."""
+    gathers_weights: bool = False
+    """Those parameters are spread over ranks: it generates only between ``gather`` and ``release``. A
+    :class:`GathersWeights`."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
     abort_means: AbortMeans = AbortMeans.BY_ID
@@ -185,6 +188,31 @@ class SharesModel(Protocol):
 
     async def quiet(self) -> None:
         """Returns when nothing runs on the model, and it is as the trainer left it."""
+        ...
+
+
+@runtime_checkable
+class ShowsWeights(Protocol):
+    """Engines whose weights can be compared with those of another process."""
+
+    def weight_sample(self) -> NDArray[np.float32]:
+        """Some values of the weights, always of the same places; called while the weights are not written."""
+        ...
+
+
+@runtime_checkable
+class GathersWeights(Protocol):
+    """What engines with ``gathers_weights`` have besides. Both are called in the trainer's thread, not on the loop."""
+
+    def gather(self) -> None:
+        """Make the weights whole on this rank: collective, so every rank calls it at the same time.
+
+        Requests may come once it has returned on their rank; before that they fail.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; ends generating here if it still goes on. Waits for no other rank; idempotent."""
         ...
 
 

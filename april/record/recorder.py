@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,17 +19,18 @@ import numpy as np
 
 from april import __version__
 from april.core import events as ev
+from april.core.batch import Batch
 from april.core.commands import Command
+from april.core.request_log import RequestLog
 from april.core.state import RolloutCore
+from april.core.tape import SegmentKind
+from april.core.versions import VersionClock
 from april.record.file import RecordFile, RunRecord
+from april.record.lines import BATCH, CLOSED, FORMAT, HEAD, OVER, STATE
 from april.record.plain import bare, plain, what_raised
 
 log = logging.getLogger("april")
 
-FORMAT = 1
-"""Of records; grows when an older april could not replay them."""
-HEAD, STATE, OVER, CLOSED = "Record", "State", "Over", "Closed"
-"""Lines that are no events."""
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -58,6 +60,7 @@ class Recorder:
 
     def __init__(self, record: RunRecord, core: RolloutCore, now: Callable[[], float]) -> None:
         self._core, self._now, self._began = core, now, now()
+        self._requests = RequestLog(core, lambda: self._now() - self._began)
         self._text: Callable[[str], str] = str if record.messages else what_raised
         self._decisions = Decisions()
         self._file = RecordFile(Path(record.path), record.limit_mib << 20)
@@ -76,10 +79,10 @@ class Recorder:
             return self._core.handle(event)
         before: Any = None  # which ends the record below
         with suppress(Exception):
-            before = self._compared(event)
+            before = self._compared(event) | self._ran(event)
         commands: list[Command] = []
         try:
-            commands = self._core.handle(event)
+            commands = self._requests.handle(event)
             return commands
         except BaseException as error:
             self._decisions.broke(error)
@@ -90,6 +93,23 @@ class Recorder:
     def restored(self, state: Any) -> None:
         """The core goes on from this snapshot."""
         self._add(STATE, lambda: bare(state))
+
+    def delivered(self, batch: Batch) -> None:
+        """A batch with all its metrics, for who looks at the run; a replay makes its own."""
+        ages: Counter[int] = Counter()
+        clock = VersionClock(batch.trained_at, dict(batch.branches))
+        for sample in batch.samples:
+            for segment in sample.segments:
+                if segment.kind is SegmentKind.GENERATED:
+                    ages[clock.staleness(segment.version)] += segment.count
+        parts = {
+            "id": batch.id,
+            "metrics": {name: round(value, 6) for name, value in batch.metrics.items()},
+            "lengths": batch.lengths.tolist(),
+            "ages": ages,
+            "bottleneck": batch.bottleneck,
+        }
+        self._add(BATCH, lambda: parts)
 
     def close(self) -> None:
         """The run is over."""
@@ -111,6 +131,20 @@ class Recorder:
             eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
             parts["ends"] = int(sample.tape.tokens[-1]) in eos
         return parts
+
+    def _ran(self, event: ev.Event) -> dict[str, Any]:
+        """Of what ends now: what the request took and which it was, or how many tokens the function's sample has."""
+        if isinstance(event, ev.SampleReturned):
+            group = self._core.context.group(event.sample.group)
+            return {} if group is None else {"generated": group.samples[event.sample.index].tape.generated}
+        if not isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
+            return {}
+        attempt = self._core.context.attempts.get(event.attempt_id)
+        ran = None if attempt is None else self._requests.ran(attempt, event.counts.tokens)
+        if ran is None:
+            return {}
+        began = round(ran.began_s, 6)
+        return {"ran": [ran.engine, *ran.sample, int(ran.evaluation), ran.age, began, ran.context, ran.generated]}
 
     def _add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
         """A line; what cannot be written ends the record and not the run."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,8 +21,9 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
+from april.record.lines import BATCH, CLOSED, OVER, STATE, lines_of, refuse_other_formats
 from april.record.plain import back, filled
-from april.record.recorder import CLOSED, FORMAT, HEAD, OVER, STATE, Decisions
+from april.record.recorder import Decisions
 
 Watch = Callable[[float, ev.Event, list[Command]], object]
 END = 1
@@ -81,13 +80,11 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
         RecordError: the file is none of april's, was changed, or the core decides otherwise than in the run; it names
             the line.
     """
-    lines = _lines(path)
-    _, _, _, head, _ = next(lines)
-    if head.get("format") != FORMAT:
-        by = f"april {head.get('april')} has written it in format {head.get('format')}"
-        raise RecordError(f"{path} cannot be replayed: {by}, this april reads format {FORMAT}")
+    lines = lines_of(path)
+    head = next(lines).parts
+    refuse_other_formats(path, head)
     try:
-        engines = [replace(back(parts, EngineLimits), eos_token_ids=(END,)) for parts in head["engines"]]
+        engines = _ending([back(parts, EngineLimits) for parts in head["engines"]])
         core = RolloutCore(back(head["settings"], CoreSettings), engines)
         run = Replay(head=head, core=core, times=RunTimes(core))
     except _WRONG as error:
@@ -118,6 +115,8 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
 
 def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None) -> None:
     core = run.core
+    if what == BATCH:  # it makes its own
+        return
     if what == CLOSED:
         core.validate()
         run.end = "the run was closed"
@@ -126,8 +125,12 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         snapshot.restore(core, filled(parts))
         return
     run.events[what] += 1
+    for of_others in ("ran", "generated"):
+        parts.pop(of_others, None)
     ends = parts.pop("ends", False)
     event = back(parts, _EVENTS[what])
+    if isinstance(event, ev.EnginesJoined):
+        event = replace(event, engines=_ending(event.engines))
     tokens, tape = np.zeros(1, np.int32), None
     if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
         attempt = core.context.attempts.get(event.attempt_id)
@@ -156,28 +159,6 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         watch(time_s, event, commands)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, float, str, Any, str]]:
-    """Every whole line, checked: number, time (s), what, its parts, digest. The last one may have been cut off."""
-    check = number = 0
-    try:
-        with path.open("rb") as file:
-            for raw in file:
-                if number and not raw.endswith(b"\n"):
-                    return
-                body, _, end = raw.rpartition(b',"')
-                check = zlib.crc32(body, check)
-                try:
-                    time_s, what, parts, digest = json.loads(body + b"]")
-                    time_s = float(time_s)
-                    if end != b'%08x"]\n' % check or not isinstance(parts, dict) or (what == HEAD) is not (number == 0):
-                        raise ValueError
-                except (ValueError, TypeError, RecursionError):
-                    if number == 0:
-                        break
-                    raise RecordError(f"line {number + 1} of {path} is damaged, or was changed") from None
-                number += 1
-                yield number, time_s, what, parts, digest
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    if number == 0:
-        raise RecordError(f"{path} is no record of april's")
+def _ending(engines: Iterable[EngineLimits]) -> list[EngineLimits]:
+    """The engines of a record, whose responses all end with one token."""
+    return [replace(engine, eos_token_ids=(END,)) for engine in engines]

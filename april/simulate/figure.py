@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from april.simulate.measure import Measured
+from april.simulate.workload import with_quorum
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
+WITH_QUORUM = {"april": "#6fa8d6", "refill": "#e59a80"}
 SHOWN_SYNC_STEPS = 4
 """The panels of busy slots show the time in which sync takes this many steps."""
 PIXELS = 1500
@@ -38,9 +40,15 @@ def draw(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
 
 def _label(report: dict[str, Any], name: str) -> str:
     m = report["modes"][name]
-    if name == "april":
-        return f"april, N' = {m['over_sampling_batch_size']}"
-    return f"refill, {m['in_flight']} in flight" if name == "refill" else name
+    mode, _, quorum = name.partition(" q=")
+    words = {"april": f", N' = {m['over_sampling_batch_size']}", "refill": f", {m['in_flight']} in flight"}
+    return mode + words.get(mode, "") + (f", quorum {quorum}" if quorum else "")
+
+
+def colour(name: str, other: str = "") -> str:
+    """Of a mode; ``other``: of one that has none of its own."""
+    mode, _, quorum = name.partition(" q=")
+    return (WITH_QUORUM if quorum else COLOURS).get(mode, other)
 
 
 def _busy(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measured]) -> None:
@@ -51,7 +59,7 @@ def _busy(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measur
         m = report["modes"][name]
         axes = figure.add_subplot(grid[row, :])
         times, mean = averaged(run.busy, until)
-        axes.fill_between(times, mean, step="post", color=COLOURS[name], linewidth=0)
+        axes.fill_between(times, mean, step="post", color=colour(name), linewidth=0)
         axes.axhline(m["in_flight"], color="black", linewidth=0.8, linestyle=":")
         ends = [end for end in run.step_ends if end <= until]
         for end in ends:
@@ -103,13 +111,14 @@ def _lengths(axes: Any, report: dict[str, Any]) -> None:
 
 def _throughput(axes: Any, report: dict[str, Any]) -> None:
     for x, (name, m) in enumerate(report["modes"].items()):
-        axes.bar(x, m["trained_tokens_per_s"], 0.6, color=COLOURS[name])
+        axes.bar(x, m["trained_tokens_per_s"], 0.6, color=colour(name))
         limit = m["limit_tokens_per_s"]
         axes.plot([x - 0.38, x + 0.38], [limit, limit], color="black", linewidth=1.6)
         axes.text(x, limit, f"limit at {m['in_flight']}", fontsize=8, ha="center", va="bottom")
         words = f"{m['fraction_of_limit']:.0%}\nof limit\n\n{m['speed_up']:.2f}x"
         axes.text(x, 0.97 * m["trained_tokens_per_s"], words, fontsize=9, ha="center", va="top", color="white")
-    axes.set_xticks(range(len(report["modes"])), [_label(report, name) for name in report["modes"]], fontsize=8)
+    names = [_label(report, name).replace(", ", ",\n") for name in report["modes"]]
+    axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) < 4 else 6)
     axes.set_ylim(top=1.06 * max(m["limit_tokens_per_s"] for m in report["modes"].values()))
     axes.set_title("Tokens trained per second of rollout", fontsize=10)
 
@@ -127,14 +136,15 @@ def _ages(axes: Any, report: dict[str, Any]) -> None:
         label = f"{age} or more" if age == OLDEST_SHOWN else f"{age}"
         axes.bar(range(len(height)), height, 0.6, bottom=bottom, color=colours(0.05 + 0.18 * age), label=label)
     names = [f"{name}\noff-policy {m['off_policy_share']:.0%}" for name, m in report["modes"].items()]
-    axes.set_xticks(range(len(names)), names, fontsize=8)
-    axes.set_xlim(-0.5, len(names) + 0.4)
+    axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) < 4 else 6)
+    axes.set_xlim(-0.5, 1.14 * len(names))
     axes.legend(title="updates", fontsize=7, title_fontsize=7, loc="center right")
     axes.set_title("Age of the trained tokens (share)", fontsize=10)
 
 
 def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
-    rows, refill = report["sweep"], report["modes"]["refill"]
+    rows, name = report["sweep"], with_quorum("refill", report["workload"]["group_quorum"])
+    refill = report["modes"][name]
     x = [r["ratio"] for r in rows]
     panels = (
         ("Tokens trained per second", (("N' once per step", "trained_tokens_per_s", COLOURS["april"]),), 1.0),
@@ -150,10 +160,10 @@ def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
     )
     for column, (title, lines, scale) in enumerate(panels):
         axes = figure.add_subplot(grid[row, column])
-        for name, key, colour in lines:
-            axes.plot(x, [scale * r[key] for r in rows], marker="o", markersize=4, color=colour, label=name)
-            dashes = COLOURS["refill"] if len(lines) == 1 else colour
-            label = f"{name}, refill" if len(lines) > 1 else _label(report, "refill")
+        for what, key, own in lines:
+            axes.plot(x, [scale * r[key] for r in rows], marker="o", markersize=4, color=own, label=what)
+            dashes = COLOURS["refill"] if len(lines) == 1 else own
+            label = f"{what}, refill" if len(lines) > 1 else _label(report, name)
             axes.axhline(scale * refill[key], color=dashes, linestyle="--", linewidth=1.2, label=label)
         axes.set_ylim(bottom=0)
         axes.set_xticks(x, [f"{value:g}" for value in x])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from april.simulate.figure import COLOURS, averaged
+from april.simulate.figure import averaged, colour
 from april.simulate.measure import Measured
 
 CONTINUOUS, TRAINER, LIMIT = "#2e8b57", "#7a4a9e", "black"
@@ -39,10 +39,6 @@ def _bound(report: dict[str, Any], name: str) -> int | None:
     return m["max_staleness"] if m["generation"] == "continuous" else None
 
 
-def _colour(name: str) -> str:
-    return COLOURS.get(name, CONTINUOUS)
-
-
 def _over_time(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measured]) -> None:
     sync_ends = runs["sync"].step_ends
     until = sync_ends[min(SHOWN_BATCHES, len(sync_ends)) - 1]
@@ -51,7 +47,7 @@ def _over_time(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, M
         m = report["modes"][name]
         axes = figure.add_subplot(grid[row, :])
         times, mean = averaged(run.busy, until)
-        axes.fill_between(times, mean, step="post", color=_colour(name), linewidth=0)
+        axes.fill_between(times, mean, step="post", color=colour(name, CONTINUOUS), linewidth=0)
         axes.axhline(m["in_flight"], color="black", linewidth=0.8, linestyle=":")
         trained = [(began, min(ended, until) - began) for began, ended in run.trainings if began < until]
         axes.broken_barh(trained, (-0.24 * slots, 0.16 * slots), facecolors=TRAINER, edgecolors="white", linewidth=0.6)
@@ -79,12 +75,12 @@ def _over_time(figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, M
 
 def _names(axes: Any, report: dict[str, Any]) -> None:
     names = [name.replace(" ", "\n") for name in report["modes"]]
-    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) < 8 else 5)
 
 
 def _throughput(axes: Any, report: dict[str, Any]) -> None:
     for x, (name, m) in enumerate(report["modes"].items()):
-        axes.bar(x, m["trained_tokens_per_s"], 0.7, color=_colour(name))
+        axes.bar(x, m["trained_tokens_per_s"], 0.7, color=colour(name, CONTINUOUS))
         limit = m["trained_tokens_per_s"] / m["fraction_of_limit"]
         axes.plot([x - 0.42, x + 0.42], [limit, limit], color=LIMIT, linewidth=1.6)
         words = f"{m['fraction_of_limit']:.0%}\n{m['speed_up']:.2f}x"
@@ -96,7 +92,7 @@ def _throughput(axes: Any, report: dict[str, Any]) -> None:
 def _idle(axes: Any, report: dict[str, Any]) -> None:
     for x, (name, m) in enumerate(report["modes"].items()):
         first = x == 0
-        axes.bar(x - 0.2, m["bubble"], 0.38, color=_colour(name), label="decode slots" if first else None)
+        axes.bar(x - 0.2, m["bubble"], 0.38, color=colour(name, CONTINUOUS), label="decode slots" if first else None)
         axes.bar(x + 0.2, m["trainer_idle_share"], 0.38, color=TRAINER, label="trainer" if first else None)
     _names(axes, report)
     axes.set_ylim(0, 1)
@@ -106,7 +102,7 @@ def _idle(axes: Any, report: dict[str, Any]) -> None:
 
 def _staleness(axes: Any, report: dict[str, Any]) -> None:
     for x, (name, m) in enumerate(report["modes"].items()):
-        axes.bar(x, m["staleness_mean"], 0.7, color=_colour(name))
+        axes.bar(x, m["staleness_mean"], 0.7, color=colour(name, CONTINUOUS))
         axes.plot([x - 0.42, x + 0.42], [m["staleness_max"]] * 2, color=LIMIT, linewidth=1.6)
         axes.text(x, m["staleness_max"], f"{m['off_policy_share']:.0%}", fontsize=8, ha="center", va="bottom")
     _names(axes, report)

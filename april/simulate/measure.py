@@ -151,6 +151,7 @@ def _figures(
         "over_sampling_batch_size": schedule.over,
         "generation": "stepwise" if schedule.continuous is None else "continuous",
         "refill": str(schedule.refill),
+        "group_quorum": schedule.quorum,
         "max_staleness": workload.max_staleness_of(schedule),
         "in_flight": schedule.in_flight,
         "steps": len(steps),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from april.core.idle import Idle
 from april.core.types import OnStale
 from april.simulate.length_statistics import length_statistics
 from april.simulate.measure import Measured, Progress, measure
@@ -89,7 +90,8 @@ def _sweep(
     workload: Workload, run: Callable[[str, Schedule], Measured], notes: list[str]
 ) -> list[tuple[float, Measured]]:
     rows = []
-    for schedule in dict.fromkeys(workload.one_shot(round(ratio * workload.groups)) for ratio in RATIOS):
+    shots = dict.fromkeys(workload.one_shot(round(ratio * workload.groups)) for ratio in RATIOS)
+    for schedule in (replace(shot, quorum=workload.group_quorum) for shot in shots):
         ratio = schedule.over / workload.groups
         try:
             workload.core_settings(schedule)
@@ -142,18 +144,18 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
         if m["preemptions"]:
             notes.append(f"{name}: the KV cache was full, {m['preemptions']:,} times a sample had to leave it and wait")
         bound = m["max_staleness"] * workload.groups
+        of_them = "" if m["group_quorum"] == 1.0 else " (responses not delivered, divided by n)"
         if (
             workload.train_time is None
             and m["refill"] != "none"
             and workload.on_stale is not OnStale.DROP
-            and m["held_groups_max"] >= bound
-            and m["bubble"] >= IDLE_WORTH_A_WORD
+            and m["idle_shares"].get(str(Idle.BOUND), 0.0) >= IDLE_WORTH_A_WORD
             and m["in_flight"] <= workload.fits  # otherwise the slots are empty for want of KV, too
         ):
             notes.append(
                 f"{name}: max_staleness={workload.max_staleness} binds: no more than {bound + workload.groups} groups "
-                f"may be held, or some could not be delivered in time, so {m['bubble']:.0%} of the slots stay empty; "
-                f"raise max_staleness or lower the {m['in_flight']} samples in flight"
+                f"may be held{of_them}, or some could not be delivered in time, so {m['bubble']:.0%} of the slots stay "
+                f"empty; raise max_staleness or lower the {m['in_flight']} samples in flight"
             )
         if m["dropped_tokens"]:
             notes.append(

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from april.simulate.workload import with_quorum
+
 ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("groups in work, samples in flight", lambda m: f"{_groups(m)}, {m['in_flight']}"),
     ("trained tokens per second", lambda m: f"{m['trained_tokens_per_s']:,.0f}"),
@@ -26,6 +28,8 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
+AS_FAST = 0.98
+"""Speed of a smaller N' that counts as the same."""
 WORTH_MORE_STALENESS = 0.01
 """Share of the limit that a larger bound must add to be named."""
 
@@ -76,7 +80,8 @@ def headline(report: dict[str, Any]) -> list[str]:
 
 def mode_table(report: dict[str, Any]) -> Table:
     """The modes side by side."""
-    out = Table(title="One workload, scheduled three ways", box=SIMPLE_HEAD)
+    ways = {3: "three", 5: "five"}[len(report["modes"])]
+    out = Table(title=f"One workload, scheduled {ways} ways", box=SIMPLE_HEAD)
     out.add_column("")
     for name in report["modes"]:
         out.add_column(name, justify="right")
@@ -109,11 +114,16 @@ def loop_table(report: dict[str, Any]) -> Table:
 
 def sweep_table(report: dict[str, Any]) -> Table:
     """N'/N, one row each; refill below, for comparison."""
-    out = Table(title="How much to over-sample: N' groups once per step", box=SIMPLE_HEAD, collapse_padding=True)
+    quorum = report["workload"]["group_quorum"]
+    title = "How much to over-sample: N' groups once per step"
+    title += "" if quorum == 1.0 else f", group quorum {quorum:g}"
+    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
                    "re-\nprefill", "tokens\nheld"):  # fmt: skip
         out.add_column(column, justify="right", no_wrap=True)
-    rows = [(f"{row['ratio']:g}", row) for row in report["sweep"]] + [("refill", report["modes"]["refill"])]
+    rows = [(f"{row['ratio']:g}", row) for row in report["sweep"]] + [
+        ("refill", report["modes"][with_quorum("refill", quorum)])
+    ]
     for name, m in rows:
         if name == "refill":
             out.add_section()
@@ -135,8 +145,36 @@ def verdict(report: dict[str, Any]) -> list[str]:
         f"refill reaches {m['fraction_of_limit']:.1%} of its limit: the same tokens on the same engines, with "
         f"{m['in_flight']} samples in flight all the time; {m['reprefill_time_share']:.1%} of the time goes to "
         f"prefilling again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
+        *_quorum_verdict(report),
         *(f"note: {note}" for note in report["notes"]),
     ]
+
+
+def _quorum_verdict(report: dict[str, Any]) -> list[str]:
+    """Whole groups against parts of them, where both are run."""
+    quorum, modes = report["workload"]["group_quorum"], report["modes"]
+    if quorum == 1.0:
+        return []
+    lines = [
+        f"a group quorum of {quorum:g} takes {name} {_from_to(modes[name], modes[with_quorum(name, quorum)])}"
+        for name in ("april", "refill")
+    ]
+    april = modes["april"]
+    enough = next((m for m in report["sweep"] if m["speed_up"] >= AS_FAST * april["speed_up"]), None)
+    if enough is not None:
+        lines.append(
+            f"N' = {enough['over_sampling_batch_size']} with it instead of N' = {april['over_sampling_batch_size']} "
+            f"whole groups goes {_from_to(april, enough)}"
+        )
+    return lines
+
+
+def _from_to(one: dict[str, Any], other: dict[str, Any]) -> str:
+    return (
+        f"from {one['speed_up']:.2f}x to {other['speed_up']:.2f}x, from {one['off_policy_share']:.0%} to "
+        f"{other['off_policy_share']:.0%} off-policy, from {one['staleness_mean']:.2f} to "
+        f"{other['staleness_mean']:.2f} mean staleness"
+    )
 
 
 def _loop_verdict(report: dict[str, Any]) -> list[str]:
@@ -160,7 +198,7 @@ def _loop_verdict(report: dict[str, Any]) -> list[str]:
             f"{enough['fraction_of_limit']:.1%} of it (sync {modes['sync']['fraction_of_limit']:.1%}, refill "
             f"{modes['refill']['fraction_of_limit']:.1%}); of the bounds here none reaches more than {most:.1%}"
         )
-    return [*lines, f"{name}: {enough['bottleneck']}"]
+    return [*lines, f"{name}: {enough['bottleneck']}", *_quorum_verdict(report)]
 
 
 def _groups(m: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,19 +22,23 @@ from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, EngineFinish, Prompt, SampleId
+from april.core.types import Prompt, SampleId
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.response_lengths import ResponseLengths
+from april.engines.simulated.response_lengths import ResponseLengths, uniforms
 from april.errors import InvariantError, RolloutError
+from april.record.file import RunRecord
+from april.record.recorder import Recorder
+from april.simulate.engines import SimulatedEngines
+from april.simulate.hosts import SimulatedHosts
 from april.simulate.trainer import SimulatedTrainer
 
 IGNORED: tuple[type[do.Command], ...] = (
     do.StartTimer, do.Fence,  # aborts are instantaneous here
-    do.ScoreSample, do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
-    do.ProbeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn, do.EvaluationDone, do.EvaluationFailed,
+    do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
+    do.ProbeEngine, do.HandOver, do.Restore, do.Warn, do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
-"""Commands that never come, or of which nothing is seen: no rewards, evaluations, transfers, failures."""
+"""Commands that never come, or of which nothing is seen: no evaluations, no transfers, no engine fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +90,6 @@ class SimulationResult:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """An attempt in a decoder, with the tokens it will have if it is left alone."""
-
-    attempt: Attempt
-    count: int
-    complete: bool
-
-
 class Simulation:
     """One trainer that takes a batch, trains it, updates the weights, and takes the next.
 
@@ -103,9 +98,13 @@ class Simulation:
         cost: of one engine.
         lengths: true response lengths by (group, sample).
         engines: how many.
+        hosts: processes that have the engines, in turn; 0: the core's own has them.
+        host_latency_s: of what crosses from one process to another.
         prompt_len: tokens of every prompt.
         train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
+        failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
         check: cross-check the core's books after every event.
+        record: where to record it, as a real run is.
         watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
     """
 
@@ -116,38 +115,51 @@ class Simulation:
         lengths: ResponseLengths,
         *,
         engines: int = 1,
+        hosts: int = 0,
+        host_latency_s: float = 1e-3,
         prompt_len: int = 128,
         train_s: float = 0.0,
         fetch_ahead: int = 0,
+        failing: float = 0.0,
         check: bool = False,
+        record: RunRecord | None = None,
         watch: Callable[[float, int], None] | None = None,
     ) -> None:
         if settings.has_reward or settings.has_filter:
             raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
+        if not 0.0 <= failing < 1.0:
+            raise ValueError(f"failing={failing:g} is a share of the samples, at least 0 and below 1")
+        if failing:  # the failed are asked again at once
+            settings = replace(settings, has_reward=True, retry_pause_s=0.0)
         slots = -(-settings.max_in_flight // engines)
         context = prompt_len + settings.max_response_len
-        names = [f"engine{i}" for i in range(engines)]
+        names = [f"host{i % hosts}/engine{i}" if hosts else f"engine{i}" for i in range(engines)]
         self.core = RolloutCore(settings, [EngineLimits(n, context, slots) for n in names], check=check)
         self.decoders = {name: SimulatedDecoder(cost, slots) for name in names}
         self.now = 0.0
         self.result = SimulationResult(slots * engines)
-        self._lengths = lengths
+        self._lengths, self._failing = lengths, failing
         self._prompt = Prompt(np.zeros(prompt_len, np.int32))
         self._sampling = SamplingParams(max_tokens=settings.max_response_len)
-        self._blank = np.zeros(settings.max_response_len, np.int32)
-        self._blank_logprobs = np.zeros(settings.max_response_len, np.float32)
-        self._running: dict[str, _Running] = {}
         self._group_lengths: dict[int, list[int]] = {}
-        self._pump = EventPump(self.core, {
-            do.Submit: self._submit,
+        self.engines: SimulatedEngines | SimulatedHosts = SimulatedEngines(
+            self.decoders, length=self._length, longest=settings.max_response_len, now=lambda: self.now,
+            version=lambda: self.core.clock.current, post=lambda event: self._pump.post(event),
+        )  # fmt: skip
+        if hosts:
+            self.engines = SimulatedHosts(
+                self.core, self.decoders, self._sampling, latency_s=host_latency_s, length=self._length,
+                now=lambda: self.now, post=lambda event: self._pump.post(event), turn=self.turn,
+            )  # fmt: skip
+        self._recorder = None if record is None else Recorder(record, self.core, lambda: self.now)
+        self._pump = EventPump(self._recorder or self.core, {
+            **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
+            do.ScoreSample: lambda c: self._pump.post(self._score(c.sample.id)),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
-            do.Abort: self._abort,
-            do.PauseEngine: self._engine_called,
-            do.LoadEngine: self._engine_called,
-            do.ResumeEngine: self._engine_called,
             do.Deliver: self._deliver,
+            do.UpdateEnded: self._update_ended,
             do.Fail: self._fail,
         }, ignored=IGNORED)  # fmt: skip
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
@@ -156,6 +168,8 @@ class Simulation:
         self._waited: dict[str, float] = {}
         """Where the time before that batch went."""
         self._updates = 0
+        self._updating = False
+        """The trainer waits for an update, which takes time where engines are on hosts."""
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
         self._watch = watch
@@ -169,32 +183,40 @@ class Simulation:
             self._batch, self._asked = None, False
             self._record(batch)
             self._trainer.take(batch, self.now)
-            if self._trainer.ends_s <= self.now:  # training takes no time
+            if self._trainer.ends_s <= self.now and not self._updating:  # training takes no time
                 self._update_weights()
                 self._times.look(self.now)
         self.result.digest = self._digest.hexdigest()
         return self.result
 
+    def close(self) -> None:
+        """The end of its record, if it has one."""
+        if self._recorder is not None:
+            self._recorder.close()
+
     def _ask_or_wait(self) -> None:
-        if not self._asked and self._trainer.wants_more:
+        if not self._asked and self._trainer.wants_more and not self._updating:
             self._asked = True
-            self._pump.post(ev.StepRequested())
+            self.turn(lambda: self._pump.post(ev.StepRequested()))
             self._times.look(self.now)
             return
-        # the earliest engine goes first; ties go by the order of the engines, the trainer is the last
-        name, at = min(((n, d.next_event_time()) for n, d in self.decoders.items()), key=lambda pair: pair[1])
-        if self._trainer.ends_s < at:
-            self.now = self._trainer.ends_s
+        at = self.engines.next_s  # of an engine and the trainer, the engine goes first
+        if self._trainer.ends_s < at and not self._updating:
+            self._trainer.ends_s = self.now = max(self.now, self._trainer.ends_s)
             self._update_weights()
         elif math.isinf(at):
             raise RolloutError(f"the simulation is stuck: {self.core!r}")
         else:
             self.now = at
-            for finished in self.decoders[name].advance(at):
-                self._ended(finished.request_id)
+            self.engines.go_on()
         self._times.look(self.now)
         if self._watch is not None:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
+
+    def turn(self, work: Callable[[], None]) -> None:
+        """One turn of the core's process, with all that hosts are told because of it."""
+        work()
+        self.engines.flush()
 
     def _update_weights(self) -> None:
         """The oldest batch is trained: new weights, at the version for which its ages were told."""
@@ -202,23 +224,19 @@ class Simulation:
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
         self._updates += 1
-        self._pump.post(ev.UpdateRequested(update=self._updates, trained=batch.id))
-
-    def _engine_called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
-        self._pump.post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
+        self._updating = True
+        update = ev.UpdateRequested(update=self._updates, trained=batch.id)
+        self.turn(lambda: self._pump.post(update))
 
     def held_lengths(self) -> list[int]:
         """Response tokens of everything that is held and has some, those of running requests included."""
         lengths = {sample.id: len(sample.tape) for sample in self.core.buffer.samples()}
-        for attempt_id, running in self._running.items():
-            lengths[running.attempt.sample.id] += self.decoders[running.attempt.engine].tokens_of(attempt_id)
+        for sample_id, count in self.engines.tokens_in_flight():
+            lengths[sample_id] += count
         return [length for length in lengths.values() if length]
 
     def _totals(self) -> tuple[float, ...]:
-        for decoder in self.decoders.values():
-            if decoder.now < self.now:
-                for finished in decoder.advance(self.now):
-                    self._ended(finished.request_id)
+        self.engines.catch_up()
         counters = [d.counters() for d in self.decoders.values()]
         return (
             sum(c.generated_tokens for c in counters),
@@ -259,43 +277,24 @@ class Simulation:
 
     def _deliver(self, command: do.Deliver) -> None:
         self._batch, self._waited = command.batch, self._times.delivered(self.now)
+        if self._recorder is not None:
+            self._recorder.delivered(replace(command.batch, metrics={**command.batch.metrics, **self._waited}))
+        self.engines.delivered(sample.id for sample in command.batch.samples)
+
+    def _update_ended(self, command: do.UpdateEnded) -> None:
+        self._updating = False
 
     def _fail(self, command: do.Fail) -> None:
         raise RolloutError(command.error)
 
-    def _submit(self, command: do.Submit) -> None:
-        attempt = command.attempt
-        decoder = self.decoders[attempt.engine]
-        self._catch_up(attempt.engine)
-        left = self._length(attempt.sample.id) - len(attempt.sample.tape)
-        count = min(left, attempt.sampling.max_tokens)
-        decoder.add(attempt.id, len(attempt.token_ids), count)
-        self._running[attempt.id] = _Running(attempt, count, complete=count == left)
-
-    def _abort(self, command: do.Abort) -> None:
-        self._catch_up(command.engine)
-        for attempt_id, count in self.decoders[command.engine].abort(command.attempt_ids).items():
-            attempt = self._running.pop(attempt_id).attempt
-            self._append(attempt, count)
-            self._pump.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
-
-    def _catch_up(self, engine: str) -> None:
-        """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
-        for finished in self.decoders[engine].advance(self.now):
-            self._ended(finished.request_id)
-
-    def _ended(self, attempt_id: str) -> None:
-        running = self._running.pop(attempt_id)
-        self._append(running.attempt, running.count)
-        finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
-        self._pump.post(ev.AttemptEnded.of(running.attempt, finish))
-
     def _length(self, sample: SampleId) -> int:
         row = self._group_lengths.get(sample.group)
-        if row is None:
-            row = self._lengths.group(sample.group, self.core.settings.n_samples_per_prompt).tolist()
-            self._group_lengths[sample.group] = row
+        if row is None or len(row) <= sample.index:  # or it takes the place of one that failed
+            n = max(self.core.settings.n_samples_per_prompt, sample.index + 1)
+            row = self._group_lengths[sample.group] = self._lengths.group(sample.group, n).tolist()
         return row[sample.index]
 
-    def _append(self, attempt: Attempt, count: int) -> None:
-        attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self.core.clock.current)
+    def _score(self, sample: SampleId) -> ev.Scored | ev.SampleFailed:
+        if uniforms("failing", 0, sample.group, sample.index + 1)[-1] < self._failing:
+            return ev.SampleFailed(sample, "it is one of those that fail")
+        return ev.Scored(sample.group, [(sample.index, 0.0)])

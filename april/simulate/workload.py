@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -41,12 +41,14 @@ class Schedule:
         refill: when new work starts inside a step.
         in_flight: most samples in flight, the number of decode slots.
         continuous: max_staleness of continuous generation; None: stepwise, with that of the workload.
+        quorum: share of a group that is to be finished before what is finished of it counts.
     """
 
     over: int
     refill: Refill
     in_flight: int
     continuous: int | None = None
+    quorum: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Workload:
         in_flight: samples in flight in the refill mode; None: N n, as many as sync.
         max_response_len, prompt_len: tokens.
         max_staleness, on_stale: the bound on old tokens and what enforces it.
+        group_quorum: below 1, april and refill are run with it as well, sweep and continuous modes with it alone.
         train_time: of one batch, seconds ("40") or times of a batch at the engines' limit ("0.5x"); None: training
             takes no time.
         placement: with a train time only; None: separate.
@@ -70,6 +73,8 @@ class Workload:
         median_len, sigma_between, sigma_within: of the lognormal distribution; None: the defaults above.
         steps, ramp: simulated steps, and how many of the first ones are left out of the figures.
         seed: of the lengths.
+        measured_cost: of one engine, instead of that of ``model`` on ``gpu``.
+        measured_lengths: instead of a file or a distribution.
 
     Raises:
         ValueError: something is unknown, out of range or contradictory; one sentence.
@@ -88,6 +93,7 @@ class Workload:
     prompt_len: int = 128
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH
+    group_quorum: float = 1.0
     train_time: str | None = None
     placement: Placement | None = None
     fetch_ahead: int = 0
@@ -99,6 +105,8 @@ class Workload:
     steps: int = 50
     ramp: int = 10
     seed: int = 0
+    measured_cost: DecodeCost | None = None
+    measured_lengths: ResponseLengths | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.ramp < self.steps:
@@ -143,11 +151,13 @@ class Workload:
     @cached_property
     def cost(self) -> DecodeCost:
         """Of one engine."""
-        return roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+        return self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
 
     @cached_property
     def lengths(self) -> ResponseLengths:
         """True lengths, not cut at max_response_len."""
+        if self.measured_lengths is not None:
+            return self.measured_lengths
         shape = (self.median_len, self.sigma_between, self.sigma_within)
         if self.lengths_file is None:
             median, between, within = (
@@ -221,9 +231,13 @@ class Workload:
             "april": self.one_shot(over),
             "refill": Schedule(n, Refill.SAMPLE, self._in_flight),
         }
+        quorum = self.group_quorum
+        if quorum != 1.0:
+            modes |= {with_quorum(name, quorum): replace(modes[name], quorum=quorum) for name in ("april", "refill")}
         if self.separate:
+            refill = replace(modes["refill"], quorum=quorum)
             for bound in BOUNDS if self.bounds else (self.max_staleness,):
-                modes[f"continuous {bound}"] = Schedule(n, Refill.SAMPLE, self._in_flight, continuous=bound)
+                modes[f"continuous {bound}"] = replace(refill, continuous=bound)
         return modes
 
     @property
@@ -248,6 +262,7 @@ class Workload:
                 max_response_len=self.max_response_len,
                 generation=GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
                 refill=schedule.refill,
+                group_quorum=schedule.quorum,
                 max_in_flight=schedule.in_flight,
                 max_staleness=self.max_staleness_of(schedule),
                 on_stale=self.on_stale,
@@ -256,6 +271,11 @@ class Workload:
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return config.core_settings(has_reward=False, group_reward=False, run_id=0)
+
+
+def with_quorum(mode: str, quorum: float) -> str:
+    """Name of a mode that is run with a group quorum."""
+    return mode if quorum == 1.0 else f"{mode} q={quorum:g}"
 
 
 def read_lengths(path: Path, seed: int) -> TraceLengths:

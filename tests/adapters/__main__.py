@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 
-from tests.adapters.environments import AREAL, OPENRLHF, TRL, VERL
+from tests.adapters.environments import AREAL, OPENRLHF, RAY, TRL, VERL
 from tests.real_engines.environments import ROOT, environment
 
-TRAINERS = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "areal": AREAL}
+TRAINERS = {"trl": TRL, "trl_servers": TRL, "verl": VERL, "openrlhf": OPENRLHF, "areal": AREAL, "ray": RAY}
 
 
 def main() -> int:

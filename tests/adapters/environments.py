@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.real_engines.environments import ROOT, TORCH, Recipe
 
 TRL_VERSION, VERL_VERSION, OPENRLHF_VERSION, AREAL_VERSION = "1.16.0", "0.9.1", "0.11.2", "1.0.4"
+RAY_VERSION = "2.60.0"
 
 TRL = Recipe(
     "trl",
@@ -13,6 +14,15 @@ TRL = Recipe(
         ("install", TORCH),
         ("install", f"trl=={TRL_VERSION}", "transformers==5.23.0", "accelerate", "datasets", "peft"),
         ("install", "pytest", "pytest-asyncio"),
+        ("install", "--editable", f"{ROOT}[transformers,yaml]"),
+    ),
+)
+
+RAY = Recipe(
+    "ray",
+    (
+        ("install", TORCH),
+        ("install", f"ray=={RAY_VERSION}", "transformers==5.23.0", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),
 )

@@ -51,8 +51,12 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     session_id: str | None = None
     train_metadata: dict[str, Any] | None = None
+    rollout_id: int | None = None
 
     Status = Status
+
+    def get_reward_value(self, args: Namespace) -> float:
+        return float(self.reward[args.reward_key] if args.reward_key else self.reward)
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "status": self.status.value}
@@ -257,6 +261,9 @@ def namespace(**changes: Any) -> Namespace:
         "adapters.slime_stand_in.length_reward", "reward_key": None, "group_rm": False, "use_tis": True,
         "rollout_sample_hook_path": [], "dynamic_sampling_filter_path": None, "rollout_sample_filter_path": None,
         "rollout_all_samples_process_path": None, "buffer_filter_path": None, "use_rollout_routing_replay": False,
+        "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None,
+        "advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True,
+        "log_passrate": False,
     }  # fmt: skip
     assert not set(changes) - set(values) - {"april", "sglang_router_ip", "sglang_router_port"}
     return Namespace(**(values | changes))

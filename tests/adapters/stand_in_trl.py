@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from april.driver.user_code import is_async
+
+from .stand_in_ranks import Meeting, RankAccelerator
 
 VOCAB_SIZE, EOS = 97, 1
 DEFAULTS: dict[str, Any] = {
@@ -45,14 +49,17 @@ class GRPOTrainer:
     """Generates, scores, and calls ``optimizer_step`` once per generation batch."""
 
     def __init__(
-        self, model: Any, rollout_func: Any, train_dataset: Any, processes: int = 1, reward_funcs: Any = (), **args: Any
-    ) -> None:
+        self, model: Any, rollout_func: Any, train_dataset: Any, accelerator: Any = None, reward_funcs: Any = (),
+        scale_rewards: str = "group", **args: Any,
+    ) -> None:  # fmt: skip
         self.args = SimpleNamespace(**(DEFAULTS | args))
         self.model, self.rollout_func, self.train_dataset = model, rollout_func, train_dataset
-        self.accelerator = SimpleNamespace(num_processes=processes, device="cpu", unwrap_model=lambda model: model)
+        self.accelerator = RankAccelerator(Meeting(1), 0) if accelerator is None else accelerator
         self.state = SimpleNamespace(global_step=0, num_train_epochs=1)
         self.eos_token_ids, self.processing_class = [EOS], Words()
         self.reward_funcs, self.reward_weights = list(reward_funcs), torch.ones(len(reward_funcs))
+        self.scale_rewards, self.multi_objective_aggregation = scale_rewards, "sum_then_normalize"
+        self._logs: Any = {"advantages": deque(maxlen=self.args.generation_batch_size)}
         self.tools: list[Any] = []
         self.environment_factories, self.shuffle_dataset, self._is_vlm, self.num_iterations = None, True, False, 1
         self._metrics: Any = {"train": defaultdict(list)}
@@ -68,13 +75,18 @@ class GRPOTrainer:
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         while self.state.global_step < steps:
             # the sampler's choice; the adapter goes by their number only
-            asked = [dict(self.train_dataset[0]) for _ in range(self.args.generation_batch_size)]
+            asked = [dict(self.train_dataset[0]) for _ in range(self._rows)]
             self.outputs.append(self._generate_and_score_completions(asked))
             self.optimizer_step(self.outputs[-1])
             self._step += 1
             self.state.global_step += 1
             if self.folder is not None:
                 self._save_checkpoint(self.model, None)
+
+    @property
+    def _rows(self) -> int:
+        """Of this rank in a generation batch."""
+        return int(self.args.generation_batch_size) // int(self.accelerator.num_processes)
 
     def evaluate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         self.model.eval()
@@ -90,7 +102,26 @@ class GRPOTrainer:
         for i, row in enumerate(output["logprobs"]):
             logprobs[i, : len(row)] = torch.tensor(row)
         self.scored.append(inputs)
-        return output | {"sampling_per_token_logps": logprobs}
+        return output | {"sampling_per_token_logps": logprobs, "advantages": self._advantages(inputs, output)}
+
+    def _advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
+        """By the place in the batch, and what TRL logs of rewards."""
+        rewards = torch.zeros(len(inputs))
+        for function in self.reward_funcs:
+            if not (is_async(function) or hasattr(function, "parameters")):
+                columns = {"answer": [row["answer"] for row in inputs], "completion_ids": output["completion_ids"]}
+                texts = self.processing_class.batch_decode(output["completion_ids"])
+                called = function(prompts=[row["prompt"] for row in inputs], completions=texts, log_metric=print,
+                                  log_extra=lambda *values: None, **columns)  # fmt: skip
+                rewards += torch.tensor([value or 0.0 for value in called])
+        rewards, first = self.accelerator.gather(rewards), self.accelerator.process_index * len(inputs)
+        groups = rewards.view(-1, self.args.num_generations)
+        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+        if self.model.training:
+            self._metrics["train"]["reward"].append(float(rewards.mean()))
+            self._metrics["train"]["frac_reward_zero_std"].append(float((groups.std(1) == 0).float().mean()))
+            self._logs["advantages"].extend(advantages.tolist())
+        return advantages[first : first + len(inputs)]
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         return [[int(word) for word in prompt.split()] for prompt in prompts], None, {}
@@ -99,6 +130,8 @@ class GRPOTrainer:
         return str(self.folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if not self.accelerator.is_main_process:
+            return
         assert (Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}").is_dir()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

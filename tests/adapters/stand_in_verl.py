@@ -253,11 +253,13 @@ class Trainer:
         self.fetch(n)
         delivery = self.run.next_batch(self.step_number - 1, n)
         assert not self.server.live, "verl puts its servers to sleep now"
-        for uid in delivery.uids:
-            row = self.queue.pop(uid)
-            keys = [key for key in self.stored if key.startswith(f"{uid}_")]
-            self.trained += [(row, int(key.split("_")[1])) for key in keys]
-        self.last = {key: t for key, t in self.stored.items() if key.split("_")[0] in delivery.uids}
+        self.last = {}
+        for uid, rollout in delivery.rollouts:
+            key = f"{uid}_{rollout}_0"
+            self.last[key] = self.stored[key]
+            self.trained.append((self.queue[uid], rollout))
+        for uid in delivery.settled:
+            del self.queue[uid]
         return delivery
 
     def update(self) -> None:
@@ -278,7 +280,7 @@ class Trainer:
         self.run.save(folder)
         return mine
 
-    def load(self, folder: Path, mine: dict[str, Any]) -> set[str]:
+    def load(self, folder: Path, mine: dict[str, Any]) -> dict[str, list[int]]:
         """As after a restart; what april holds."""
         self.drawn, self.step_number = mine["drawn"], mine["step"] + 1
         self.server.label = mine["step"]
@@ -291,6 +293,10 @@ class Trainer:
         for uid in dropped:
             self.queue.pop(uid, None)
             self.stored = {k: t for k, t in self.stored.items() if k.split("_")[0] != uid}
+        for key in [k for k in self.stored if k.split("_")[0] in held]:
+            uid, rollout, _ = key.split("_")
+            if int(rollout) not in held[uid]:
+                del self.stored[key]
         waiting = [uid for uid in self.queue if uid not in held]
         self.run.offer((uid, uid) for uid in waiting)
         return held

@@ -19,6 +19,8 @@ COLOCATED = SimpleNamespace(type="colocation", target="actor")
 CONFIGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"rollout_batch_size": 4}, r"april\['rollout_batch_size'\]: AReaL's train_dataset.batch_size decides this"),
     ({}, {"max_stale": 4}, r"april\['max_stale'\]: there is no such setting; there are over_sampling_batch_size,"),
+    ({}, {"group_quorum": 0.5}, r"april\['group_quorum'\]=0.5: AReaL takes rewards over whole groups"),
+    ({}, {"on_failed_sample": "shrink"}, "AReaL takes rewards over groups .* may have fewer; use replace"),
     ({"rollout__scheduling_strategy": COLOCATED}, {"generation": "continuous"}, "so the servers sleep while the"),
     ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
     ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),

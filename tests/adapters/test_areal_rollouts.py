@@ -111,6 +111,20 @@ def test_an_episode_that_fails_is_tried_again_and_then_dropped_by_name(trainer: 
     assert run.stats["april/dropped_failed"] == [1.0]
 
 
+def test_an_episode_that_fails_for_good_may_cost_itself_alone(trainer: Make) -> None:
+    """on_failed_sample: replace. Its group is trained whole, with a fresh episode in its place."""
+    run = trainer({"on_failed_sample": "replace"})
+    run.workflow.fails = {4: [ValueError("not readable")] * 5}  # of two samples; three tries give one up
+    run.train(run.workflow, 4)
+    rollouts = run._april.rollouts
+    assert rollouts._coordinator.core.counters["replaced_samples"] == 1
+    assert rollouts.ask("ledgers")["prompts"]["dropped"] == {}
+    seen = trained_rows(run)
+    assert 4 in seen
+    assert len(seen) == len(set(seen)) == 4 * areal.GROUPS
+    assert {len(group["input_ids"]) for batch in run.trained for group in batch} == {areal.SAMPLES}
+
+
 def test_samples_that_a_workflow_rejects_are_left_out(trainer: Make) -> None:
     """As in AReaL: None shrinks a group, and a group of nothing else is rejected and replaced."""
     run = trainer()

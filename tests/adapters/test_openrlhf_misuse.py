@@ -31,6 +31,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"rollout__max_new_tokens": 200}, {}, "--rollout.max_new_tokens 200 leaves no room for a prompt"),
     ({}, {"allow_mismatch": True}, "april.allow_mismatch"),
     ({}, {"group_quorum": 0.5}, "april.group_quorum=0.5: .* groups are delivered whole"),
+    ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample: shrink: .* so none may have fewer; use replace"),
     ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
     ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
     ({}, {"over_sampling_batch_size": 400}, "holds more groups than max_staleness=5"),

@@ -239,6 +239,26 @@ def test_a_reward_function_that_fails_costs_its_group(monkeypatch: pytest.Monkey
     assert failures["5"] == 1
 
 
+def test_a_reward_that_fails_for_one_response_may_cost_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """on_failed_sample: replace. Its group is delivered whole, with a fresh response in its place."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
+    failures: Counter[str] = Counter()
+
+    def fails(query: str, prompt: str, label: str) -> Any:
+        if label == "3" and failures[label] < 5:  # of two responses; three tries give one up
+            failures[label] += 1
+            raise OSError("no answer")
+        return {"rewards": 1.0}
+
+    with Run({"over_sampling_batch_size": 2 * GROUPS, "on_failed_sample": "replace"}) as run:
+        for engine in run.engines:
+            engine.answer = fails
+        run.episode()
+    assert Counter(run.labels) == ALL
+    assert len(run.responses) == ROWS * SAMPLES
+    assert run.rollouts.ledger["prompts"].dropped == {}
+
+
 def test_logs_that_differ_are_refused() -> None:
     """OpenRLHF stacks them by name, and would mix up the samples."""
     with Run() as run:

@@ -35,6 +35,8 @@ def ask(data: Any = None, **flags: Any) -> Any:
         made.function.close()
 
 
+QUORUM: dict[str, Any] = {"april": {"group_quorum": 0.5}, "n_samples_per_prompt": 6}
+HOOKED = {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
 FLAGS: list[tuple[dict[str, Any], str]] = [
     (
         {"partial_rollout": False},
@@ -49,9 +51,26 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"april": {"rollout_batch_size": 4}}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),
     ({"april": {"max_stalenes": 4}}, "max_stalenes: unknown setting; do you mean max_staleness?"),
     (
-        {"april": {"group_quorum": 0.5}, "group_rm": True},
-        "april.group_quorum=0.5: slime takes rewards over whole groups of --n-samples-per-prompt",
+        QUORUM,
+        "april.group_quorum=0.5 delivers groups in parts, and slime takes the mean reward over whole ones; add "
+        "--custom-reward-post-process-path april.adapters.slime.post_process_rewards",
     ),
+    (
+        {**QUORUM, "custom_reward_post_process_path": f"{USER}.my_rewards"},
+        f"in parts, and {USER}.my_rewards takes the mean reward over whole ones; add --custom-reward-post-process-path",
+    ),
+    (
+        {**QUORUM, "custom_reward_post_process_path": f"{USER}.my_rewards", "rewards_normalization": False},
+        f"in parts, and {USER}.my_rewards takes the mean reward over whole ones",
+    ),
+    *(
+        ({**QUORUM, **HOOKED, flag: "x"}, f"--{flag.replace('_', '-')} goes by whole groups, and april.group_quorum")
+        for flag in (
+            "group_rm", "log_passrate", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
+        )
+    ),
+    ({"april": {"group_quorum": 0.5}, **HOOKED}, "count with 1 finished responses, and a baseline needs 3"),
+    ({"april": {"on_failed_sample": "shrink"}}, "april.on_failed_sample=shrink: a batch would have fewer than"),
     ({"april": "fast"}, "april: in --custom-config-path must be a mapping of settings, got str"),
     ({"custom_rm_path": "nowhere.reward"}, "slime cannot load nowhere.reward"),
     ({"custom_rm_path": f"{USER}.nothing"}, f"slime cannot load {USER}.nothing"),
@@ -62,8 +81,9 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "said"), FLAGS)
-def test_flags_that_cannot_be_right(flags: dict[str, Any], said: str) -> None:
+def test_flags_that_cannot_be_right(flags: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its flag, and what to do."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
     with pytest.raises(AprilError, match=re.escape(said)):
         ask(**flags)
 

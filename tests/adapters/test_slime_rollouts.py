@@ -199,8 +199,9 @@ def test_sample_hooks_come_before_the_reward() -> None:
         assert all(s.metadata["marked"] == s.response_length for g in run(0) for s in g)
 
 
-def test_a_reward_that_fails_ends_the_rollout_with_its_name() -> None:
+def test_a_reward_that_fails_ends_the_rollout_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """What slime's function would raise, after it was tried again; the next call may go on."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
     with Run(custom_rm_path=f"{USER}.failing_reward") as run, pytest.raises(RolloutError, match="the judge is down"):
         run(0)
 

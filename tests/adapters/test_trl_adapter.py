@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang_fixtures import ServerThread
@@ -285,13 +286,157 @@ def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
         make("short", [even])
     with pytest.raises(april.ConfigError, match="filter: rewards by a model"):
         make("wrap", [torch.nn.Linear(1, 1)])
+    with pytest.raises(april.ConfigError, match="group_quorum below 1: rewards by a model"):
+        with_quorum([torch.nn.Linear(1, 1)])
+
+
+def test_a_quorum_wants_sums_of_rewards() -> None:
+    """Each reward normalised by itself needs the whole group."""
+
+    class Normalises(trl.GRPOTrainer):
+        def __init__(self, *args: Any, **others: Any) -> None:
+            super().__init__(*args, **others)
+            self.multi_objective_aggregation = "normalize_then_sum"
+
+    with pytest.raises(april.ConfigError, match="normalises each reward function over whole groups"):
+        adapter.april_trainer(Normalises)(tiny_model(), adapter.rollout(QUORUM), trl.prompts(8), **FOURS)
+
+
+# -------------------------------------------------------------------- quorum
+
+QUORUM = PARTIALS | {"group_quorum": 0.75}
+FOURS: dict[str, Any] = {"num_generations": 4, "generation_batch_size": 8}
+
+
+def value(ids: Any) -> float:
+    return sum(ids) % 7 / 4
+
+
+def values(completion_ids: Any, **others: Any) -> list[float]:
+    return [value(ids) for ids in completion_ids]
+
+
+def with_quorum(reward_funcs: Any = (values,), **changes: Any) -> tuple[Any, list[Any]]:
+    """A trainer with a quorum of 3 in 4, and the batches that it gets."""
+    rollouts = adapter.rollout(QUORUM | changes.pop("settings", {}), filter=changes.pop("filter", None))
+    made = Trainer(tiny_model(), rollouts, trl.prompts(8), reward_funcs=reward_funcs, **FOURS | changes)
+    batches: list[Any] = []
+    put = rollouts.put_advantages
+
+    def noted(*arguments: Any) -> None:
+        batches.append(rollouts._last_batch)
+        put(*arguments)
+
+    rollouts.put_advantages = noted  # type: ignore[method-assign]
+    return made, batches
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: str) -> None:
+    """As a slow reference says, whatever its place; TRL's table and its share without a difference say the same."""
+    made, batches = with_quorum(scale_rewards=scale)
+    made.train(steps=4)
+
+    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch.samples}
+    assert len(samples) == 8 * 4  # each response once
+    for batch, output, alike in zip(batches, made.outputs, made._metrics["train"]["frac_reward_zero_std"], strict=True):
+        of_batch = np.std([value(s.tokens.tolist()) for s in batch.samples], ddof=1)
+        expected, same = [], 0
+        for s in batch.samples:
+            order = [index for index, _ in s.cohort if index != s.id.index][:2]
+            compared = [value(samples[s.id.group, index].tokens.tolist()) for index in (s.id.index, *order)]
+            scales = {"group": np.std(compared, ddof=1) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}
+            expected.append((compared[0] - np.mean(compared)) / scales[scale])
+            same += len(set(compared)) == 1
+        assert len(batch) == 8
+        assert output["advantages"].dtype == torch.float32
+        assert output["advantages"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert scale == "batch" or alike == same / 8  # else TRL's own: whether the whole batch has one reward
+    assert list(made._logs["advantages"]) == made.outputs[-1]["advantages"].tolist()
+    assert any(s.id.index not in dict(s.cohort) for s in samples.values())
+    assert any(size < 4 for batch in batches for size in batch.group_sizes)
+    assert made.rollout_func.ledger["prompts"].delivered == 8
+
+
+def test_with_a_quorum_stragglers_keep_their_baseline_over_a_restart(tmp_path: Path) -> None:
+    """The first k were trained before the checkpoint, their sibling after it; each response once."""
+    before, first = with_quorum()
+    before.folder = tmp_path
+    before.train(steps=3)
+    after, later = with_quorum()
+    after.train(steps=4, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    kept = {(s.id.group, s.id.index): s for s in first[0].samples}
+    late = {(s.id.group, s.id.index): s for batch in later for s in batch.samples}
+    assert len(kept) + len(late) == len(kept | late) == 8 * 4
+    split = [s for s in late.values() if any((s.id.group, index) in kept for index, _ in s.cohort)]
+    assert split
+    for s in split:
+        assert dict(s.cohort) == {i: value((kept | late)[s.id.group, i].tokens.tolist()) for i, _ in s.cohort}
+
+
+def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCaptureFixture) -> None:
+    """Each needs one; functions that compare responses are told of, once; evaluations are TRL's to score."""
+
+    def unscored(completion_ids: Any, **others: Any) -> list[float | None]:
+        return [None for _ in completion_ids]
+
+    def longest(completion_ids: Any, **others: Any) -> list[float]:
+        return [float(len(ids) == max(map(len, completion_ids))) for ids in completion_ids]
+
+    none, _ = with_quorum([unscored], settings={"max_failed_groups": 1, "max_attempt_failures": 1})
+    with pytest.raises(april.RolloutError, match=r"every reward function returned None or NaN for a response to row"):
+        none.train(steps=1)
+    caplog.clear()
+    comparing, _ = with_quorum([longest])
+    rows = [dict(row) for row in trl.prompts(4)]
+    comparing.optimizer_step = lambda output: comparing.evaluate(rows)
+    comparing.train(steps=3)
+    (told,) = [r.getMessage() for r in caplog.records if "must not compare responses with each other" in r.getMessage()]
+    assert told.startswith("batch 0 has a mean reward of 1 where TRL logs 0.")
+
+
+def test_with_a_quorum_a_filter_judges_the_first_k() -> None:
+    """Of single responses' rewards."""
+    settings = {"on_data_end": "wrap"}
+    made, batches = with_quorum(filter=april.rewards_differ, settings=settings)
+    made.train(steps=4)
+
+    assert all(len({reward for _, reward in s.cohort}) > 1 for batch in batches for s in batch.samples)
+
+
+@pytest.mark.parametrize(("policy", "one_in"), [("replace", 4), ("shrink", 2), ("drop_group", 4)])
+def test_with_a_quorum_a_response_that_fails_costs_what_was_said(policy: str, one_in: int) -> None:
+    """Batches keep their size; one that takes another's place has a number of its own, and the baselines are right."""
+
+    def brittle(completion_ids: Any, **others: Any) -> list[float]:
+        if any(sum(ids) % one_in == 0 for ids in completion_ids):
+            raise RuntimeError("no verdict")
+        return values(completion_ids)
+
+    settings = {"on_failed_sample": policy, "max_attempt_failures": 1, "on_data_end": "wrap", "max_failed_groups": 50}
+    made, batches = with_quorum([brittle], settings=settings)
+    made.train(steps=6)
+
+    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch.samples}
+    assert len(samples) == sum(map(len, batches)) == 6 * 8
+    assert any(index >= 4 for _, index in samples) == (policy == "replace")
+    assert {len(s.cohort) for s in samples.values()} == ({2, 3} if policy == "shrink" else {3})
+    for batch, output in zip(batches, made.outputs, strict=True):
+        for s, advantage in zip(batch.samples, output["advantages"].tolist(), strict=True):
+            others = [reward for index, reward in s.cohort if index != s.id.index][: len(s.cohort) - 1]
+            compared = [value(s.tokens.tolist()), *others]
+            expected = (compared[0] - np.mean(compared)) / (np.std(compared, ddof=1) + 1e-4)
+            assert advantage == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 # -------------------------------------------------------------------- refusals
 
+TO_SERVERS: dict[str, Any] = {"weights_dir": "nowhere", "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"partial_rollout": False}, {}, "set partial_rollout: true"),
-    ({"group_quorum": 0.5}, {}, "TRL takes advantages over whole groups of num_generations"),
+    ({"group_quorum": 0.5}, {}, "a baseline needs 3"),
+    ({"on_failed_sample": "shrink"}, {}, "a smaller group leaves TRL with fewer rows than a generation batch has"),
     ({"n_samples_per_prompt": 4}, {}, "n_samples_per_prompt=4 of april contradicts num_generations=2 of GRPOConfig"),
     ({"rollout_batch_size": 3}, {}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
     ({"max_response_len": 9}, {}, "max_response_len=9 of april contradicts max_completion_length=40"),
@@ -309,7 +454,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"repetition_penalty": 1.1}, "GRPOConfig.repetition_penalty=1.1"),
     ({}, {"generation_kwargs": {"typical_p": 0.2}}, "generation_kwargs=\\['typical_p'\\]"),
     ({}, {"use_vllm": True}, "use_vllm=True: april generates"),
-    ({}, {"processes": 2}, "2 processes would each draw the same prompts"),
 ]
 
 
@@ -340,21 +484,17 @@ def test_data_and_models_that_april_cannot_be_exact_with_are_refused() -> None:
     with pytest.raises(april.ConfigError, match="weights_dir is for servers"):
         Trainer(model, adapter.rollout(weights_dir="somewhere"), trl.prompts(4))
 
-    class Sharded(trl.GRPOTrainer):
-        is_fsdp_enabled = True
 
-    with pytest.raises(april.ConfigError, match="fsdp moves parameters about"):
-        adapter.april_trainer(Sharded)(model, adapter.rollout(), trl.prompts(4))
-
-
-def test_peft_models_are_for_the_embedded_engine() -> None:
-    """It reads adapters in place; servers, quantised bases and virtual tokens are refused by name."""
+def test_some_adapters_are_refused() -> None:
+    """Quantised bases, virtual tokens, and for servers those of layers that are one tensor."""
     model = tiny_model()
     model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False)}
     Trainer(model, adapter.rollout(), trl.prompts(4))
-    servers = adapter.rollout(weights_dir="somewhere", engine={"kind": "vllm", "urls": ["http://127.0.0.1:1"]})
-    with pytest.raises(april.ConfigError, match="PEFT model: servers would be given the adapter alone"):
-        Trainer(model, servers, trl.prompts(4))
+    Trainer(model, adapter.rollout(**TO_SERVERS), trl.prompts(4))
+    model.config.tie_word_embeddings, model.get_output_embeddings().base_layer = True, None
+    Trainer(model, adapter.rollout(), trl.prompts(4))
+    with pytest.raises(april.ConfigError, match="the embedding or the output layer, which are one"):
+        Trainer(model, adapter.rollout(**TO_SERVERS), trl.prompts(4))
     model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
     with pytest.raises(april.ConfigError, match="PEFT model over a quantised base"):
         Trainer(model, adapter.rollout(), trl.prompts(4))

@@ -18,6 +18,7 @@ from april.adapters.verl.settings import HERE, OURS, settings_of
 from april.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref__rollout__"
+QUORUM = {"april__group_quorum": 0.5, "algorithm__adv_estimator": "april_grpo", f"{ROLLOUT}n": 6}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"april__partial_rollout": False, "april__over_sampling_batch_size": 6},
@@ -27,7 +28,17 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         {"algorithm__rollout_correction__rollout_is": None},
         "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weights",
     ),
-    ({"april__group_quorum": 0.5}, "april.group_quorum=0.5: verl's advantages need all samples of a group"),
+    (
+        {"april__group_quorum": 0.5},
+        "april.group_quorum=0.5 delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
+        "same batch",
+    ),
+    ({**QUORUM, f"{ROLLOUT}n": 4}, "count with 2 finished responses, and a baseline needs 3"),
+    ({**QUORUM, "algorithm__use_kl_in_reward": True}, "algorithm.use_kl_in_reward=True changes rewards that"),
+    (
+        {"algorithm__adv_estimator": "april_grpo", "reward__reward_model__enable": True},
+        "algorithm.adv_estimator=april_grpo needs rewards when a response is finished",
+    ),
     ({f"{ROLLOUT}top_p": 0.9}, "actor_rollout_ref.rollout.top_p=0.9 is not part of the log-probabilities"),
     ({f"{ROLLOUT}top_k": 20}, "actor_rollout_ref.rollout.top_k=20 is not part of the log-probabilities"),
     ({f"{ROLLOUT}temperature": 0}, "temperature=0: greedy samples of a group are all equal"),
@@ -104,7 +115,7 @@ def test_the_switch_ships_with_the_package_and_is_accepted() -> None:
     )
     made = settings_of(config(april=group["april"]))
     assert (made.config.over_sampling_batch_size, made.config.max_staleness, made.check) == (6, 5, False)
-    assert set(group["april"]) == {*OURS, *HERE} - {"group_quorum"}
+    assert set(group["april"]) == {*OURS, *HERE}
 
 
 def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:

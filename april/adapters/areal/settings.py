@@ -11,10 +11,10 @@ from april.errors import ConfigError
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "generation", "refill", "max_in_flight", "on_stale", "max_age",
     "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures", "max_failed_groups",
-    "abort_deadline_s", "abort_resend_s", "allow_mismatch",
+    "abort_deadline_s", "abort_resend_s", "allow_mismatch", "on_failed_sample",
 )  # fmt: skip
 """Settings of april.Config that the keyword ``april`` takes; the others are AReaL's to decide."""
-HERE = ("check",)
+HERE = ("check", "group_quorum")
 DECIDED = {
     "rollout_batch_size": "train_dataset.batch_size",
     "n_samples_per_prompt": "gconfig.n_samples",
@@ -79,6 +79,16 @@ def objections(config: Any, own: Mapping[str, Any]) -> Iterator[str]:
             yield f"april[{name!r}]: AReaL's {DECIDED[name]} decides this; leave it out"
         elif name not in (*OURS, *HERE):
             yield f"april[{name!r}]: there is no such setting; there are {', '.join((*OURS, *HERE))}"
+    if own.get("group_quorum") not in (None, 1):
+        yield (
+            f"april['group_quorum']={own['group_quorum']}: AReaL takes rewards over whole groups of gconfig.n_samples "
+            "rows by their place in the batch, so groups are delivered whole; leave it out"
+        )
+    if own.get("on_failed_sample") == "shrink":
+        yield (
+            "april['on_failed_sample']='shrink': AReaL takes rewards over groups of gconfig.n_samples rows by their "
+            "place in the batch, so none may have fewer; use replace"
+        )
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     if is_colocated(config) and own.get("generation") == "continuous":
         yield (

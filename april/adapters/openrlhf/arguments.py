@@ -82,7 +82,6 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
             raise ConfigError(f"april.{name} is decided by {flag} of OpenRLHF; leave it out of april's settings")
     for sentence in _objections(args, own):
         raise ConfigError(sentence)
-    own.pop("group_quorum", None)
     most = args.rollout.max_new_tokens
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
@@ -167,6 +166,11 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"april.group_quorum={own['group_quorum']}: OpenRLHF takes rewards over whole groups of "
             "--rollout.n_samples_per_prompt by their place in the batch, so groups are delivered whole; leave it out"
+        )
+    if own.get("on_failed_sample") == "shrink":
+        yield (
+            "april.on_failed_sample: shrink: OpenRLHF takes rewards over groups of --rollout.n_samples_per_prompt by "
+            "their place in the batch, so none may have fewer; use replace"
         )
     most = args.rollout.max_new_tokens
     if most is not None and most >= args.data.max_len:

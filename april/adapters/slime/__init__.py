@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from april.adapters.slime.advantages import post_process_rewards
 from april.adapters.slime.rollout_function import (
     GenerateRollout,
     RolloutFunction,
@@ -9,4 +10,4 @@ from april.adapters.slime.rollout_function import (
     make_generate_rollout,
 )
 
-__all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_generate_rollout"]
+__all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_generate_rollout", "post_process_rewards"]

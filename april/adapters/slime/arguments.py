@@ -6,8 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from april.adapters.slime.advantages import HOOK, method_of
 from april.config.settings import Config
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, OnFailedSample
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -25,6 +26,10 @@ DECIDED = {
     "allow_mismatch": "--custom-generate-function-path",
 }
 """Settings of april.Config that slime's flags decide."""
+WHOLE_GROUPS = (
+    "group_rm", "log_passrate", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
+)  # fmt: skip
+"""Flags of slime, without dashes, under which something looks at a group as a whole."""
 MAX_RESPONSE = 1 << 24
 """For functions that keep slime's limits themselves."""
 OWN_GENERATE = "slime.rollout.sglang_rollout.generate"
@@ -67,6 +72,14 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
     config = Config(**values, **own)
     if config.generation is GenerationMode.CONTINUOUS:
         _refuse_continuous(args, own_function)
+    if config.group_quorum < 1:
+        _refuse_parts_of_groups(args, config.group_quorum)
+    elif config.on_failed_sample is OnFailedSample.SHRINK:
+        raise ConfigError(
+            "april.on_failed_sample=shrink: a batch would have fewer than --rollout-batch-size * "
+            "--n-samples-per-prompt samples, and slime trains in full --global-batch-size only; say replace, or set "
+            "april.group_quorum below 1, with which batches are full"
+        )
     interval = int(getattr(args, "update_weights_interval", None) or 1)
     if interval > max(1, config.max_staleness):
         raise ConfigError(
@@ -105,13 +118,7 @@ def _own_settings(args: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"april.{name} is decided by {DECIDED[name]} of slime; leave it out of --custom-config-path"
             )
-    quorum = own.get("group_quorum", 1)
-    if quorum != 1:
-        raise ConfigError(
-            f"april.group_quorum={quorum}: slime takes rewards over whole groups of --n-samples-per-prompt (and "
-            "--group-rm judges them whole), so groups are delivered whole; leave it out"
-        )
-    return {str(name): value for name, value in own.items() if name != "group_quorum"}
+    return {str(name): value for name, value in own.items()}
 
 
 def _ends(args: Any) -> dict[str, Any]:
@@ -134,6 +141,19 @@ def _refuse_continuous(args: Any, own_function: bool) -> None:
         raise ConfigError(
             "--custom-generate-function-path sends its requests itself, so april cannot tell which weights made the "
             "tokens of those that an update meets; leave april.generation=continuous out"
+        )
+
+
+def _refuse_parts_of_groups(args: Any, quorum: float) -> None:
+    parts = f"april.group_quorum={quorum:g} delivers groups in parts"
+    for flag in WHOLE_GROUPS:
+        if getattr(args, flag, None):
+            raise ConfigError(f"--{flag.replace('_', '-')} goes by whole groups, and {parts}; leave out one of them")
+    hook = getattr(args, "custom_reward_post_process_path", None)
+    if hook != HOOK and (hook is not None or method_of(args) is not None):
+        raise ConfigError(
+            f"{parts}, and {hook or 'slime'} takes the mean reward over whole ones; add "
+            f"--custom-reward-post-process-path {HOOK}"
         )
 
 

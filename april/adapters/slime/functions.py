@@ -69,7 +69,7 @@ class FunctionEngine(ServerEngine):
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
         """The rollout function that belongs to this engine: it says which sample a request is about."""
-        self._fresh[llm.sample_id] = prompt.data["group"][llm.sample_id.index]
+        self._fresh[llm.sample_id] = self._groups.begin(prompt, llm.sample_id)
         await llm.generate()
         del self._fresh[llm.sample_id]
         self._before.pop(llm.sample_id, None)

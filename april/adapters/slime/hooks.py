@@ -11,7 +11,7 @@ from typing import Any
 
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.samples import Groups, Held, fill
-from april.core.types import Prompt
+from april.core.types import MOST_SAMPLES, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import RolloutError
 
@@ -106,16 +106,19 @@ class SlimeHooks:
         self._remaining -= 1
         if self._remaining < target:  # where slime would submit as many again
             self._remaining += self._args.over_sampling_batch_size or target
-        for response in responses:
-            # never in neither of the two
-            self._rejected[response.sample_id] = self.held[response.sample_id]
-            del self.held[response.sample_id]
+        # with a quorum more of them may be scored than the filter was shown
+        group_id = responses[0].sample_id.group
+        for index in range(MOST_SAMPLES * self._args.n_samples_per_prompt):
+            if (sample := SampleId(group_id, index)) in self.held:
+                # never in neither of the two
+                self._rejected[sample] = self.held[sample]
+                del self.held[sample]
         return False
 
     def _sample(self, prompt: Prompt, response: Response) -> Any:
         if self._finished is not None:
             return self._finished[response.sample_id]
-        sample = self._groups.sample(prompt.data["group"][response.sample_id.index])
+        sample = self._groups.begin(prompt, response.sample_id)
         text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
         return fill(sample, prompt, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
 

@@ -82,6 +82,19 @@ class Groups:
             self.ahead.append(self._draw())
         return self._type.from_dict(copy.deepcopy(dict(entry)))
 
+    def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
+        """A sample to write into, without a response. One that takes the place of another has an index below zero.
+
+        miles counts samples of the same index once.
+        """
+        group = prompt.data["group"]
+        sample = self.sample(group[sample_id.index % len(group)])
+        if sample_id.index >= len(group):
+            sample.index = -1 - sample.index
+            if getattr(sample, "rollout_id", None) is not None:
+                sample.rollout_id = sample.index
+        return sample
+
     def _draw(self) -> list[Any]:
         groups = self._data_source.get_samples(1)
         if not groups:
@@ -130,9 +143,12 @@ def fill(sample: Any, prompt: Prompt, tokens: Int32, logprobs: Any, mask: Any, f
 
 
 def finish(
-    sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, *, mask_offpolicy: bool
-) -> Any:
-    """Provenance and loss mask of a sample that is delivered now, under ``version``.
+    sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, advantage: float | None, *,
+    mask_offpolicy: bool,
+) -> Any:  # fmt: skip
+    """Provenance, advantage (None: its trainer uses none) and loss mask of a sample that is delivered now.
+
+    ``version``: of the present weights.
 
     ``mask_offpolicy``: of a response that was continued, the tokens of older weights than its last ones carry no
     loss. A response that one version wrote keeps its mask, however old that version is.
@@ -151,10 +167,12 @@ def finish(
         sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
     sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
     oldest = min(generated, default=version)
-    provenance = {
+    provenance: dict[str, Any] = {
         "spans": [[start, end, None if v is None else str(v)] for start, end, v in spans],
         "version": str(version), "staleness": delivered.staleness, "resumes": delivered.resumes,
     }  # fmt: skip
+    if advantage is not None:
+        provenance["advantage"] = advantage
     # the trainer's conversion takes this along with the tokens, and leaves metadata behind
     sample.train_metadata = {**(getattr(sample, "train_metadata", None) or {}), "april": provenance}
     metadata = {**(sample.metadata or {}), "april": provenance}

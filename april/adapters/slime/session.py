@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from april.adapters.slime import carry
+from april.adapters.slime.advantages import method_of
 from april.adapters.slime.arguments import config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
@@ -77,7 +78,7 @@ class Session:
     # ---------------------------------------------------------------- one rollout
 
     def rollout(self, rollout_id: int, weight_version: int | None = None) -> Any:
-        """N groups of n samples, as slime's own function returns them.
+        """N groups of n samples, as slime's own function returns them; with a quorum N * n, in parts of groups.
 
         ``weight_version``: of the servers, where the trainer says it.
         """
@@ -100,20 +101,24 @@ class Session:
         return self._framework.get("rollout.base_types.RolloutFnTrainOutput")(samples=groups, metrics=metrics)
 
     def _groups_of(self, batch: Batch) -> list[list[Any]]:
-        done = iter(batch.samples)
+        method = method_of(self._args)
+        advantages = batch.advantages(method, ddof=1).tolist() if method is not None else [None] * len(batch)
+        done = zip(batch.samples, advantages, strict=True)
         mask = bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False))
         groups: list[list[Any]] = []
         leased = self._leased.setdefault(batch.id, {})
         for size in batch.group_sizes:
             group = []
             for _ in range(size):
-                delivered = next(done)
+                delivered, advantage = next(done)
                 # never in neither of the two: a checkpoint may be written at this moment
                 sample = leased[delivered.id] = self._hooks.held[delivered.id]
                 del self._hooks.held[delivered.id]
                 if self._finished is not None:
                     self._finished.pop(delivered.id, None)
-                group.append(finish(sample, delivered, batch.version, self._weights.names, mask_offpolicy=mask))
+                group.append(
+                    finish(sample, delivered, batch.version, self._weights.names, advantage, mask_offpolicy=mask)
+                )
             groups.append(group)
         return sorted(groups, key=lambda group: group[0].index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,35 @@ from april.errors import CheckpointError
 from april.state_file import checksum_of, pack, unpack
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
+"""The first holds april's state, what decides the order of prompts, steps into a generation batch, and checksums of
+what each rank has left of it, which is in the second for rank 0."""
 KIND = "trl"
-"""The first holds april's state, what decides the order of prompts, steps into a generation batch, and the second's
-checksum."""
 
 
-def write(folder: Path, trainer: Any, rollouts: dict[str, Any]) -> None:
-    """``rollouts``: the scheduler's state of this moment."""
-    state = {"rollouts": rollouts, "order": _order_of_prompts(trainer), "micro": 0, "buffer": ""}
+def buffer_file(rank: int) -> str:
+    """Name of a rank's part of a generation batch that is half trained."""
+    return BUFFER_FILE if rank == 0 else BUFFER_FILE.replace(".", f"_rank{rank}.")
+
+
+def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) -> None:
+    """Called on every rank. ``rollouts``: the scheduler's state of this moment, which rank 0 asks for and writes."""
+    state = {"order": _order_of_prompts(trainer), "micro": 0, "buffers": []}
     if trainer._step % _steps_per_generation(trainer):
-        from safetensors.torch import save
+        state |= {"micro": trainer._step, "buffers": _write_buffer(folder, trainer)}
+    if trainer.accelerator.is_main_process:  # last: a state that is there has all the buffers that it names
+        write_atomic(folder / STATE_FILE, pack(KIND, state | {"rollouts": rollouts()}))
 
-        state["micro"] = trainer._step
-        parts = enumerate(trainer._buffered_inputs)
-        tensors = {f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()}
-        buffer = save(tensors)
-        state["buffer"] = checksum_of(buffer)
-        write_atomic(folder / BUFFER_FILE, buffer)
-    write_atomic(folder / STATE_FILE, pack(KIND, state))
+
+def _write_buffer(folder: Path, trainer: Any) -> list[str]:
+    """Checksums of all ranks' buffers, of which this one's is written here."""
+    import torch
+    from safetensors.torch import save
+
+    parts = enumerate(trainer._buffered_inputs)
+    buffer = save({f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()})
+    write_atomic(folder / buffer_file(trainer.accelerator.process_index), buffer)
+    digits = torch.tensor(list(checksum_of(buffer).encode()), device=trainer.accelerator.device)
+    return [bytes(row).decode() for row in trainer.accelerator.gather(digits).view(-1, len(digits)).tolist()]
 
 
 def read(folder: Path, trainer: Any) -> Any:
@@ -52,25 +64,32 @@ def read(folder: Path, trainer: Any) -> Any:
             "order, after a restart"
         )
     if state["micro"]:
-        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, str(trainer.accelerator.device))
+        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, trainer.accelerator)
     return state["rollouts"]
 
 
-def _parts(folder: Path, state: dict[str, Any], device: str) -> list[dict[str, Any]]:
-    """What TRL calls its buffered inputs."""
+def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[str, Any]]:
+    """What TRL calls its buffered inputs, of this rank."""
     from safetensors.torch import load
 
+    checksums = state["buffers"] if "buffers" in state else [state["buffer"]]  # before there were ranks
+    if len(checksums) != accelerator.num_processes:
+        raise CheckpointError(
+            f"{folder} was saved in the middle of a generation batch, of which each of {len(checksums)} processes had "
+            f"its part, and now there are {accelerator.num_processes}; go on with as many, or from a checkpoint "
+            "between two generation batches"
+        )
+    rank = accelerator.process_index
     try:
-        data = (folder / BUFFER_FILE).read_bytes()
+        data = (folder / buffer_file(rank)).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{BUFFER_FILE} in {folder} cannot be read: {error}") from error
-    if checksum_of(data) != state["buffer"]:
-        raise CheckpointError(f"{BUFFER_FILE} in {folder} is damaged, or belongs to another checkpoint")
-    tensors = {name: tensor.to(device) for name, tensor in load(data).items()}
+        raise CheckpointError(f"{buffer_file(rank)} in {folder} cannot be read: {error}") from error
+    if checksum_of(data) != checksums[rank]:
+        raise CheckpointError(f"{buffer_file(rank)} in {folder} is damaged, or belongs to another checkpoint")
     parts: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in load(data).items():  # to main memory: safetensors does not know the device cpu:0
         number, _, key = name.partition(".")
-        parts.setdefault(int(number), {})[key] = tensor
+        parts.setdefault(int(number), {})[key] = tensor.to(accelerator.device)
     return [parts[i] for i in sorted(parts)]
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import chain
 from typing import Any
 
+from april.adapters.trl.weights import sharding_of, trains_tied_layers
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config
-from april.core.types import OnDataEnd
+from april.core.types import OnDataEnd, OnFailedSample
 from april.errors import ConfigError
+
+log = logging.getLogger("april")
 
 TESTED_VERSION = "1.16.0"
 SEAMS = {
@@ -68,17 +73,11 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     if isinstance(given, Config):
         config = given
     else:
-        if given.get("group_quorum", 1) != 1:
-            raise ConfigError(
-                f"group_quorum={given['group_quorum']}: TRL takes advantages over whole groups of num_generations, by "
-                "their place in the batch, so groups are delivered whole; leave it out"
-            )
         sampling = given.get("sampling") or {}
         if isinstance(sampling, Mapping):
             sampling = {"temperature": args.temperature, **sampling}
-        own = {name: value for name, value in given.items() if name != "group_quorum"}
         values = {name: value for name, (_, value) in theirs.items()} | {"seed": args.seed}
-        config = Config.from_mapping({**values, **own, "sampling": sampling})
+        config = Config.from_mapping({**values, **given, "sampling": sampling})
     ours = {**config.model_dump(include=set(theirs)), "sampling.temperature": config.sampling.temperature}
     for name, (their_name, value) in {**theirs, "sampling.temperature": ("temperature", args.temperature)}.items():
         if ours[name] != value:
@@ -100,28 +99,47 @@ def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: 
         servers: whether there is a directory through which servers get weights.
         filters: whether groups may be rejected.
     """
-    to_filter = _objections_to_filter(trainer, config) if filters else ()
-    for sentence in chain(_objections(trainer, config, servers), to_filter):
+    early = "group_quorum below 1" if config.group_quorum < 1 else "filter" if filters else ""
+    for sentence in chain(
+        _objections(trainer, config, servers),
+        _objections_to_batches(trainer, config, filters),
+        _objections_to_early_rewards(trainer, early) if early else (),
+    ):
         raise ConfigError(sentence)
 
 
-def _objections_to_filter(trainer: Any, config: Config) -> Iterator[str]:
-    if config.on_data_end is not OnDataEnd.WRAP:
+def _objections_to_batches(trainer: Any, config: Config, filters: bool) -> Iterator[str]:
+    if filters and config.on_data_end is not OnDataEnd.WRAP:
         yield "filter: rejected groups are replaced by more prompts than a pass may have; set on_data_end: wrap"
+    if config.group_quorum == 1 and config.on_failed_sample is OnFailedSample.SHRINK:
+        yield (
+            "on_failed_sample=shrink: a smaller group leaves TRL with fewer rows than a generation batch has; use "
+            "replace or drop_group, or a group_quorum below 1, with which batches have that number of whatever groups"
+        )
+    if config.group_quorum < 1 and trainer.multi_objective_aggregation != "sum_then_normalize":
+        yield (
+            f"multi_objective_aggregation={trainer.multi_objective_aggregation} normalises each reward function over "
+            "whole groups, and with group_quorum below 1 a batch has parts of groups; use sum_then_normalize"
+        )
+
+
+def _objections_to_early_rewards(trainer: Any, what: str) -> Iterator[str]:
+    """``what``: the setting that wants rewards before a batch is complete."""
     for function in trainer.reward_funcs:
         if hasattr(function, "parameters"):
-            yield "filter: rewards by a model are computed by TRL alone, too late for it; use reward functions"
+            yield f"{what}: rewards by a model are computed by TRL alone, too late for it; use reward functions"
     tokenizer = trainer.processing_class
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        yield "filter: this tokenizer has a response template, by which TRL alone parses completions; leave one out"
+        yield f"{what}: this tokenizer has a response template, by which TRL alone parses completions; leave one out"
 
 
 def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator[str]:
     args, dataset = trainer.args, trainer.train_dataset
-    if trainer.accelerator.num_processes > 1:
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.non_data_parallel_size > 1:
         yield (
-            f"{trainer.accelerator.num_processes} processes would each draw the same prompts: april's TRL adapter does "
-            "not coordinate ranks yet; run one process"
+            "tensor, context or sequence parallelism: several ranks train the same rows then, and april gives each its "
+            "own; use DDP, FSDP or DeepSpeed"
         )
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(args, name):
@@ -151,29 +169,54 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             "num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap"
         )
     embedded = isinstance(config.engine, TransformersEngineConfig)
-    adapters = getattr(trainer.model, "peft_config", None)
-    if adapters is not None and not embedded:
+    yield from _objections_to_adapters(trainer, embedded)
+    sharding = sharding_of(trainer)
+    if embedded and sharding in ("FSDP1", "ZeRO-3"):
         yield (
-            "PEFT model: servers would be given the adapter alone; train the whole model, or generate with the "
-            "embedded engine, which reads adapters in place"
+            f"{sharding} leaves no rank with the whole model, from which the embedded engine generates; use FSDP2 "
+            "(fsdp_version: 2), whose ranks put the weights together for it, or servers"
         )
-    if adapters is not None and getattr(trainer.model.config, "quantization_config", None) is not None:
-        yield "PEFT model over a quantised base: not held against TRL's log-probabilities; load the base unquantised"
-    for name, adapter in (adapters or {}).items():
-        if getattr(adapter, "is_prompt_learning", False):
-            yield (
-                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt, "
-                "and april resumes by the tokens there are; use LoRA"
-            )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(trainer, f"is_{name}_enabled", False):
-            yield (
-                f"{name} moves parameters about, where april's TRL adapter reads and saves the whole model of one "
-                f"process; train without {name}"
-            )
     if embedded == has_weights_dir:
         yield (
             "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"
             if embedded
             else f"engine {config.engine.kind} gets its weights through a directory: give rollout(weights_dir=...)"
+        )
+
+
+def _objections_to_adapters(trainer: Any, embedded: bool) -> Iterator[str]:
+    """Of PEFT."""
+    model = trainer.model
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None:
+        return
+    if getattr(model.config, "quantization_config", None) is not None:
+        yield "PEFT model over a quantised base: not held against TRL's log-probabilities; load the base unquantised"
+    for name, adapter in adapters.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield (
+                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt, "
+                "and april resumes by the tokens there are; use LoRA"
+            )
+    if embedded:
+        return
+    if sharding := sharding_of(trainer):
+        yield (
+            f"PEFT model under {sharding}: servers get merged weights, and adapters are merged where one rank has the "
+            "whole model; use DDP, or generate with the embedded engine"
+        )
+    if trains_tied_layers(model):
+        yield (
+            "PEFT model whose adapters train the embedding or the output layer, which are one (tie_word_embeddings): "
+            "servers hold one tensor for both; leave these layers out of the adapter, or untie them first"
+        )
+
+
+def hint_at_one_process(trainer: Any) -> None:
+    """A warning where ``accelerate launch --cpu --num_processes N`` has started one process, which it does silently."""
+    address, ranks, on_cpu = map(os.environ.get, ("MASTER_ADDR", "WORLD_SIZE", "ACCELERATE_USE_CPU"))
+    if trainer.accelerator.num_processes == 1 and address is not None and ranks is None and on_cpu == "True":
+        log.warning(
+            "accelerate launch --cpu starts one process, whatever --num_processes says; for several ranks on CPUs use "
+            "ACCELERATE_USE_CPU=true torchrun --nproc-per-node N"
         )

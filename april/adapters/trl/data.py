@@ -1,4 +1,4 @@
-"""TRL's data set as april's prompts, and TRL's reward functions as april's, where a filter wants rewards early.
+"""TRL's data set as april's prompts, and TRL's reward functions as april's, for a filter or a quorum.
 
 Invariant: a prompt carries the number of its row and nothing else, so april's state stays small and plain, and every
 column comes from the data set itself.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from april.driver.user_code import is_async
-from april.errors import CheckpointError
+from april.errors import CheckpointError, RolloutError
 
 ROW = "row"
 """Key of a prompt's data: its row in the train dataset."""
@@ -59,14 +59,42 @@ class DatasetPasses:
 
 
 def group_reward(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
-    """april's ``group_reward``, which asks the trainer's reward functions about one group.
+    """april's ``group_reward``, for a filter of whole groups: the trainer's reward functions are asked about one group.
+
+    A response that no function scores counts 0, as for TRL's own sums.
+    """
+    ask = _questions(trainer)
+    return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
+
+
+def sample_reward(trainer: Any) -> Callable[[Any, Any], float]:
+    """april's ``reward``, for a quorum: the trainer's reward functions are asked about one response.
+
+    Raises RolloutError for a response that no function scores: baselines are made of rewards.
+    """
+    ask = _questions(trainer)
+
+    def reward(prompt: Any, response: Any) -> float:
+        (value,) = ask(prompt, [response])
+        if math.isnan(value):
+            raise RolloutError(
+                f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, "
+                "and with group_quorum below 1 the advantages of its siblings are made of its reward; return a number"
+            )
+        return value
+
+    return reward
+
+
+def _questions(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
+    """Weighted sums of the trainer's reward functions for responses to one prompt; NaN where none scores a response.
 
     They are called as TRL calls them, with the prompt's own columns, from a thread of april's; what they log is
     dropped, as TRL asks them again about what is trained.
     """
     passes, weights = DatasetPasses(trainer), [float(weight) for weight in trainer.reward_weights]
 
-    def rewards(prompt: Any, responses: Sequence[Any]) -> list[float]:
+    def ask(prompt: Any, responses: Sequence[Any]) -> list[float]:
         count = len(responses)
         if ROW not in prompt.data:  # of an evaluation, which TRL scores alone
             return [0.0] * count
@@ -84,12 +112,12 @@ def group_reward(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
             "log_extra": lambda *values: None,
             "log_metric": lambda *values: None,
         }
-        sums = [0.0] * count
+        sums = [math.nan] * count
         for function, weight in zip(trainer.reward_funcs, weights, strict=True):
             values = function(**arguments)
             for i, value in enumerate(asyncio.run(values) if is_async(function) else values):
                 if value is not None and not math.isnan(value):
-                    sums[i] += weight * float(value)
+                    sums[i] = weight * float(value) + (0.0 if math.isnan(sums[i]) else sums[i])
         return sums
 
-    return rewards
+    return ask

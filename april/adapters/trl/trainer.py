@@ -3,7 +3,10 @@
 Invariants:
 
 * what TRL scores and trains are the rows that april delivered: TRL's sampler says how many, april says which;
+* on several ranks, rank r has rows [r * asked, (r + 1) * asked) of the batch, as TRL takes them to be, and what one
+  rank does all do: it is decided by numbers that they have in common;
 * the old log-probabilities of the loss are those of the weights that generated the tokens;
+* with a quorum, each response is compared with the first others of its group, whatever batch they are in;
 * a checkpoint of the trainer holds april's state of the same moment, whatever the moment.
 """
 
@@ -12,18 +15,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import config_for, refuse_unsupported, require_seams
-from april.adapters.trl.data import DatasetPasses, group_reward
+from april.adapters.trl import checkpoint, weights
+from april.adapters.trl.advantages import put_advantages, warn_of_other_rewards
+from april.adapters.trl.checks import config_for, hint_at_one_process, refuse_unsupported, require_seams
+from april.adapters.trl.data import DatasetPasses, group_reward, sample_reward
+from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
 from april.errors import ConfigError, RolloutError
-from april.scheduler import RolloutScheduler
 
 Filter = Callable[[Any, Any], Any]
 
@@ -33,6 +38,7 @@ def rollout(
     *,
     weights_dir: str | Path | None = None,
     filter: Filter | None = None,
+    address: str | None = None,
     **settings: Any,
 ) -> Rollout:
     """The ``rollout_func`` of an :data:`AprilGRPOTrainer`.
@@ -43,8 +49,9 @@ def rollout(
         weights_dir: directory that servers of ``config.engine`` can read; new weights go through it. The embedded
             engine needs none: it reads the trainer's model in place.
         filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
-            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group, and once more
-            for those that are trained.
+            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
+            ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
+        address: of rank 0, "host:0", if the trainer's ranks are on several machines; see :class:`april.Ranks`.
         settings: more settings, above those of ``config``: ``rollout(over_sampling_batch_size=64)``.
 
     Raises:
@@ -54,33 +61,42 @@ def rollout(
     if isinstance(config, Config):
         if settings:
             raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
-        return Rollout(config, weights_dir, filter)
+        return Rollout(config, weights_dir, filter, address)
     values = read_yaml(config) if isinstance(config, (str, Path)) else {} if config is None else config
     if not isinstance(values, Mapping):
         raise ConfigError(f"rollout: expected a mapping of settings, got {type(values).__name__}")
-    return Rollout({**values, **settings}, weights_dir, filter)
+    return Rollout({**values, **settings}, weights_dir, filter, address)
 
 
 class Rollout:
     """One trainer's rollouts: draws its own prompts, and hands over what TRL asks for."""
 
     def __init__(
-        self, settings: Config | Mapping[str, Any], weights_dir: str | Path | None, filter: Filter | None
+        self,
+        settings: Config | Mapping[str, Any],
+        weights_dir: str | Path | None,
+        filter: Filter | None,
+        address: str | None,
     ) -> None:
         self._settings = settings
+        self._address = address
         self._filter = filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
-        self.scheduler: RolloutScheduler | None = None
-        """While the trainer trains or evaluates."""
+        self._is_main = True
+        self.scheduler: Any = None
+        """A RolloutScheduler, or a RankScheduler on several ranks, while the trainer trains or evaluates."""
         self.ledger: dict[str, Ledger] = {}
-        """april's ledgers at the end of the last training."""
+        """april's ledgers at the end of the last training, on rank 0."""
         self._written: str | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._batch: Batch | None = None
-        self._last_batch: int | None = None
+        """Drawn, until TRL has its rows; of several ranks, this one's part."""
+        self._last_batch: Batch | None = None
+        self._warned = False
+        """Of reward functions that say something else when they are asked again."""
         self._saved: dict[str, Any] | None = None
         self._weights_of = 0 if self._weights_dir is None else -1
         """Optimizer steps of the weights that the engines have; -1: not known."""
@@ -100,7 +116,8 @@ class Rollout:
         """
         config = config_for(self._settings, trainer)
         refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
-        self._config = config
+        self._config, self._is_main = config, trainer.accelerator.is_main_process
+        hint_at_one_process(trainer)
 
     # ---------------------------------------------------------------- what TRL calls
 
@@ -125,38 +142,53 @@ class Rollout:
             "completion_ids": [s.tokens.tolist() for s in batch.samples],
             "logprobs": [s.logprobs.tolist() for s in batch.samples],
         }
-        if not all(s.loss_mask.all() for s in batch.samples):
+        if batch.metrics["masked_tokens"]:  # of all ranks
             columns["env_mask"] = [s.loss_mask.tolist() for s in batch.samples]
         return columns
 
     def next_rows(self, trainer: Any, asked: int) -> list[dict[str, Any]]:
-        """The dataset's rows of the next batch, one per response, in place of those that TRL's sampler chose."""
+        """The dataset's rows of the next batch, one per response, in place of those that TRL's sampler chose.
+
+        ``asked``: of this rank.
+        """
         wanted = self.config.rollout_batch_size * self.config.n_samples_per_prompt
-        if asked != wanted:
-            raise RolloutError(f"TRL asked for {asked} rows at once and not for a generation batch of {wanted}")
+        if (rows := asked * trainer.accelerator.num_processes) != wanted:
+            raise RolloutError(f"TRL asked for {rows} rows at once and not for a generation batch of {wanted}")
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         if self._last_batch is not None:
-            scheduler.commit(self._last_batch)  # its gradients may wait for the next one, and bring no update of it
+            scheduler.commit(self._last_batch.id)  # its gradients may wait for the next one, and bring no update of it
         batch = scheduler.next_batch()
-        if len(batch) != wanted:
+        if (found := int(batch.metrics["samples"])) != wanted:
+            where = "see rank 0"
+            if self._is_main:
+                where = ", ".join(f"{name}: {dict(ledger.dropped)}" for name, ledger in scheduler.ledger().items())
             raise RolloutError(
-                f"the prompts ended with a batch of {len(batch)} rows where TRL needs {wanted}, as groups were dropped "
-                f"({dict(scheduler.ledger()['prompts'].dropped)}); set on_data_end: wrap to begin them again"
+                f"the prompts ended with a batch of {found} rows where TRL needs {wanted}, as some were dropped "
+                f"({where}); set on_data_end: wrap to begin them again"
             )
         for name, value in batch.metrics.items():
-            if name != "reward_mean":  # the rewards are TRL's
+            if name != "reward_mean":  # TRL logs the rewards
                 trainer._metrics["train"][f"april/{name}"].append(value)
-        self._batch, self._last_batch = batch, batch.id
+        self._batch = self._last_batch = batch
         passes = DatasetPasses(trainer)
         return [passes.row_of(sample.prompt) for sample in batch.samples]
+
+    def put_advantages(self, trainer: Any, output: dict[str, Any]) -> None:
+        """With a quorum, those of the batch that TRL has just scored, into what its loss gets."""
+        batch = self._last_batch
+        if batch is not None and self.config.group_quorum < 1:
+            put_advantages(trainer, batch, output)
+            self._warned = self._warned or warn_of_other_rewards(trainer, batch)
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Rollouts of the present weights for the rows that were asked, in their order; training loses nothing."""
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         ids = trainer._tokenize_prompts(prompts)[0]
-        rounds = scheduler.evaluate(ids, seed=trainer.args.seed).responses
+        first = trainer.accelerator.process_index * len(ids)
+        rounds = scheduler.evaluate(rows_of_all_ranks(trainer, ids), seed=trainer.args.seed).responses
+        rounds = rounds[first : first + len(ids)]
         return {
             "prompt_ids": [list(row) for row in ids],
             "completion_ids": [responses[0].tokens.tolist() for responses in rounds],
@@ -165,17 +197,18 @@ class Rollout:
 
     # ---------------------------------------------------------------- engines and weights
 
-    def _open(self, trainer: Any) -> RolloutScheduler:
+    def _open(self, trainer: Any) -> Any:
         if self.scheduler is not None:
             return self.scheduler
         config = self.config
         if config.on_data_end is not OnDataEnd.WRAP:
             config = config.model_copy(update={"epochs": max(1, int(trainer.state.num_train_epochs))})
-        scheduler = RolloutScheduler(
+        scheduler = scheduler_of(
+            trainer,
             config,
+            self._address,
             prompts=DatasetPasses(trainer),
-            reward=_scored_by_trl if self._filter is None else None,
-            group_reward=None if self._filter is None else group_reward(trainer),
+            **self._rewards(trainer),
             filter=self._filter,
             model=trainer.model if isinstance(config.engine, TransformersEngineConfig) else None,
             tokenizer=trainer.processing_class,
@@ -192,42 +225,63 @@ class Rollout:
         self.scheduler = scheduler
         return scheduler
 
+    def _rewards(self, trainer: Any) -> dict[str, Any]:
+        """What april must know of rewards: for baselines those of single responses, for a filter those of groups."""
+        if self.config.group_quorum < 1:
+            return {"reward": sample_reward(trainer)}
+        return {"reward": _scored_by_trl} if self._filter is None else {"group_reward": group_reward(trainer)}
+
     def _give_weights(self, trainer: Any) -> None:
         """The engines have the trainer's present weights; the batches delivered before are trained on."""
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
         path = self._save_weights(trainer)
-        self.scheduler.weight_update(path=path, trained=self._last_batch)
-        if self._written is not None and self._written != path:
+        self.scheduler.weight_update(path=path, trained=self._trained)
+        if self._is_main and self._written not in (None, path):
             shutil.rmtree(self._written, ignore_errors=True)
         self._written = path
         self._weights_of = step
+
+    @property
+    def _trained(self) -> int | None:
+        return None if self._last_batch is None else self._last_batch.id
 
     def _save_weights(self, trainer: Any) -> str | None:
         """The directory from which servers get the trainer's present weights; None: the model is read in place."""
         if self._weights_dir is None:
             return None
         path = self._weights_dir / f"step_{trainer.state.global_step}"
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
+        weights.write(trainer, path)
         return str(path)
 
     def close(self) -> None:
         """End the engines; the next training begins anew, or from a checkpoint."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """:meth:`close`; after an error, on the other ranks, too."""
         scheduler, self.scheduler = self.scheduler, None
         self._forget()
-        if scheduler is not None:
-            try:
+        if scheduler is None:
+            return
+        try:
+            if self._is_main:  # which has the scheduler, and may have closed it before another rank asks
                 self.ledger = scheduler.ledger()
-            finally:
-                scheduler.close()
+        finally:
+            scheduler.__exit__(kind, error, trace)
 
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, trainer: Any, folder: Path) -> None:
         """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
-        rest = self._open(trainer).state_dict(trained_through=self._last_batch)
-        checkpoint.write(folder, trainer, rest)
+        scheduler = self._open(trainer)
+        checkpoint.write(folder, trainer, lambda: scheduler.state_dict(trained_through=self._trained))
 
     def load(self, trainer: Any, folder: Path) -> None:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
@@ -265,10 +319,8 @@ def april_trainer(base: Any) -> Any:
             self.rollout_func.close()  # an evaluation may have opened it
             # the rest of a generation batch in which an earlier training ended; a checkpoint brings its own
             self._step, self._buffered_inputs = 0, None
-            try:
+            with self.rollout_func:
                 return super().train(*args, **kwargs)
-            finally:
-                self.rollout_func.close()
 
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             if not self.model.training:
@@ -276,6 +328,7 @@ def april_trainer(base: Any) -> Any:
             output = super()._generate_and_score_completions(self.rollout_func.next_rows(self, len(inputs)))
             # TRL would take the ratio to be 1; where a token is old, or masked, it is not
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
+            self.rollout_func.put_advantages(self, output)
             return output  # type: ignore[no-any-return]
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -108,9 +108,11 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         held, dropped = self._sampler.run.restore(folder, stored, self._rows)
         if held:
             _label(sorted(held), HELD, trainer.global_steps)
-        if gone := [key for key in labels if key.split("_")[0] in dropped]:
+        # with a quorum, of samples that the saved weights were trained on, too
+        trained = {(uid, i) for uid, there in stored.items() for i in there if i not in held.get(uid, (i,))}
+        if gone := [key for key in labels if key.split("_")[0] in dropped or _rollout_of(key) in trained]:
             tq.kv_clear(keys=gone, partition_id="train")
-        waiting = [uid for uid in prompts if uid not in held | dropped]
+        waiting = [uid for uid in prompts if uid not in held and uid not in dropped]
         self._sampler.run.offer(zip(waiting, self._rows(waiting), strict=True))
         if waiting:
             _label(waiting, HELD, trainer.global_steps)
@@ -132,6 +134,12 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         batch = tq.kv_batch_get(keys=uids, partition_id="train")
         tu.assign_non_tensor_data(batch, "global_steps", self._sampler.trainer.global_steps + 1)
         return list(batch.chunk(len(uids)))
+
+
+def _rollout_of(key: str) -> tuple[str, int] | None:
+    """(uid, rollout) of a trajectory's key; None: of a prompt."""
+    uid, *rest = key.split("_")
+    return (uid, int(rest[0])) if rest else None
 
 
 def _label(uids: list[str], status: str, step: int) -> None:

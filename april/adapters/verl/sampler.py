@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from april.adapters.verl.advantages import leave, name_of
 from april.adapters.verl.settings import SERVERS, settings_of
 from april.coordinator.coordinator import Coordinator
 from april.coordinator.messages import Delivery
@@ -66,23 +68,29 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
                 "actor_rollout_ref.rollout.agent.agent_loop_manager_class is not april's; leave it to +april=verl"
             )
         if partition_id != "train":
-            uids = self.ask("validation", batch_size)
-            return self._batch_of(partition_id, uids), {}
+            uids = set(self.ask("validation", batch_size))
+            return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
         delivery = self.run.next_batch(global_steps - 1, batch_size)
-        batch = self._batch_of(partition_id, delivery.uids)
+        names = {name_of(*rollout) for rollout in delivery.rollouts}
+        batch = self._batch_of(partition_id, lambda key: _rollout_of(key) in names, delivery.settled)
         self._mask(batch, delivery)
+        if self.settings.scaled is not None:
+            leave(delivery, scaled=self.settings.scaled)
+            rows = list_of_dict_to_tensordict([{"uid": _rollout_of(key)} for key in batch.keys])
+            tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=rows)
         metrics = {f"april/{name}": value for name, value in delivery.metrics.items()}
         metrics |= {f"april/dropped_{reason}": float(count) for reason, count in self.run.dropped.items()}
         metrics["april/sample_s"] = time.monotonic() - before
         return batch, metrics
 
-    def _batch_of(self, partition_id: str, uids: Sequence[str]) -> Any:
-        """One look at the queue's labels, for keys and tags; then the prompts are settled."""
-        wanted = set(uids)
+    def _batch_of(self, partition_id: str, wanted: Callable[[str], bool], settled: Collection[str]) -> Any:
+        """One look at the queue's labels, for keys and tags; then prompts that are ``settled`` leave it."""
         labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-        rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and k.split("_")[0] in wanted}
-        return self._materialize_batch(partition_id, list(uids), rows)
+        rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and wanted(k)}
+        if settled:
+            tq.kv_clear(partition_id=partition_id, keys=list(settled))
+        return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
     def _mask(self, batch: Any, delivery: Delivery) -> None:
         """Take the loss off tokens that are too old."""
@@ -112,6 +120,11 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
     def abort(self) -> None:
         """End every request at every server; those on their way there are turned away where verl's server can."""
         self.trainer.checkpoint_manager.abort_replicas(reject_request=True)
+
+
+def _rollout_of(key: str) -> str:
+    """Keys in verl's queue are uid_rollout_output."""
+    return key.rpartition("_")[0]
 
 
 def _generation_ends(config: Any) -> set[Any]:

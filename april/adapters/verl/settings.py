@@ -15,10 +15,10 @@ from april.errors import ConfigError
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "on_stale", "max_age",
     "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures", "max_failed_groups",
-    "abort_deadline_s", "abort_resend_s",
+    "abort_deadline_s", "abort_resend_s", "group_quorum", "on_failed_sample", "min_group_size",
 )  # fmt: skip
 """Settings of april.Config that stand under ``april:``; the others are verl's to decide."""
-HERE = ("max_in_flight_per_replica", "group_quorum", "check")
+HERE = ("max_in_flight_per_replica", "check")
 DECIDED = {
     "rollout_batch_size": "data.train_batch_size",
     "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
@@ -30,6 +30,10 @@ DECIDED = {
     "generation": "trainer.v1.trainer_mode",
     "seed": "data.seed",
 }
+ESTIMATOR = "april_grpo"
+"""Of algorithm.adv_estimator, april's own."""
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
+"""Those of verl's that look at each row alone."""
 SERVERS = "verl"
 """verl balances the load of its replicas itself, so they are one engine to the core."""
 OVERRUNNING = ("trtllm",)
@@ -53,6 +57,8 @@ class RunSettings:
     """Most tokens of a call that names no limit itself."""
     filter_metric: str | None
     check: bool
+    scaled: bool | None
+    """Whether april's advantages are divided by the standard deviation; None: verl makes its own."""
     overruns: bool
     """Servers generate beyond the limit of a request."""
 
@@ -99,6 +105,7 @@ def settings_of(config: Any) -> RunSettings:
         max_tokens=length,
         filter_metric=metric,
         check=bool(own.get("check", False)),
+        scaled=bool(select(config, "algorithm.norm_adv_by_std_in_grpo", True)) if _own_estimator(config) else None,
         overruns=overruns,
     )
 
@@ -112,11 +119,21 @@ def objections(config: Any) -> Iterator[str]:
             yield f"april.{name}: verl's {DECIDED[name]} decides this; leave it out"
         elif name not in (*OURS, *HERE):
             yield f"april.{name}: there is no such setting; there are {', '.join((*OURS, *HERE))}"
-    quorum = own.get("group_quorum")
-    if quorum is not None and quorum != 1.0:
+    quorum, estimator = own.get("group_quorum"), select(config, "algorithm.adv_estimator")
+    if quorum is not None and quorum != 1 and not _own_estimator(config) and estimator not in WITHOUT_GROUPS:
         yield (
-            f"april.group_quorum={quorum}: verl's advantages need all samples of a group, so a group counts when all "
-            "are finished; leave it out"
+            f"april.group_quorum={quorum} delivers groups in parts, and algorithm.adv_estimator={estimator} compares "
+            f"rows of the same batch; set it to {ESTIMATOR}, which compares with the first finishers of the group"
+        )
+    if _own_estimator(config) and select(config, "algorithm.use_kl_in_reward", False):
+        yield (
+            f"algorithm.use_kl_in_reward=True changes rewards that algorithm.adv_estimator={ESTIMATOR} has already "
+            "compared; set it to False (actor.use_kl_loss is a penalty that needs no reward)"
+        )
+    if _own_estimator(config) and _scored_later(config):
+        yield (
+            f"algorithm.adv_estimator={ESTIMATOR} needs rewards when a response is finished, and a reward model on the "
+            "training GPUs gives them later; set reward.reward_model.enable_resource_pool=True"
         )
     mode = select(config, "trainer.v1.trainer_mode")
     if not select(config, "trainer.use_v1", True) or mode != "colocate_async":
@@ -195,6 +212,10 @@ def replicas(config: Any) -> int:
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         gpus //= int(select(config, f"{rollout}.{name}", 1) or 1)
     return max(1, int(gpus))
+
+
+def _own_estimator(config: Any) -> bool:
+    return bool(select(config, "algorithm.adv_estimator") == ESTIMATOR)
 
 
 def _filter_metric(config: Any) -> str | None:

@@ -42,6 +42,22 @@ def create_engines(
     return run(open_servers(config))
 
 
+def dealt(config: EngineConfig, model: Any, place: int, places: int) -> EngineConfig | None:
+    """The part of one of several processes in what ``config`` describes: servers in turn; None: no engine.
+
+    Servers behind a router are one engine, of the first process. An embedded engine is one in each that has a model.
+    """
+    if isinstance(config, TransformersEngineConfig):
+        return config if model is not None or config.model is not None else None
+    if isinstance(config, SimulatedEngineConfig):
+        count = len(range(place, config.count, places))
+        return config.model_copy(update={"count": count}) if count else None
+    if isinstance(config, SglangEngineConfig) and config.router is not None:
+        return None if place else config
+    urls = config.urls[place::places]
+    return config.model_copy(update={"urls": urls}) if urls else None
+
+
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
     """One engine per server, asked all at once; if one cannot be used, none stays open."""
     # here, and not above: the configuration and simulations need no aiohttp

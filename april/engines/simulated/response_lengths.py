@@ -88,9 +88,9 @@ class LognormalLengths(ResponseLengths):
         return cls(median, between, within, cap, seed)
 
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
-        (shared,) = _uniforms("lognormal group", self.seed, group, 1)
+        (shared,) = uniforms("lognormal group", self.seed, group, 1)
         centre = math.log(self.median) + self.sigma_between * _NORMAL.inv_cdf(shared)
-        draws = _uniforms("lognormal sample", self.seed, group, n_samples)
+        draws = uniforms("lognormal sample", self.seed, group, n_samples)
         return _as_lengths([math.exp(centre + self.sigma_within * _NORMAL.inv_cdf(u)) for u in draws], self.cap)
 
 
@@ -131,11 +131,11 @@ class MixtureLengths(ResponseLengths):
         # mass of each component at or below 0: cut off here, and taken off the component's weight
         below = [_NORMAL.cdf(-mean / sd) for mean, sd in zip(self.means, self.sds, strict=True)]
         edges = list(accumulate(w * (1.0 - p) for w, p in zip(self.weights, below, strict=True)))
-        picks = _uniforms("mixture component", self.seed, group, 1 if self.component_per_group else n_samples)
+        picks = uniforms("mixture component", self.seed, group, 1 if self.component_per_group else n_samples)
         if self.component_per_group:
             picks = picks * n_samples
         values = []
-        for pick, u in zip(picks, _uniforms("mixture value", self.seed, group, n_samples), strict=True):
+        for pick, u in zip(picks, uniforms("mixture value", self.seed, group, n_samples), strict=True):
             i = min(bisect_right(edges, pick * edges[-1]), len(edges) - 1)
             quantile = min(below[i] + u * (1.0 - below[i]), 1.0 - 2.0**-53)
             values.append(self.means[i] + self.sds[i] * _NORMAL.inv_cdf(quantile))
@@ -186,15 +186,15 @@ class TraceLengths(ResponseLengths):
 
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
         if not self._grouped:
-            draws = _uniforms("trace sample", self._seed, group, n_samples)
+            draws = uniforms("trace sample", self._seed, group, n_samples)
             return _as_lengths([float(self._rows[int(u * len(self._rows))][0]) for u in draws], self._cap)
-        pick, turn = _uniforms("trace group", self._seed, group, 2)
+        pick, turn = uniforms("trace group", self._seed, group, 2)
         row = self._rows[int(pick * len(self._rows))]
         start = int(turn * len(row))
         return _as_lengths([float(row[(start + i) % len(row)]) for i in range(n_samples)], self._cap)
 
 
-def _uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
+def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
     """``count`` numbers in the open interval (0, 1); the i-th depends on (what, seed, group, i) only."""
     numbers: list[float] = []
     for block in range(-(-count // _LANES)):

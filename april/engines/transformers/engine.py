@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib.util
+import contextlib
 import logging
 import math
 import random
@@ -32,7 +32,7 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError, EngineError, WeightsInUse
-from april.extras import install
+from april.extras import require
 
 if TYPE_CHECKING:
     from april.engines.transformers.slot_batch import SlotOutput, SlotRequest
@@ -74,6 +74,9 @@ class TransformersEngine:
     It generates in the precision of the model: that of its weights, or of an autocast, be it around its ``forward`` or
     around the line that makes the engine.
 
+    With DistributedDataParallel around it, the model inside is used. With FSDP2 (``fully_shard``) each rank makes an
+    engine, and :meth:`gather` and :meth:`release` go around generating.
+
     Args:
         model: the model, on its final device; not copied.
         slots: most requests decoded at the same time; further ones wait.
@@ -83,7 +86,7 @@ class TransformersEngine:
         stream_interval: yield a chunk about every so many tokens; None: one chunk when the request ends.
         eos_token_ids: ids that end every response; default: from the generation configuration.
         num_threads: set torch's thread count, which is the whole process's; None: leave it alone.
-        check: decode a few tokens at once and compare them with a full forward pass.
+        check: decode a few tokens at once (FSDP2: in the first :meth:`gather`) and compare with a full forward pass.
 
     Raises:
         ConfigError: an argument is out of range, or the model is one that this engine cannot drive exactly.
@@ -102,7 +105,7 @@ class TransformersEngine:
         num_threads: int | None = None,
         check: bool = True,
     ) -> None:
-        _require("torch", "transformers")
+        require("the transformers engine", "torch", "transformers")
         import torch
 
         from april.engines.transformers.model_support import (
@@ -112,12 +115,14 @@ class TransformersEngine:
             refuse_unsupported,
             text_config,
         )
+        from april.engines.transformers.model_weights import inner_model, weights_of
         from april.engines.transformers.optimizer_guard import guard_optimizers
         from april.engines.transformers.slot_batch import SlotDecoder
 
         for label, value in (("slots", slots), ("max_len", max_len), ("stream_interval", stream_interval)):
             if value is not None and value < 1:
                 raise ConfigError(f"{label} is {value}: it must be at least 1")
+        model = inner_model(model)
         if not hasattr(model, "config"):
             hint = (
                 "a directory or hub name goes to engine.model of the configuration"
@@ -132,12 +137,14 @@ class TransformersEngine:
         refuse_unsupported(model, self._max_len)
         self._autocast = autocast_here(next(model.parameters()).device)
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
-        if check:
-            try:
-                self._thread.submit(self._try_out).result()
-            except BaseException:
-                self._thread.shutdown(wait=False)
-                raise
+        self._weights = weights_of(model)
+        self.weight_sample = self._weights.sample
+        self._unchecked = check
+        try:
+            self._check_once()
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
         self.stats = EngineStats()
         self._decoder = SlotDecoder(model, slots, self._max_len, self.stats)
         self._name = name
@@ -149,7 +156,8 @@ class TransformersEngine:
             eos_token_ids=self._eos,
             max_in_flight=slots,
             shares_weights=True,
-            updates_from_disk=True,
+            gathers_weights=self._weights.sharded,
+            updates_from_disk=not self._weights.sharded,
         )
         self._stream_interval = stream_interval
         self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
@@ -160,21 +168,21 @@ class TransformersEngine:
         self._pump: asyncio.Task[None] | None = None
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
-        self._parameters = list(model.parameters())
-        self._stamp = self._weights_stamp()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stamp = self._weights.stamp()
         """Of the weights under which the keys and values of active requests were made."""
         self._overwritten = ""
         """Why nothing is generated before the next update: the weights were written during a tick."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
         """The version that last generated, and the writes to its weights; None: a change was reported."""
-        self._unguard = guard_optimizers(self, model)
+        self._unguard = guard_optimizers(self, self._weights)
 
     @classmethod
     def from_pretrained(
         cls, path: str, *, dtype: Any = "auto", device: Any = None, **options: Any
     ) -> TransformersEngine:
         """Load ``AutoModelForCausalLM`` from a directory or model id (safetensors only); options as for the class."""
-        _require("torch", "transformers", "safetensors")
+        require("the transformers engine", "torch", "transformers", "safetensors")
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
@@ -193,7 +201,7 @@ class TransformersEngine:
     @property
     def generating(self) -> bool:
         """Whether a write to the weights, now, would spoil something."""
-        return self._ticking or (self._decoder.active > 0 and not self._paused)
+        return self._ticking or (self._decoder.active > 0 and not self._paused and self._weights.ready)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "paused" if self._paused else "running" if self._pump else "idle"
@@ -271,6 +279,12 @@ class TransformersEngine:
             wrong = "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
+        if not self._weights.ready:
+            raise EngineError(
+                f"{where}: the model's parameters are sharded over ranks and were not gathered; they are inside "
+                "next_batch() and evaluate() of april.RankScheduler, which every rank calls, and between gather() and "
+                "release() of the engine"
+            )
         if self._overwritten:
             raise WeightsInUse(self._overwritten)
         return SlotRequest(
@@ -350,18 +364,23 @@ class TransformersEngine:
     # ------------------------------------------------------------------ ticks
 
     def _start_pump(self) -> None:
-        if self._pump is None and not (self._paused or self._loading or self._decoder.idle):
-            self._pump = asyncio.get_running_loop().create_task(self._run_ticks(), name=f"april-{self._name}")
+        self._loop = asyncio.get_running_loop()
+        if self._pump is None and not self._stands_still:
+            self._pump = self._loop.create_task(self._run_ticks(), name=f"april-{self._name}")
+
+    @property
+    def _stands_still(self) -> bool:
+        return self._paused or self._loading or self._decoder.idle or not self._weights.ready
 
     async def _run_ticks(self) -> None:
         """Ticks until nothing is left to do, or the engine is paused."""
         try:
-            self._parameters = list(self._model.parameters())
+            self._weights.look_again()
             self._notice_silent_update()
             while True:
                 for _ in range(YIELDS_BETWEEN_TICKS):
                     await asyncio.sleep(0)
-                if self._paused or self._loading or self._decoder.idle:
+                if self._stands_still:
                     break
                 outputs, error = await self._tick()
                 self._hand_out(outputs, error)
@@ -398,6 +417,12 @@ class TransformersEngine:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
         return outputs, error
 
+    def _check_once(self) -> None:
+        """Before anything is generated, and not before the weights are whole."""
+        if self._unchecked and self._weights.ready:
+            self._thread.submit(self._try_out).result()
+            self._unchecked = False
+
     def _try_out(self) -> None:
         """In the worker thread, as ticks are: what autocast keeps there never meets the trainer's gradients."""
         from april.engines.transformers.model_check import check_model
@@ -411,16 +436,18 @@ class TransformersEngine:
         from april.engines.transformers.optimizer_guard import WHAT_TO_DO
 
         decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
+        if not self._weights.ready:  # since this tick was asked for
+            return [], None
         if not decoder.active:
-            self._stamp = self._weights_stamp()
+            self._stamp = self._weights.stamp()
         try:
             with generation_mode(self._model), self._autocast():
                 outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
-            if self._stamp == self._weights_stamp():
+            if self._stamp == self._weights.stamp():
                 return outputs + decoder.partials(), None
         except Exception as error:
             failure = error
-            if self._stamp == self._weights_stamp():
+            if self._stamp == self._weights.stamp():
                 return decoder.fail(), failure
         outputs = decoder.disown()
         unsound = sum(output.unsound for output in outputs)
@@ -430,6 +457,37 @@ class TransformersEngine:
         )
 
     # ------------------------------------------------------------------ weights and life
+
+    def gather(self) -> None:
+        """Make the weights whole on this rank, where FSDP2 has spread them; in the trainer's thread.
+
+        Collective: every rank of the mesh calls it at the same time. The first call makes the ``check`` of the model.
+
+        Raises:
+            EngineError: another rank did not take part.
+            ConfigError: the model is one that this engine cannot drive exactly; the weights are spread again then.
+        """
+        if self._weights.sharded:
+            self.release()  # gathered again even so: other ranks may have to
+            self._weights.gather()
+            try:
+                self._check_once()
+            except BaseException:
+                self._weights.release()
+                raise
+            if (loop := self._loop) is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._start_pump)
+
+    def release(self) -> None:
+        """Spread the weights again, once the tick that runs has ended; idempotent, without communication.
+
+        Requests that are still there wait for the next :meth:`gather`.
+        """
+        if self._weights.sharded and self._weights.ready:
+            self._weights.ready = False
+            with contextlib.suppress(RuntimeError):  # closed, so that no tick runs
+                self._thread.submit(int).result()  # behind the last tick: a later one finds nothing ready
+            self._weights.release()
 
     async def pause(self) -> None:
         """Stop generating; returns when no tick runs and the model is as the trainer left it.
@@ -451,7 +509,7 @@ class TransformersEngine:
         Raises:
             EngineError: the weights were written while active requests keep keys and values of the old ones.
         """
-        if self._decoder.active and self._paused and self._stamp != self._weights_stamp():
+        if self._decoder.active and self._paused and self._stamp != self._weights.stamp():
             raise EngineError(
                 f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
                 "the old ones: abort them, call update_weights, then resume"
@@ -476,7 +534,14 @@ class TransformersEngine:
                 f"{self._name}: {self._decoder.active} requests are active under version {self._decoder.version}: "
                 "pause and abort them, then update the weights"
             )
+        if path is not None and self._weights.sharded:
+            raise EngineError(
+                f"{self._name}: the model's parameters are sharded over ranks: load {path} into it on every rank "
+                "(set_model_state_dict), then call weight_update() without a path"
+            )
         if path is not None:
+            from april.engines.transformers.model_weights import load_weights
+
             self._loading = True
             await self.quiet()
             loading = asyncio.get_running_loop().run_in_executor(self._thread, load_weights, self._model, path)
@@ -500,10 +565,8 @@ class TransformersEngine:
     async def health(self) -> Health:
         """Healthy unless closed or the last tick failed; counters are those of :class:`EngineStats` and more."""
         detail = self._failure or ("closed" if self._closed else "")
-        counters = self.stats.counters() | {
-            "active": float(self._decoder.active),
-            "waiting": float(self._decoder.waiting),
-        }
+        decoder = self._decoder
+        counters = self.stats.counters() | {"active": float(decoder.active), "waiting": float(decoder.waiting)}
         return Health(ok=not detail, detail=detail, counters=counters)
 
     async def close(self) -> None:
@@ -512,6 +575,7 @@ class TransformersEngine:
         self._unguard()
         await self.abort()
         await self.quiet()
+        self.release()
         self._thread.shutdown(wait=False)
         self._decoder.release_memory()
 
@@ -522,7 +586,7 @@ class TransformersEngine:
 
     def _notice_silent_update(self) -> None:
         """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""
-        version, stamp = self._decoder.version, self._weights_stamp()[0]
+        version, stamp = self._decoder.version, self._weights.stamp()[0]
         if self._generated_under is None or self._generated_under[0] != version:
             self._generated_under = (version, stamp)
         elif self._generated_under[1] not in (None, stamp):
@@ -533,40 +597,3 @@ class TransformersEngine:
                 self._name,
                 version,
             )
-
-    def _weights_stamp(self) -> tuple[int, int]:
-        """(writes to parameters in place, digest of where they are): changes when the weights do."""
-        writes = sum(p._version for p in self._parameters if not p.is_inference())
-        return writes, hash(tuple(p.data_ptr() for p in self._parameters))
-
-
-def _require(*packages: str) -> None:
-    """ConfigError naming the first package that is not installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the transformers engine needs {package}: {install('transformers')}")
-
-
-def load_weights(model: Any, path: str) -> None:
-    """Write the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
-
-    Raises:
-        EngineError: names, shapes or the directory do not fit; ``model`` is unchanged then.
-    """
-    import torch
-
-    if not Path(path).is_dir():
-        raise EngineError(f"{path} is not a directory: save the weights there with save_pretrained")
-    try:
-        loaded, report = type(model).from_pretrained(
-            path, config=model.config, dtype=model.dtype, use_safetensors=True, output_loading_info=True
-        )
-    except Exception as error:
-        raise EngineError(f"the weights in {path} cannot be loaded ({type(error).__name__}: {error})") from error
-    wrong = {what: sorted(map(str, names)) for what, names in report.items() if names and what != "error_msgs"}
-    if wrong:
-        raise EngineError(f"the weights in {path} are not those of this {type(model).__name__}: {wrong}")
-    with torch.no_grad():
-        new_weights = loaded.state_dict()
-        for name, weight in model.state_dict().items():
-            weight.copy_(new_weights[name])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from april.engines.transformers.model_weights import refuse_shards
 from april.errors import ConfigError
 
 DEFAULT_MAX_LEN = 32_768
@@ -77,13 +78,7 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     """Raise ConfigError, in one sentence, if what the model says of itself rules it out."""
     config = text_config(model)
     kind = config.model_type
-    if how := _sharded_by(model):
-        raise ConfigError(
-            f"the parameters of {kind} are sharded over ranks ({how}), so every rank would have to take part in every "
-            "decode step: use an engine behind a server (vllm, sglang), or give this engine a plain copy of the model, "
-            "into which every rank gathers the weights (get_model_state_dict with full_state_dict=True) before "
-            "weight_update()"
-        )
+    refuse_shards(model, kind)
     if dynamic := _dynamically_quantised(model):
         raise ConfigError(
             f"{kind} has layers that quantise their inputs as they come ({dynamic}), by a scale of the whole batch, so "
@@ -116,17 +111,6 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
             f"the parameters of {kind} are on {sorted(map(str, devices))}: the transformers engine wants all of them "
             "on one real device"
         )
-
-
-def _sharded_by(model: Any) -> str:
-    """What has spread the parameters over ranks; empty if they are whole."""
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        return "DTensor, as of FSDP2's fully_shard or tensor parallelism"
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return "FullyShardedDataParallel"
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return "DeepSpeed's ZeRO-3"
-    return ""
 
 
 def _dynamically_quantised(model: Any) -> str:

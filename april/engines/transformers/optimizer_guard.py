@@ -17,20 +17,20 @@ WHAT_TO_DO = (
 )
 
 
-def guard_optimizers(engine: Any, model: Any) -> weakref.finalize[Any, Any]:
-    """Make ``step()`` of optimizers that hold parameters of ``model`` raise WeightsInUse while ``engine.generating``.
+def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
+    """Make ``step()`` of optimizers that hold ``weights.trained()`` raise WeightsInUse while ``engine.generating``.
 
     A counter of writes moves only after a write, and a fused step is one long write, or one that no counter sees: so
     steps are looked at before they begin. Calling the result, or the end of ``engine``, takes the guard away.
     """
-    engine_ref, model_ref = weakref.ref(engine), weakref.ref(model)
+    engine_ref, weights_ref = weakref.ref(engine), weakref.ref(weights)
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        generating, trained = engine_ref(), model_ref()
+        generating, trained = engine_ref(), weights_ref()
         if generating is None or trained is None or not generating.generating:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in held for parameter in trained.parameters()):
+        if any(id(parameter) in held for parameter in trained.trained()):
             raise WeightsInUse(
                 f"an optimizer step while {generating.name} generates from the same weights was refused, and nothing "
                 f"was written: {WHAT_TO_DO}"

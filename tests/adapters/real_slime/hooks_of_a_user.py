@@ -14,6 +14,13 @@ async def group_reward(args: Any, samples: list[Any], **kwargs: Any) -> list[flo
     return [1.0 if same else float(sample.index % 2) for sample in samples]
 
 
+async def fails_for_one(args: Any, sample: Any, **kwargs: Any) -> float:
+    """Never works for the second sample of every eighth group."""
+    if sample.index % 4 == 1 and sample.index // 4 % 8 == 0:
+        raise ValueError("the judge cannot read this")
+    return float(sample.index % 2)
+
+
 def mark(args: Any, sample: Any) -> None:
     """A sample hook."""
     sample.metadata["marked"] = True

@@ -49,8 +49,21 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
     (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "leaves april without prompts"),
     (["--partial-rollout", "--custom-rm-path", "nowhere.reward"], {}, "slime cannot load nowhere.reward"),
     (
-        ["--partial-rollout", "--group-rm"], {"april": {"group_quorum": 0.5}},
-        "april.group_quorum=0.5: slime takes rewards over whole groups",
+        ["--partial-rollout", "--n-samples-per-prompt", "4"], {"april": {"group_quorum": 0.75}},
+        "april.group_quorum=0.75 delivers groups in parts, and slime takes the mean reward over whole ones; add "
+        "--custom-reward-post-process-path april.adapters.slime.post_process_rewards",
+    ),
+    (
+        ["--partial-rollout", "--n-samples-per-prompt", "4", "--group-rm"], {"april": {"group_quorum": 0.75}},
+        "--group-rm goes by whole groups, and april.group_quorum=0.75 delivers groups in parts",
+    ),
+    (
+        ["--partial-rollout", "--n-samples-per-prompt", "4", "--log-passrate"], {"april": {"group_quorum": 0.75}},
+        "--log-passrate goes by whole groups, and april.group_quorum=0.75 delivers groups in parts",
+    ),
+    (
+        ["--partial-rollout"], {"april": {"on_failed_sample": "shrink"}},
+        "april.on_failed_sample=shrink: a batch would have fewer than --rollout-batch-size * --n-samples-per-prompt",
     ),
     (["--partial-rollout"], {"april": {"sampling": {"top_p": 0.9}}}, "april.sampling is decided by"),
     (["--partial-rollout"], {"april": {"engine": {"urls": []}}}, "engine.urls"),

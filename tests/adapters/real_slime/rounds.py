@@ -219,6 +219,90 @@ def test_slimes_manager_takes_the_samples(url: str, work: Path) -> None:
     run.function.function.close()
 
 
+HOOK = ["--custom-reward-post-process-path", "april.adapters.slime.post_process_rewards"]
+
+
+def test_a_quorum_fills_batches_and_their_advantages_reach_the_training_data(url: str, work: Path) -> None:
+    """Parts of groups through slime's manager and its schedule: every sample once, with april's advantage."""
+    run = Run(url, work, *HOOK, april={"group_quorum": 0.75})
+    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
+    schedule = run.trainer.get("utils.dp_schedule.build_dp_schedule")
+    manager = object.__new__(cls)
+    manager.args, manager.generate_rollout, manager.data_source = run.args, run.function, run.data
+    manager.custom_convert_samples_to_train_data_func = None
+    load = run.trainer.get("utils.misc.load_function")
+    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
+    seen: Counter[int] = Counter()
+    split = 0
+    for rollout_id in range(8):
+        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        samples, _ = cls._get_rollout_data(manager, rollout_id=rollout_id)
+        split += any(count < 4 for count in Counter(s.group_index for s in samples).values())
+        seen.update(s.index for s in samples)
+        train = cls._convert_samples_to_train_data(manager, samples)
+        assert train["rewards"] == [s.metadata["april"]["advantage"] for s in samples]
+        assert train["raw_reward"] == [float(s.index % 2) for s in samples]
+        parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+        run.args.micro_batch_size, run.args.use_dynamic_batch_size, run.args.balance_data = 2, False, False
+        ranks, *_ = schedule(
+            run.args, parallel, [len(t) for t in train["tokens"]], global_batch_size=32,
+            rollout_indices=train["rollout_ids"],
+        )  # fmt: skip
+        assert sorted(i for rank in ranks for i in rank) == list(range(32))
+    assert split
+    assert set(seen.values()) == {1}
+    assert any(train["rewards"])
+    run.function.function.close()
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--disable-grpo-std-normalization"], ["--disable-rewards-normalization"],
+    ["--advantage-estimator", "reinforce_plus_plus_baseline"], ["--advantage-estimator", "ppo"],
+], ids=str)  # fmt: skip
+def test_without_a_quorum_the_hook_gives_what_slime_itself_does(flags: list[str], url: str, work: Path) -> None:
+    """The method of slime's manager with and without the hook, on the same samples."""
+    run = Run(url, work, *HOOK, *flags)
+    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
+    manager = object.__new__(cls)
+    manager.args = run.args
+    samples = [sample for group in run(0).samples for sample in group]
+    manager.custom_reward_post_process_func = None
+    raw, theirs = cls._post_process_rewards(manager, samples)
+    load = run.trainer.get("utils.misc.load_function")
+    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
+    assert cls._post_process_rewards(manager, samples) == (raw, pytest.approx(theirs, abs=1e-5))
+    assert any(theirs)
+    run.close()
+
+
+@pytest.mark.skipif(not os.environ.get("MILES_TREE"), reason="no --miles PATH")
+def test_a_quorum_in_miles(url: str, work: Path) -> None:
+    """miles' own conversion, which counts a sample by its index, with its own loader of the hook."""
+    run = Run(
+        url, work, *HOOK, "--custom-rm-path", "adapters.real_slime.hooks_of_a_user.fails_for_one", trainer="miles",
+        april={"group_quorum": 0.75, "on_failed_sample": "replace"},
+    )  # fmt: skip
+    convert = run.trainer.get("ray.rollout.train_data_conversion.convert_samples_to_train_data")
+    hook = run.trainer.get("utils.misc.load_function")(run.args.custom_reward_post_process_path)
+    seen: Counter[int] = Counter()
+    for rollout_id in range(8):
+        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        output = run.function(run.args, rollout_id, run.data)
+        samples = [sample for group in output.samples for sample in group]
+        train = convert(
+            run.args, samples, metadata={"prompt_group_sizes": [len(group) for group in output.samples]},
+            custom_convert_samples_to_train_data_func=None, custom_reward_post_process_func=hook,
+        )  # fmt: skip
+        assert len(set(train["rollout_ids"])) == 32
+        assert train["rollout_mask_sums"] == [sum(mask) for mask in train["loss_masks"]]
+        assert train["rewards"] == [s.metadata["april"]["advantage"] for s in samples]
+        seen.update(train["rollout_ids"])
+    assert set(seen.values()) == {1}
+    assert min(seen) < 0
+    assert not sum(run.books.dropped.values())
+    run.function.function.close()
+
+
 def test_evaluation_is_slimes_and_touches_no_carry(url: str, work: Path) -> None:
     """evaluation=True between rollouts: slime's own function answers, and april's books stay as they were."""
     run = Run(url, work)

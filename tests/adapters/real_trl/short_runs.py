@@ -35,6 +35,9 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
         self.stale_differences: list[float] = []
         self.weights: list[tuple[int, int]] = []
         """(batch, optimizer steps of the weights) at each delivery."""
+        self.batches: list[Any] = []
+        self.given: list[tuple[int, tuple[int, ...], float]] = []
+        """(optimizer steps so far, tokens, advantage) of each row that reached the loss."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         training, taken = self.model.training, []
@@ -58,6 +61,7 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
     def _note(self, batch: Any, output: Any) -> None:
         self.delivered.update(s.prompt.data["row"] for s in batch.samples[::SAMPLES])
         self.weights.append((batch.id, self.state.global_step))
+        self.batches.append(batch)
         self.resumed += sum(1 for s in batch.samples if s.resumes)
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
@@ -79,8 +83,10 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if self.model.training:
-            for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"].bool(), strict=True):
+            masks, advantages = inputs["completion_mask"].bool(), inputs["advantages"].tolist()
+            for ids, mask, advantage in zip(inputs["completion_ids"], masks, advantages, strict=True):
                 self.trained[tuple(ids[mask].tolist())] += 1
+                self.given.append((self.state.global_step, tuple(ids[mask].tolist()), advantage))
         return super()._compute_loss(model, inputs)
 
 

@@ -22,13 +22,13 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
 
 
-def model(seed: int = 0) -> Any:
+def model(seed: int = 0, tied: bool = True) -> Any:
     """float32, about 20,000 parameters; ends a response with a probability of some 1/64 per token."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=tied,
             bos_token_id=0, eos_token_id=EOS, pad_token_id=2,
         )
     )  # fmt: skip

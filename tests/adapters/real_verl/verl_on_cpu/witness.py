@@ -9,16 +9,22 @@ from typing import Any
 import transfer_queue as tq
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
-from april.adapters.verl import Checkpoints
+from april.adapters.verl import Checkpoints, advantages
+from april.adapters.verl.settings import ESTIMATOR
 
-FIELDS = ["prompts", "responses", "rollout_log_probs", "old_log_probs", "response_mask", "extra_fields", "extra_info"]
+FIELDS = [
+    "prompts", "responses", "rollout_log_probs", "old_log_probs", "response_mask", "extra_fields", "extra_info",
+    "rm_scores", "advantages",
+]  # fmt: skip
 
 
 def note(trainer: Any, step: int) -> None:
-    """The batch of this step is still in verl's queue, and its prompts are not."""
+    """The batch of this step is still in verl's queue, and its prompts are not (with a quorum, some are)."""
     labels = (tq.kv_list("train") or {}).get("train", {})
     open_prompts = {key for key, tag in labels.items() if tag.get("is_prompt")}
     keys = [k for k, t in labels.items() if not t.get("is_prompt") and k.split("_")[0] not in open_prompts]
+    if trainer.config.algorithm.adv_estimator == ESTIMATOR:
+        keys = [k for k in labels if k.rpartition("_")[0] in advantages._given]
     keys = [k for k in keys if not labels[k].get("is_padding", False)]
     if not keys:
         return
@@ -36,6 +42,8 @@ def note(trainer: Any, step: int) -> None:
                 "mask": data["response_mask"][i].tolist(),
                 "rollout": data["rollout_log_probs"][i].tolist(),
                 "old": data["old_log_probs"][i].tolist(),
+                "reward": float(data["rm_scores"][i].sum()),
+                "advantages": data["advantages"][i].tolist(),
                 "spans": extra.get("april_spans"),
                 "resumes": extra.get("april_resumes"),
                 "oldest": extra.get("min_global_steps"),

@@ -44,8 +44,8 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
         if equal > 1:
             log.warning(
                 "another rank of this trainer began with the same prompt and seed=%d: ranks with a scheduler each "
-                "generate the same responses then. Give each its own share of the prompts (prompts[rank::world_size]) "
-                "and a seed of its own",
+                "generate the same responses then. Give all ranks shares of the same batches (april.RankScheduler), or "
+                "each its own share of the prompts (prompts[rank::world_size]) and a seed of its own",
                 seed,
             )
 

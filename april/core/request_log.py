@@ -1,0 +1,97 @@
+"""Request log: when each engine request was sent and what it brought, between whoever posts events and the core.
+
+The core has no clock; whoever drives it gives one. What engines cost is fitted to this, and records have it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from april.core import events as ev
+from april.core.commands import Command, Submit
+from april.core.types import Attempt, SampleId
+
+if TYPE_CHECKING:
+    from april.core.event_pump import Core
+    from april.core.state import RolloutCore
+
+KEPT = 4096
+"""Requests that are remembered per engine."""
+
+
+class Ran(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        engine: its name.
+        sample: what it was for; of an evaluation, that one's.
+        evaluation: it was of one.
+        age: weight updates, when it was sent, since the oldest token of the sample; 0 without one.
+        began_s, ended_s: when it was sent and when it ended, by the clock.
+        context: tokens that were sent: prompt and response so far.
+        generated: tokens that came.
+    """
+
+    engine: str
+    sample: SampleId
+    evaluation: bool
+    age: int
+    began_s: float
+    ended_s: float
+    context: int
+    generated: int
+
+
+class RequestLog:
+    """Takes the core's events for it.
+
+    Args:
+        core: whose requests are looked at.
+        inner: takes the events: ``core`` or what passes them on to it.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, core: RolloutCore, now: Callable[[], float], inner: Core | None = None) -> None:
+        self._core, self._inner, self._now = core, inner or core, now
+        self._sent: dict[str, tuple[float, int]] = {}
+        """When, and the age, by attempt."""
+        self._ended: dict[str, deque[Ran]] = {}
+        self._most = 0
+
+    def handle(self, event: ev.Event) -> list[Command]:
+        """As the core's."""
+        if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
+            attempt = self._core.context.attempts.get(event.attempt_id)
+            if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
+                self._ended.setdefault(ran.engine, deque(maxlen=KEPT)).append(ran)
+                del self._sent[attempt.id]
+        commands = self._inner.handle(event)
+        for command in commands:
+            if type(command) is Submit:
+                self._submitted(command.attempt)
+        return commands
+
+    def ran(self, attempt: Attempt, generated: int) -> Ran | None:
+        """How it would be remembered if it ended now; None if nobody saw it being sent."""
+        if (sent := self._sent.get(attempt.id)) is None:
+            return None
+        sample = attempt.sample
+        return Ran(
+            attempt.engine, sample.id, sample.evaluation is not None, sent[1], sent[0], self._now(),
+            len(attempt.token_ids), generated,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[tuple[str, deque[Ran]]]:
+        """The latest requests that have ended, by engine."""
+        return iter(self._ended.items())
+
+    def _submitted(self, attempt: Attempt) -> None:
+        oldest = attempt.sample.tape.oldest_version
+        age = 0 if oldest is None else self._core.clock.staleness(oldest)
+        self._sent[attempt.id] = (self._now(), age)
+        in_flight = len(self._core.context.attempts)
+        if len(self._sent) > 2 * in_flight + KEPT:  # some were given up: nobody told how they ended
+            attempts = self._core.context.attempts
+            self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}

@@ -1,0 +1,221 @@
+"""Advantages of GRPO and its kin, and the weights of their losses.
+
+**One formula for whole groups and quorums.** A response i with reward r is compared with k - 1 siblings, the first
+others of its group that finished (:func:`first_others`; all n - 1 others where groups are delivered whole). With b
+their mean, and S = those k rewards, its own among them:
+
+=========  ==================================  =========================================================================
+method     advantage                           paper
+=========  ==================================  =========================================================================
+`grpo`     (k - 1) / k (r - b) / (std(S) + e)  GRPO, arXiv 2402.03300: (r - mean(S)) / std(S)
+`dr_grpo`  (k - 1) / k (r - b)                 Dr. GRPO, arXiv 2503.20783: r - mean(S)
+`rloo`     r - b                               RLOO, arXiv 2402.14740: r - mean of the others
+`dapo`     as `grpo`                           DAPO, arXiv 2503.14476; what differs is the weight of a token
+`gspo`     as `grpo`                           GSPO, arXiv 2507.18071; what differs is the ratio: one per response, the
+                                               geometric mean of those of its tokens
+=========  ==================================  =========================================================================
+
+(k - 1) / k (r - b) *is* r - mean(S): the papers' means include the sample.
+
+**Why these siblings.** They are chosen without a look at the response itself, however long it took, so b does not
+depend on it: the gradient of `rloo` is unbiased, that of `dr_grpo` up to the factor (k - 1) / k. A straggler that is
+compared with all its siblings has another baseline than it would have, had it been short. Division by the standard
+deviation is biased, with whole groups too: std(S) depends on the response's own reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+    from april.core.batch_shares import BatchShare
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+Method = Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo"]
+METHODS: tuple[str, ...] = get_args(Method)
+Cohort = tuple[tuple[int, float], ...]
+"""(index, reward) of the first k finishers of a group, in the order in which they finished."""
+
+
+def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:
+    """Rewards of the first k - 1 other finishers of each sample's group: float64 [B, K], NaN where there is none.
+
+    One of the first k is compared with the others of them; who came later with the first k - 1.
+
+    Args:
+        indices: int [B], each sample's number in its group.
+        cohort_indices: int [B, K], numbers of the first k <= K finishers in the order of finishing, then -1.
+        cohort_rewards: float [B, K], their rewards; what stands after them is ignored.
+    """
+    own, cohort = np.asarray(indices), np.asarray(cohort_indices)
+    if not cohort.shape[1]:
+        return np.empty(cohort.shape, np.float64)
+    among = cohort == own[:, None]
+    there = cohort >= 0
+    left_out = np.where(among.any(1), among.argmax(1), there.sum(1) - 1)
+    there &= np.arange(cohort.shape[1]) != left_out[:, None]
+    return np.where(there, cohort_rewards, np.nan)
+
+
+def first_others_of(indices: ArrayLike, cohorts: Sequence[Cohort]) -> Float64:
+    """The same of B cohorts as delivered samples name them, of any sizes."""
+    widest = max((len(cohort) for cohort in cohorts), default=0)
+    filled = [(*cohort, *((-1, 0.0),) * (widest - len(cohort))) for cohort in cohorts]
+    table = np.array(filled, np.float64).reshape(len(cohorts), widest, 2)
+    return first_others(indices, table[..., 0].astype(np.int64), table[..., 1])
+
+
+@overload
+def group_advantages(
+    rewards: torch.Tensor, baseline_rewards: Any, method: Method = ..., *, epsilon: float = ..., ddof: int = ...
+) -> torch.Tensor: ...
+@overload
+def group_advantages(
+    rewards: ArrayLike, baseline_rewards: Any, method: Method = ..., *, epsilon: float = ..., ddof: int = ...
+) -> Float32: ...
+def group_advantages(
+    rewards: Any, baseline_rewards: Any, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0
+) -> Any:
+    """Advantages of B responses, each against siblings of its own: float32 [B]; a tensor if ``rewards`` is one.
+
+    Exactly 0 where a response's reward is that of all it is compared with.
+
+    Args:
+        rewards: float [B], array or tensor (of any device; the result has no gradient).
+        baseline_rewards: of each response, the rewards that it is compared with, its own not among them: B arrays of
+            any lengths (``sample.baseline_rewards``), or one array or tensor [B, K] with NaN where there is none.
+        method: one of ``grpo``, ``dr_grpo``, ``rloo``, ``dapo``, ``gspo``; the table is at the top of this module.
+        epsilon: added to the standard deviation, of the methods that divide by it.
+        ddof: 0: standard deviation of the k rewards as they are; 1: with k - 1 below, as torch has it (and so TRL,
+            verl and slime).
+
+    Raises ValueError for another method, shapes that do not fit, rewards that are not finite, and for ``rloo`` where a
+    response has no sibling to be compared with.
+    """
+    _check_method(method)
+    own = _float64(rewards)
+    others = _rectangle(baseline_rewards)
+    if own.ndim != 1 or others.ndim != 2 or len(others) != len(own):
+        raise ValueError(
+            f"group_advantages: rewards have the shape {list(own.shape)} and baseline_rewards {list(others.shape)}; "
+            "give one reward and one row of siblings' rewards per response"
+        )
+    finite = np.isfinite(own) & ~np.isinf(others).any(1)
+    if not finite.all():
+        row = int(np.argmin(finite))
+        raise ValueError(
+            f"group_advantages: response {row} has the reward {own[row]} among {others[row]}; give finite numbers"
+        )
+    if ddof not in (0, 1) or not epsilon >= 0:
+        raise ValueError(f"group_advantages: ddof must be 0 or 1, epsilon at least 0, got {ddof!r} and {epsilon!r}")
+
+    there = ~np.isnan(others)
+    size = there.sum(1)
+    ahead = np.where(there, own[:, None] - others, 0.0)
+    if method == "rloo":
+        if not size.all():
+            raise ValueError(
+                f"group_advantages: response {int(np.argmin(size))} has no sibling, and rloo compares with the others "
+                "only; set n_samples_per_prompt (and min_group_size, if failed responses shrink groups) to at least 2"
+            )
+        advantages = ahead.sum(1) / size
+    else:
+        k = size + 1
+        advantages = ahead.sum(1) / k
+        if method != "dr_grpo":
+            squares = advantages**2 + (np.where(there, advantages[:, None] - ahead, 0.0) ** 2).sum(1)
+            std = np.sqrt(squares / np.maximum(k - ddof, 1))
+            advantages = np.divide(advantages, std + epsilon, out=np.zeros_like(own), where=advantages != 0)
+    return _like(rewards, advantages.astype(np.float32))
+
+
+@overload
+def loss_weights(
+    loss_mask: torch.Tensor, method: Method = ..., *, max_response_len: int | None = ...,
+    share: BatchShare | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def loss_weights(
+    loss_mask: NDArray[Any], method: Method = ..., *, max_response_len: int | None = ...,
+    share: BatchShare | None = ...,
+) -> Float32: ...  # fmt: skip
+def loss_weights(
+    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None
+) -> Any:
+    """Weight of every token, so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
+
+    Take them of the whole batch, then of each micro-batch its rows: the sum over all of them is the loss of the batch.
+    The same over ranks, where each gives the ``share`` that it has. DDP and FSDP take the mean of the ranks' gradients:
+    multiply by ``share.ranks`` there.
+    With B responses, of which i has T_i tokens with loss:
+
+    * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
+      same for all tokens of a response);
+    * ``dr_grpo``: 1 / (B max_response_len), a constant, so that a long response weighs what its tokens weigh;
+    * ``rloo``: 1 / B, the log-probability of a response is the sum of its tokens';
+    * ``dapo``: 1 / (sum of T_i), the mean over the tokens of the batch.
+
+    Args:
+        loss_mask: [B, T], array or tensor; not 0 where a token has loss.
+        method: see above.
+        max_response_len: for ``dr_grpo``: as configured.
+        share: ``batch.share``, whose whole batch B and the sum of T_i are of; None: ``loss_mask`` is all of it.
+
+    Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
+    """
+    _check_method(method)
+    if loss_mask.ndim != 2:
+        raise ValueError(f"loss_weights: loss_mask has the shape {list(loss_mask.shape)}; give [B, T]")
+    if method == "dr_grpo" and not (max_response_len and max_response_len > 0):
+        raise ValueError(
+            f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
+        )
+    counted = loss_mask != 0
+    trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
+    rows = max(len(trained) if share is None else share.samples, 1)
+    if method == "dr_grpo":
+        return trained / (rows * max_response_len)  # type: ignore[operator]
+    if method == "rloo":
+        return trained / rows
+    if method == "dapo":
+        return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
+    return trained / (rows * trained.sum(1).clip(1))[:, None]
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+
+
+def _rectangle(rows: Any) -> Float64:
+    """Rows of any lengths as one array, NaN on the right."""
+    if hasattr(rows, "ndim") and rows.dtype != object:
+        found = _float64(rows)
+        return found[:, None] if found.ndim == 1 else found
+    arrays = [_float64(row) for row in rows]
+    filled = np.full((len(arrays), max((len(a) for a in arrays), default=0)), np.nan)
+    for row, array in zip(filled, arrays, strict=True):
+        row[: len(array)] = array
+    return filled
+
+
+def _float64(values: Any) -> Float64:
+    """An array, or a tensor of any device and type, as an array."""
+    return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
+
+
+def _like(given: Any, found: Float32) -> Any:
+    """An array as what was given: a tensor on the same device, or an array."""
+    if not hasattr(given, "detach"):
+        return found
+    import torch
+
+    return torch.from_numpy(found).to(given.device)

@@ -1,0 +1,111 @@
+"""How far a batch is from the weights that are trained on it: effective sample size and KL, in all and by age.
+
+With w = p / q, the trainer's probability of a token over the one it was sampled with, and n tokens:
+
+* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]: the share of the tokens that would do as
+  well, were they of the trained weights;
+* KL(q || p) in nats per token (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): k1 = -log w,
+  unbiased, and k3 = w - 1 - log w, unbiased, never negative and of less variance where w is near 1.
+
+The age of a token is the number of weight updates between it and its training. At age 0 p and q differ only by what the
+engine computes otherwise than the trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.corrections.importance import check_logprobs, float64_logprobs
+from april.errors import OffPolicyError
+
+Float64 = NDArray[np.float64]
+
+LARGEST = 300.0
+"""exp of more is cut in k3, so that sums stay finite."""
+
+
+def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
+    """What a trainer logs of a batch, once it has the log-probabilities under the weights that it trains.
+
+    ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``kl_k1`` and
+    ``kl_k3`` (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
+    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Only tokens with loss count; without any, ``tokens`` is all there is.
+
+    Args:
+        batch: a :class:`april.Batch`.
+        logprobs: the trainer's, float32 or float64 array or tensor, [B, T] as ``batch.padded()["logprobs"]`` or flat as
+            ``batch.ragged()["logprobs"]``; of the temperature of the batch, before its first optimizer step.
+        min_effective_sample_size: with an ``ess_token`` below, OffPolicyError is raised; 0: never.
+
+    Raises ValueError for another shape, numbers that are no log-probabilities (NaN, infinite, above 0) where there is
+    loss, float16 and bfloat16, and a limit outside [0, 1].
+    """
+    if not 0 <= min_effective_sample_size <= 1:
+        raise ValueError(
+            f"off_policy_report: min_effective_sample_size must be in [0, 1], got {min_effective_sample_size!r}"
+        )
+    arrays = batch.ragged()
+    own = _flat(float64_logprobs("off_policy_report", "logprobs", logprobs), batch.lengths)
+    counted = arrays["loss_mask"] != 0
+    check_logprobs("off_policy_report", "logprobs", own, counted)
+    log_ratios = own[counted] - arrays["logprobs"][counted].astype(np.float64)
+    ages = batch.token_ages[counted]
+    report = _figures(log_ratios)
+    if len(log_ratios):
+        rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]
+        report["ess_response"] = effective_sample_size(np.bincount(rows, log_ratios)[np.unique(rows)])
+    for age in np.unique(ages):
+        report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[ages == age]).items()}
+    found = report.get("ess_token", 1.0)
+    if not found >= min_effective_sample_size:  # which NaN is not, either
+        raise OffPolicyError(_sentence(batch.id, found, min_effective_sample_size, report), report)
+    return report
+
+
+def effective_sample_size(log_ratios: Float64) -> float:
+    """(sum of w)**2 / (n sum of w**2) of n > 0 weights, from their logarithms: in (0, 1]."""
+    w = np.exp(log_ratios - log_ratios.max())  # a factor that all have cancels
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
+
+
+def _figures(log_ratios: Float64) -> dict[str, float]:
+    if not len(log_ratios):
+        return {"tokens": 0.0}
+    k3 = np.expm1(np.minimum(log_ratios, LARGEST)) - log_ratios
+    return {
+        "ess_token": effective_sample_size(log_ratios),
+        "kl_k1": float(-log_ratios.mean()),
+        "kl_k3": float(k3.mean()),
+        "tokens": float(len(log_ratios)),
+    }
+
+
+def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
+    """Padded or flat, as flat."""
+    padded = len(lengths), int(lengths.max(initial=0))
+    if logprobs.shape == padded:
+        flat: Float64 = logprobs[np.arange(padded[1]) < lengths[:, None]]
+        return flat
+    if logprobs.shape == (int(lengths.sum()),):
+        return logprobs
+    raise ValueError(
+        f"off_policy_report: logprobs have the shape {list(logprobs.shape)}; give {list(padded)} as "
+        f'batch.padded()["logprobs"], or [{int(lengths.sum())}] as batch.ragged()["logprobs"]'
+    )
+
+
+def _sentence(batch: int, found: float, limit: float, report: dict[str, float]) -> str:
+    """What is wrong, by age, and what to do."""
+    by_age = ", ".join(
+        f"{value:.3f} at age {name.removeprefix('age_').partition('/')[0]}"
+        for name, value in report.items()
+        if name.startswith("age_") and name.endswith("/ess_token")
+    )
+    return (
+        f"batch {batch} has an effective sample size of {found:.3f} of its tokens, below min_effective_sample_size="
+        f"{limit:g} ({by_age}); if old tokens are the low ones, lower max_staleness; if those of age 0 are, engine and "
+        "trainer compute different log-probabilities"
+    )

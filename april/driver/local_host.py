@@ -1,0 +1,154 @@
+"""The engines and functions of this process, and whatever runs with them: what carries out the core's commands.
+
+Each command is answered with the events that ``april.core.commands`` names, in whatever order they come about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
+from typing import Any
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
+from april.driver.attempt_streams import AttemptStreams
+from april.driver.blocking_llm import as_coroutine
+from april.driver.detokenizer import Detokenizer
+from april.driver.engine_calls import EngineCalls
+from april.driver.host_view import HostView
+from april.driver.sample_functions import SampleFunctions, UserFunctions
+from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import UserCalls
+from april.driver.worker_threads import WorkerThreads
+from april.engines.protocol import Capabilities, Engine, SharesModel
+
+log = logging.getLogger("april")
+
+CLOSE_PATIENCE_S = 10.0
+"""How long the end waits for cancelled functions and streams."""
+
+
+class LocalHost:
+    """See above; must be made and used on the loop that runs it.
+
+    Args:
+        view: what it knows of the core.
+        sampling: of the configuration, for calls of rollout functions that say nothing else.
+        vocab_size: of the smallest vocabulary of all engines, those of other hosts included.
+        any_temperature: whether the log-probabilities of all engines follow the temperature.
+        post: takes the events.
+        failed: told what a call of an engine has raised, by the call's number, before its event is posted.
+        broke: told of an error that nobody expected.
+    """
+
+    def __init__(
+        self,
+        view: HostView,
+        engines: Sequence[Engine],
+        functions: UserFunctions,
+        sampling: SamplingParams,
+        *,
+        vocab_size: int,
+        any_temperature: bool,
+        allow_mismatch: bool,
+        detokenizer: Detokenizer | None,
+        function_timeout_s: float | None,
+        stall_timeout_s: float | None,
+        post: Callable[[ev.Event], None],
+        failed: Callable[[int, BaseException], None],
+        broke: Callable[[BaseException], None],
+    ) -> None:
+        self.engines = {e.name: e for e in engines}
+        self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
+        self._view = view
+        self._broke = broke
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = copy_context()
+        self.worker_threads = WorkerThreads()
+        self.functions = functions
+        self.rollout = as_coroutine(functions.rollout, self.worker_threads)
+        self._user_calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self._spawn)
+        self.samples = samples = SampleFunctions(
+            view, functions, self.rollout, sampling, self._user_calls, post, vocab_size=vocab_size,
+            allow_mismatch=allow_mismatch, any_temperature=any_temperature, detokenizer=detokenizer,
+        )  # fmt: skip
+        self.streams = streams = AttemptStreams(
+            self.engines, view, post, self._spawn, detokenizer, stall_timeout_s
+        )
+        self.engine_calls = calls = EngineCalls(self.engines, post, self._spawn, failed)
+        self.executors: dict[type[do.Command], Callable[[Any], None]] = {
+            do.StartSample: samples.start,
+            do.Submit: streams.submit,
+            do.Abort: streams.abort,
+            do.CallCompleted: samples.call_completed,
+            do.ScoreSample: samples.score_sample,
+            do.ScoreGroup: samples.score_group,
+            do.JudgeGroup: samples.judge_group,
+            do.CancelSample: samples.cancel,
+            do.Fence: streams.fence,
+            do.ProbeEngine: calls.probe,
+            do.PauseEngine: calls.pause,
+            do.LoadEngine: calls.load,
+            do.ResumeEngine: calls.resume,
+        }
+
+    @property
+    def plain_rollout(self) -> bool:
+        """Whether the rollout function runs in a thread of its own, one per sample."""
+        return self.rollout is not self.functions.rollout
+
+    async def quiet(self) -> None:
+        """Until no engine here computes on the trainer's model any more: a request that was fenced may still do so."""
+        for engine in self._sharing:
+            await engine.quiet()
+
+    # ---------------------------------------------------------------- what runs in the background
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run until done or ended, in a context that no other sample's function has touched."""
+        task = asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broke(error)
+
+    async def end(self) -> None:
+        """End all that runs. Functions and requests that do not end in time are left behind; the engines stay."""
+        tasks = list(self._tasks)
+        ends: list[asyncio.Future[None]] = [*tasks, *self._user_calls.close()]
+        for task in tasks:
+            task.cancel()
+        if ends:
+            _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
+            if stubborn:
+                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else "a plain function" for e in stubborn)
+                more = f", and {len(names) - 1} more" if names[1:] else ""
+                log.error("%s ignores its cancellation and is left behind%s", names[0], more)
+        self.worker_threads.close()
+        self.samples.clear()
+        self.streams.clear()
+
+    async def close(self) -> None:
+        """End all that runs, and close the engines."""
+        await self.end()
+        await self.engine_calls.close(self._view.abort_deadline_s)
+
+def limits_of(engine: Engine) -> EngineLimits:
+    """What the core must know of an engine."""
+    return limits_from(engine.name, engine.capabilities)
+
+
+def limits_from(name: str, c: Capabilities) -> EngineLimits:
+    """The same, of one that may be elsewhere."""
+    return EngineLimits(
+        name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
+        unverified=not c.verifies_weights, remote=c.remote,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""What decoding costs on an engine, fitted to what its requests took: the model of :class:`DecodeCost`, turned round.
+
+A request that gets k tokens sees k decode steps, and the prefills that stop them. How long it takes is therefore linear
+in the costs: k steps' worth of a, b for each sequence and g for each resident token of each of these steps, p for each
+token that is prefilled meanwhile. Steps are not seen. They are taken to follow each other as the costs of the round
+before say, at first evenly; a few rounds are enough.
+
+Left out: requests that wait in the engine's own queue, which look like slow ones; prefixes that are cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.request_log import Ran
+from april.engines.simulated.decode_cost import DecodeCost
+
+Floats = NDArray[np.float64]
+ROUNDS = 5
+FEWEST = 16
+"""Requests without which nothing is fitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests that have ended on one engine, [R] each.
+
+    Attributes:
+        began_s, ended_s: when they were sent, and when they ended; any clock.
+        context: tokens that were sent: the prompt, and what was kept of the response.
+        generated: tokens that came.
+    """
+
+    began_s: Floats
+    ended_s: Floats
+    context: Floats
+    generated: Floats
+
+    def __len__(self) -> int:
+        return len(self.began_s)
+
+    def __getitem__(self, rows: slice | NDArray[Any]) -> Requests:
+        """Some of them."""
+        return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
+
+    @classmethod
+    def of(cls, ended: Iterable[Ran]) -> Requests:
+        """Of a :class:`april.core.request_log.RequestLog`."""
+        rows = np.array([(r.began_s, r.ended_s, r.context, r.generated) for r in ended], np.float64).reshape(-1, 4)
+        return cls(*rows.T)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """What was found.
+
+    Attributes:
+        cost: of the engine.
+        requests: so many it was fitted to.
+        error: mean of abs(fitted - real duration) over the sum of the real durations.
+    """
+
+    cost: DecodeCost
+    requests: int
+    error: float
+
+
+def fit(requests: Requests) -> FittedCost | None:
+    """The cost of one engine; None where the requests do not tell."""
+    whole = (requests.ended_s > requests.began_s) & (requests.generated > 0)
+    if int(whole.sum()) < FEWEST:
+        return None
+    traffic = _Traffic(requests)
+    rows = np.flatnonzero(whole)
+    took = requests.ended_s[rows] - requests.began_s[rows]
+    costs = np.zeros(4)
+    for _ in range(ROUNDS):
+        seen = traffic.seen(rows, costs)
+        costs = _not_negative(seen, took)
+    if costs[0] <= 0.0:
+        return None
+    error = float(np.abs(traffic.seen(rows, costs) @ costs - took).sum() / took.sum())
+    base, sequence, token, prefill = map(float, costs)
+    return FittedCost(DecodeCost(base, sequence, token, prefill), len(rows), error)
+
+
+def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
+    """How long each of the requests [R] would take by ``cost``, among the others as they were."""
+    costs = np.array([cost.base_s, cost.per_sequence_s, cost.per_kv_token_s, cost.per_prefill_token_s])
+    rows = np.arange(len(requests))
+    return np.asarray(_Traffic(requests).seen(rows, costs) @ costs)
+
+
+class _Traffic:
+    """How many sequences and tokens an engine had, from one begin or end of a request to the next."""
+
+    def __init__(self, requests: Requests) -> None:
+        r = self._requests = requests
+        took = np.maximum(r.ended_s - r.began_s, 1e-9)
+        speed = r.generated / took
+        at = np.concatenate((r.began_s, r.ended_s))
+        order = np.argsort(at, kind="stable")
+        self.at = at[order]
+        one = np.ones(len(r))
+        # resident tokens of a request at t: context + speed (t - began)
+        constant = r.context - speed * r.began_s
+        self.length = np.diff(self.at, append=self.at[-1])
+        self.sequences = np.cumsum(np.concatenate((one, -one))[order])
+        middle = self.at + self.length / 2
+        self.tokens = (
+            np.cumsum(np.concatenate((constant, -constant))[order])
+            + np.cumsum(np.concatenate((speed, -speed))[order]) * middle
+        )
+        self.prefill = np.cumsum(np.concatenate((r.context, 0.0 * r.context))[order])
+        self.first = np.searchsorted(self.at, r.began_s, "left")
+        self.after = np.searchsorted(self.at, r.ended_s, "left")
+
+    def seen(self, rows: NDArray[np.intp], costs: Floats) -> Floats:
+        """[rows, 4]: what each request had to wait for, by which its duration is linear in the costs."""
+        per_step = costs[0] + costs[1] * self.sequences + costs[2] * self.tokens
+        steps = self.length / np.maximum(per_step, 1e-9) if costs[0] > 0.0 else self.length
+        first, after = self.first[rows], self.after[rows]
+        mine = _between(steps, first, after)
+        share = self._requests.generated[rows] / np.maximum(mine, 1e-12)
+        prefilled = np.concatenate(((0.0,), self.prefill))
+        return np.stack(
+            (
+                self._requests.generated[rows],
+                _between(steps * self.sequences, first, after) * share,
+                _between(steps * self.tokens, first, after) * share,
+                prefilled[after] - prefilled[first],
+            ),
+            axis=1,
+        )
+
+
+def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -> Floats:
+    """Sums of ``values[first:after]``, for every pair."""
+    sums = np.concatenate(((0.0,), np.cumsum(values)))
+    return np.asarray(sums[after] - sums[first])
+
+
+def _not_negative(seen: Floats, took: Floats) -> Floats:
+    """Least squares of relative errors with costs of at least 0; the first one is never left out."""
+    matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
+    one = np.ones(len(took))
+    for count in range(4):
+        for others in combinations((1, 2, 3), count):
+            columns = [0, *others]
+            scale = np.maximum(np.abs(matrix[:, columns]).max(axis=0), 1e-300)
+            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale, one, rcond=None)
+            found = found / scale
+            if found[0] <= 0.0 or found.min() < 0.0:
+                continue
+            off = float(np.square(matrix[:, columns] @ found - 1.0).sum())
+            if off < smallest * (1.0 - 1e-9):
+                best, smallest = np.zeros(4), off
+                best[columns] = found
+    return best

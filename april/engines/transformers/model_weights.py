@@ -1,0 +1,218 @@
+"""The weights that the embedded engine reads: whether they changed, and, spread over ranks by FSDP2, making them whole.
+
+``fully_shard`` leaves every rank a piece of each parameter and puts it together again layer by layer in ``forward``,
+which every rank must enter at the same time. Ranks decode different numbers of tokens. So the parameters are put
+together once, before any rank decodes, and spread again before the trainer goes on (``gather``, ``release``); what
+decodes in between calls the model's own ``forward``, with FSDP2's casts of mixed precision and without its collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from april.errors import ConfigError, EngineError
+
+SAMPLED = 4
+"""Values of each parameter by which weights are compared."""
+
+
+class ModelWeights:
+    """Weights that are whole where they are."""
+
+    sharded = False
+    ready = True
+    """The model can be called on this rank alone."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._parameters: list[Tensor] = list(model.parameters())
+
+    def look_again(self) -> None:
+        """The trainer may have put other parameters in their place."""
+        self._parameters = list(self._model.parameters())
+
+    def trained(self) -> Iterable[Tensor]:
+        """The parameters as optimizers hold them."""
+        yield from self._model.parameters()
+
+    def stamp(self) -> tuple[int, int]:
+        """(writes to parameters in place, digest of where they are): changes when the weights do."""
+        parameters = self._parameters
+        return sum(map(_writes, parameters)), hash(tuple(p.data_ptr() for p in parameters))
+
+    def sample(self) -> NDArray[np.float32]:
+        """Up to ``SAMPLED`` values of each parameter, evenly spread."""
+        with torch.no_grad():
+            flat = [p.reshape(-1) for p in self._model.parameters() if p.numel()]
+            values = torch.cat([p[:: -(-p.numel() // SAMPLED)].float() for p in flat])
+        return values.cpu().numpy()
+
+    def gather(self) -> None:
+        """Make them whole on this rank."""
+
+    def release(self) -> None:
+        """As they were before :meth:`gather`."""
+
+
+class ShardedWeights(ModelWeights):
+    """Weights that FSDP2 has spread over the ranks."""
+
+    sharded = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.ready = False
+        self._units = _fsdp_modules(model)
+        self._pieces: list[Tensor] = []
+        """What optimizers hold, and what outlives a gathering."""
+        self._spread()
+
+    def look_again(self) -> None:
+        """The pieces are looked at where they are gathered."""
+
+    def trained(self) -> Iterable[Tensor]:
+        """The pieces: while the weights are whole the model shows other tensors, which no optimizer knows."""
+        yield from self._pieces
+
+    def stamp(self) -> tuple[int, int]:
+        """Writes to the pieces or to the whole, and where the pieces are; whole weights move with every gathering."""
+        local = [getattr(p, "_local_tensor", p) for p in self._pieces]
+        writes = sum(map(_writes, [*self._pieces, *local, *self._parameters]))
+        return writes, hash(tuple(p.data_ptr() for p in local))
+
+    def gather(self) -> None:
+        """Put the parameters together. Collective: all ranks of the mesh, at the same time.
+
+        Raises:
+            EngineError: another rank did not take part, or tensor parallelism keeps its part of them.
+        """
+        self._spread()  # a forward pass without a backward one leaves some whole, as they were before the last step
+        try:
+            for unit in self._units:
+                unit.unshard()
+        except Exception as error:
+            self._spread()
+            raise EngineError(
+                f"the parameters could not be gathered from all ranks ({type(error).__name__}: {error})"
+            ) from error
+        self._parameters = list(self._model.parameters())
+        self._mark("PRE_BACKWARD")
+        self.ready = True
+
+    def release(self) -> None:
+        """Spread them again; no communication, so each rank can do it when it likes."""
+        self.ready = False
+        self._mark("IDLE")
+        self._spread()
+
+    def _spread(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+        self._parameters = []
+        self._pieces = list(self._model.parameters())
+
+    def _mark(self, state: str) -> None:
+        """In the state PRE_BACKWARD (activations are recomputed) the forward hooks only cast, and record nothing."""
+        for unit in self._units:
+            fsdp = unit._get_fsdp_state()
+            fsdp._training_state = type(fsdp._training_state)[state]
+
+
+def weights_of(model: Any) -> ModelWeights:
+    """The weights of ``model``, which :func:`.model_support.refuse_unsupported` has let through."""
+    return ShardedWeights(model) if _fsdp_modules(model) else ModelWeights(model)
+
+
+def inner_model(model: Any) -> Any:
+    """The model inside of ``DistributedDataParallel``, which has the same parameters; any other as it is."""
+    while type(model).__name__ == "DistributedDataParallel":
+        model = model.module
+    return model
+
+
+def refuse_shards(model: Any, kind: str) -> None:
+    """Raise ConfigError if the weights are spread over ranks, unless by FSDP2 in a way that was seen working."""
+    parameters = list(model.parameters())
+    units = _fsdp_modules(model)
+    how = ""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        how = "FullyShardedDataParallel"
+    elif any(hasattr(parameter, "ds_id") for parameter in parameters):
+        how = "DeepSpeed's ZeRO-3"
+    elif any(type(p).__name__ == "DTensor" for p in parameters) and not units:
+        how = "DTensor, as of tensor parallelism without FSDP2"
+    if how:
+        raise ConfigError(
+            f"the parameters of {kind} are sharded over ranks ({how}), so every rank would have to take part in every "
+            "decode step: use FSDP2 (fully_shard), an engine behind a server (vllm, sglang), or give this engine a "
+            "plain copy of the model, into which every rank gathers the weights (get_model_state_dict with "
+            "full_state_dict=True) before weight_update()"
+        )
+    if units and (wrong := _untried(units, parameters)):
+        raise ConfigError(
+            f"the parameters of {kind} are sharded over ranks by fully_shard {wrong}, and with that the transformers "
+            "engine was not seen working: use an engine behind a server (vllm, sglang), or leave it out"
+        )
+
+
+def _untried(units: list[Any], parameters: list[Any]) -> str:
+    """What of FSDP2's options stands against generating from its parameters; empty if nothing does."""
+    states = [unit._get_fsdp_state() for unit in units if hasattr(unit, "_get_fsdp_state")]
+    if len(states) < len(units) or not all("PRE_BACKWARD" in dir(type(s._training_state)) for s in states):
+        return f"of torch {torch.__version__}"
+    groups = [group for state in states for group in _groups_of(state)]
+    pieces = [fsdp.sharded_param for group in groups for fsdp in group.fsdp_params]
+    if any(type(group.offload_policy).__name__ != "OffloadPolicy" for group in groups):
+        return "with an offload_policy"
+    if any(piece.device_mesh.ndim != 1 for piece in pieces):
+        return "over a mesh of several dimensions (HSDP, or tensor parallelism beside it)"
+    whole = [getattr(fsdp, "_unsharded_param", None) for group in groups for fsdp in group.fsdp_params]
+    known = {id(p) for p in [*pieces, *whole]}
+    if any(id(parameter) not in known for parameter in parameters):
+        return "without some of them (ignored_params, or a model of which only parts were sharded)"
+    return ""
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one FSDP2 module: torch before 2.11 has one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def _fsdp_modules(model: Any) -> list[Any]:
+    """Its modules that ``fully_shard`` was applied to; by name, as the class has moved between versions of torch."""
+    return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
+def _writes(parameter: Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def load_weights(model: Any, path: str) -> None:
+    """Write the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
+
+    Raises:
+        EngineError: names, shapes or the directory do not fit; ``model`` is unchanged then.
+    """
+    if not Path(path).is_dir():
+        raise EngineError(f"{path} is not a directory: save the weights there with save_pretrained")
+    try:
+        loaded, report = type(model).from_pretrained(
+            path, config=model.config, dtype=model.dtype, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise EngineError(f"the weights in {path} cannot be loaded ({type(error).__name__}: {error})") from error
+    wrong = {what: sorted(map(str, names)) for what, names in report.items() if names and what != "error_msgs"}
+    if wrong:
+        raise EngineError(f"the weights in {path} are not those of this {type(model).__name__}: {wrong}")
+    with torch.no_grad():
+        new_weights = loaded.state_dict()
+        for name, weight in model.state_dict().items():
+            weight.copy_(new_weights[name])

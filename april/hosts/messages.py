@@ -1,0 +1,526 @@
+"""What the core's process and its hosts say to each other: MessagePack, no code, no class names.
+
+A frame is a list of messages, in order. Arrays travel as little-endian bytes (int32, float32), read as bytearrays so
+that nothing is copied again. Both sides are of one version of april: the first frame of a host says which.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april.core.events import CallResult
+from april.core.sampling import SamplingParams
+from april.core.tape import Float32, Int32
+from april.core.types import AttemptFailure, EngineFinish, FinishReason
+from april.core.versions import PolicyVersion
+from april.errors import LinkError
+
+PROTOCOL = 2
+"""Raised whenever a message changes."""
+
+
+
+class ProtocolError(LinkError):
+    """The other side says what cannot be: it is cut off."""
+
+
+class Message(msgspec.Struct, array_like=True, gc=False):
+    """Base of all messages; a tag names the type."""
+
+
+# -------------------------------------------------------------------- the core's process to a host
+
+
+class Welcome(Message, tag=0, kw_only=True):
+    """The first frame: what a host must know of the run."""
+
+    name: str
+    version: PolicyVersion
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_context: int
+    max_response_len: int
+    abort_resend_s: float
+    abort_deadline_s: float
+    heartbeat_s: float
+    deadline_s: float
+    """Who has heard nothing for so long, on either side, takes the other for lost."""
+    sampling: SamplingParams
+    any_temperature: bool
+    allow_mismatch: bool
+    function_timeout_s: float | None
+    stall_timeout_s: float | None
+
+
+class Refusal(Message, tag=1):
+    """Instead of a welcome."""
+
+    why: str
+
+
+class Now(Message, tag=2):
+    """The policy version from here on."""
+
+    version: PolicyVersion
+
+
+class NewPrompt(Message, tag=3):
+    """A group that the host has not heard of. ``evaluation``: its number, its first group, samples per prompt, and the
+    sampling of its calls."""
+
+    group: int
+    tokens: bytearray
+    data: dict[str, Any]
+    epoch: int
+    position: int
+    evaluation: tuple[int, int, int, SamplingParams] | None = None
+
+
+class OwnPart(Message, tag=4):
+    """Tokens of a response that an attempt on this very host has brought."""
+
+    attempt_id: str
+
+
+class Part(Message, tag=5):
+    """One segment of a response, as :class:`april.core.tape.Segment`."""
+
+    version: PolicyVersion
+    generated: bool
+    attempt_id: str
+    engine: str
+    temperature: float
+    tokens: bytearray
+    logprobs: bytearray
+
+
+class Tape(Message, tag=6):
+    """A response as it stands: its first ``keep`` segments are those that the host has; these follow."""
+
+    group: int
+    index: int
+    keep: int
+    more: tuple[OwnPart | Part, ...]
+
+
+class Run(Message, tag=7):
+    """Submit."""
+
+    attempt_id: str
+    group: int
+    index: int
+    engine: str
+    call_start: int
+    sampling: SamplingParams
+    end_ids: tuple[int, ...] | None
+    """None: those that end every response."""
+    oldest: PolicyVersion | None
+    urgent: bool
+
+
+class Stop(Message, tag=8):
+    """Abort."""
+
+    engine: str
+    attempt_ids: tuple[str, ...]
+    everything: bool
+
+
+class CutOff(Message, tag=9):
+    """Fence."""
+
+    engine: str
+    attempt_ids: tuple[str, ...]
+
+
+class Start(Message, tag=10):
+    """StartSample; ``run`` goes with everything that its functions say."""
+
+    group: int
+    index: int
+    run: int
+
+
+class Answer(Message, tag=11):
+    """CallCompleted: (start, end, finish) of the call."""
+
+    group: int
+    index: int
+    start: int
+    end: int
+    finish: FinishReason
+
+
+class Score(Message, tag=12):
+    """ScoreSample, or ``together`` ScoreGroup: (index, finish) of the samples; ``run`` is the first one's."""
+
+    group: int
+    run: int
+    together: bool
+    samples: tuple[tuple[int, FinishReason], ...]
+
+
+class Judge(Message, tag=13):
+    """JudgeGroup: (index, finish, reward) of its first finishers."""
+
+    group: int
+    judgement: int
+    samples: tuple[tuple[int, FinishReason, float], ...]
+
+
+class Cancel(Message, tag=14):
+    """CancelSample."""
+
+    group: int
+    index: int
+
+
+class Probe(Message, tag=15):
+    """ProbeEngine."""
+
+    engine: str
+    probe: int
+
+
+class Pause(Message, tag=16):
+    """PauseEngine."""
+
+    engine: str
+    call: int
+    within_s: float
+
+
+class Load(Message, tag=17):
+    """LoadEngine."""
+
+    engine: str
+    call: int
+    within_s: float
+    version: PolicyVersion
+    path: str | None
+
+
+class Resume(Message, tag=18):
+    """ResumeEngine."""
+
+    engine: str
+    call: int
+    within_s: float
+
+
+class Forget(Message, tag=19):
+    """This group is settled; or, with ``indices``, only these samples of it."""
+
+    group: int
+    indices: tuple[int, ...] | None = None
+
+
+class AskTapes(Message, tag=20):
+    """Report what running requests have brought so far; answered by TapesSent."""
+
+    number: int
+
+
+class AskQuiet(Message, tag=21):
+    """Say when nothing computes on the trainer's model any more; answered by Quieted."""
+
+    number: int
+
+
+class Goodbye(Message, tag=22):
+    """From both sides: nothing follows, and that is meant."""
+
+    why: str
+
+
+# -------------------------------------------------------------------- a host to the core's process
+
+
+class EngineCard(Message, tag=39, kw_only=True):
+    """What the other side must know of an engine: :class:`april.engines.protocol.Capabilities` by fields."""
+
+    name: str
+    capabilities: dict[str, Any]
+
+
+class Joined(Message, tag=40, kw_only=True):
+    """The first frame of a host."""
+
+    protocol: int
+    name: str
+    life: str
+    """The same at every connection of one host object, and no other's."""
+    engines: tuple[EngineCard, ...]
+    functions: bool
+    """It runs rollout and reward functions."""
+    reward: bool
+    group_reward: bool
+    filter: bool
+    tokenizer: bool
+
+
+class Heartbeat(Message, tag=41):
+    """It lives."""
+
+
+class Came(Message, tag=42):
+    """Tokens of a running attempt from its token ``at`` on: their spans are (version, count), run-length."""
+
+    attempt_id: str
+    at: int
+    tokens: bytearray
+    logprobs: bytearray
+    spans: tuple[tuple[PolicyVersion, int], ...]
+    stopped: bool = False
+    after_stop: int = 0
+    """Of all that came so far."""
+
+
+class Ended(Message, tag=43):
+    """AttemptEnded; what it brought came before."""
+
+    attempt_id: str
+    finish: EngineFinish
+    fenced: bool = False
+
+
+class Failed(Message, tag=44):
+    """AttemptFailed; what it brought came before."""
+
+    attempt_id: str
+    error: str
+    kind: AttemptFailure
+    rejected: int
+    busy_s: float
+
+
+class StopSeen(Message, tag=45):
+    """StopFound."""
+
+    attempt_id: str
+
+
+class Silent(Message, tag=46):
+    """AttemptStalled."""
+
+    attempt_id: str
+    seconds: float
+
+
+class Called(Message, tag=47):
+    """CallMade: the conversation is the first ``seen`` tokens of the response, and ``added`` (None: as it is).
+
+    ``turn`` counts the calls of this run, from 1.
+    """
+
+    group: int
+    index: int
+    run: int
+    turn: int
+    sampling: SamplingParams
+    seen: int
+    added: bytearray | None
+
+
+class Returned(Message, tag=48):
+    """SampleReturned; in an evaluation with what the function returned, MessagePack, or why that cannot travel."""
+
+    group: int
+    index: int
+    run: int
+    output: bytes | None = None
+    why_not: str = ""
+
+
+class Raised(Message, tag=49):
+    """SampleFailed."""
+
+    group: int
+    index: int
+    run: int
+    error: str
+    mistake: bool
+
+
+class Rewards(Message, tag=50):
+    """Scored; ``index`` and ``run`` are those of the first sample that was to be scored."""
+
+    group: int
+    index: int
+    run: int
+    rewards: tuple[tuple[int, float], ...]
+
+
+class Verdict(Message, tag=51):
+    """GroupJudged."""
+
+    group: int
+    judgement: int
+    keep: bool
+    error: str | None
+    mistake: bool
+
+
+class CallEnded(Message, tag=53):
+    """EngineCallEnded."""
+
+    engine: str
+    call: int
+    result: CallResult
+    error: str
+
+
+class Probed(Message, tag=54):
+    """EngineProbed; ``load`` is (running, waiting, kv_usage, preemptions)."""
+
+    engine: str
+    probe: int
+    answered: bool
+    ok: bool
+    current: bool
+    detail: str
+    load: tuple[int, int, float, int] | None
+
+
+class Written(Message, tag=55):
+    """WeightsWritten."""
+
+    error: str
+
+
+class TapesSent(Message, tag=56):
+    """All that running requests had brought when AskTapes came was told."""
+
+    number: int
+
+
+class Quieted(Message, tag=57):
+    """Answer to AskQuiet."""
+
+    number: int
+
+
+ToHost = (
+    Welcome | Refusal | Now | NewPrompt | Tape | Run | Stop | CutOff | Start | Answer | Score | Judge | Cancel | Probe
+    | Pause | Load | Resume | Forget | AskTapes | AskQuiet | Goodbye
+)  # fmt: skip
+FromHost = (
+    Joined | Heartbeat | Came | Ended | Failed | StopSeen | Silent | Called | Returned | Raised | Rewards | Verdict
+    | CallEnded | Probed | Written | TapesSent | Quieted | Goodbye
+)  # fmt: skip
+
+_BIG_ENDIAN = sys.byteorder == "big"
+
+def _number(value: Any) -> int | float:
+    """Those of numpy's, which users may have given for sampling."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
+_TO_HOST = msgspec.msgpack.Decoder(list[ToHost])
+_FROM_HOST = msgspec.msgpack.Decoder(list[FromHost])
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """A frame.
+
+    Raises:
+        ProtocolError: the data of a prompt are no plain numbers, strings, bytes, lists and mappings.
+    """
+    try:
+        return _ENCODER.encode(messages)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"this cannot travel between processes: {error}") from None
+
+
+def decode_to_host(frame: bytes) -> list[ToHost]:
+    """The messages of a frame of the core's process; raises ProtocolError."""
+    try:
+        return _TO_HOST.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the core's process sent what cannot be read: {error}") from None
+
+
+def decode_from_host(frame: bytes) -> list[FromHost]:
+    """The messages of a frame of a host; raises ProtocolError."""
+    try:
+        return _FROM_HOST.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a host sent what cannot be read: {error}") from None
+
+
+def plain_bytes(value: Any) -> bytes:
+    """What a user's function gave, as MessagePack; what would arrive as another thing than it is does not travel.
+
+    Raises TypeError, which says what that is.
+    """
+    try:
+        _refuse_odd(value)
+        return _ENCODER.encode(value)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(str(error)) from None
+
+
+def of_plain_bytes(data: bytes) -> Any:
+    """The other way; raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError, TypeError) as error:
+        raise ProtocolError(f"a host sent what cannot be read: {error}") from None
+
+
+def why_not_plain(data: Mapping[str, Any]) -> str | None:
+    """Why the data of a prompt cannot travel between processes, or None."""
+    try:
+        plain_bytes(dict(data))
+    except TypeError as error:
+        return str(error)
+    return next((f"the key {key!r}, which is no string" for key in data if type(key) is not str), None)
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _refuse_odd(value: Any) -> None:
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) not in _SCALARS:
+                raise TypeError(f"a key of type {type(key).__name__}")
+            _refuse_odd(item)
+    elif kind is list:
+        for item in value:
+            _refuse_odd(item)
+    elif kind not in _SCALARS:
+        raise TypeError(f"a value of type {kind.__name__}")
+
+
+# -------------------------------------------------------------------- plain forms
+
+
+def ids_of(data: bytearray) -> Int32:
+    """int32 [k], writable, of the same memory; raises ProtocolError."""
+    if len(data) % 4:
+        raise ProtocolError(f"{len(data)} bytes are no token ids")
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def logprobs_of(data: bytearray) -> Float32:
+    """float32 [k], writable, of the same memory; raises ProtocolError."""
+    if len(data) % 4:
+        raise ProtocolError(f"{len(data)} bytes are no log-probabilities")
+    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+
+
+def packed(array: Int32 | Float32) -> bytearray:
+    """As little-endian bytes."""
+    return bytearray(array.astype(array.dtype.newbyteorder("<"), copy=False) if _BIG_ENDIAN else array)

@@ -1,0 +1,168 @@
+"""Where the ranks meet: rank 0's account of who has come to which call. No asyncio, no clock: time is given.
+
+The rule: a call that changes something is made by every rank, in the same order, with the same arguments. It begins
+when all have come. What breaks the rule, breaks the meeting for all, with one sentence, for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from april.errors import RankError
+
+
+class Meeting:
+    """One per group of ranks. Calls are numbered from 0; rank 0 carries each out and says when it has ended."""
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.call = 0
+        self.began = False
+        """All have come to the call, which rank 0 carries out."""
+        self.step: str | None = None
+        """What all ranks carry out now, in the middle of the call."""
+        self.step_failed: RankError | None = None
+        self.broken: RankError | None = None
+        self._last = ""
+        """What the call before this one was."""
+        self._what: dict[int, str] = {}
+        """What each rank that came has called."""
+        self._early: dict[int, str] = {}
+        """Of those who have come to the next call already."""
+        self._done: set[int] = set()
+        """Who has carried out the step."""
+        self.closed: set[int] = set()
+        """Who has closed its scheduler."""
+        self._since: float | None = None
+        """Since when some wait for others."""
+
+    # ---------------------------------------------------------------- a call
+
+    @property
+    def what(self) -> str:
+        """The call that is made now; empty if nobody has come yet."""
+        return next(iter(self._what.values()), "")
+
+    def arrive(self, rank: int, call: int, what: str, now: float) -> bool:
+        """A rank makes a call; whether it is the last one to come. One that comes again changes nothing."""
+        if self.broken is not None:
+            return False
+        before = self._last if call == self.call - 1 else self._what.get(rank, what) if call == self.call else what
+        if what != before:
+            self._break(
+                f"rank {rank} was interrupted in {before} and called {what} instead, which the others did not; a call "
+                "that was interrupted must be made again",
+                (rank,),
+            )
+        if self.broken is not None or call < self.call:
+            return False
+        if call > self.call:  # a step of the call before has failed there, and not all have heard it
+            self._early[rank] = what
+            return False
+        differ = next((other for other, text in self._what.items() if text != what), None)
+        if differ is not None:
+            self._break(
+                f"the ranks make different calls at the same place: rank {differ} {self._what[differ]}, rank {rank} "
+                f"{what}. Every rank must make the same calls, in the same order and with the same arguments",
+                (differ, rank),
+            )
+            return False
+        if self.closed:
+            self._break(f"{_names(self.closed)} closed before {what}, which {_names({rank})} waits for", self.closed)
+            return False
+        if self.began:
+            if rank == 0:
+                self._since = None  # it is back
+            return False
+        self._what[rank] = what
+        if self._since is None:
+            self._since = now
+        if len(self._what) < self.ranks:
+            return False
+        self.began, self._since = True, None
+        return True
+
+    def leave(self, rank: int, call: int, now: float) -> None:
+        """An interrupt has taken a rank out of a call: it is waited for as if it had not come."""
+        if call > self.call:
+            self._early.pop(rank, None)
+        if self.broken is not None or call != self.call:
+            return
+        if not self.began:
+            self._what.pop(rank, None)
+            if not self._what:
+                self._since = None
+        elif rank == 0:
+            self.step, self._since = None, now
+
+    def open_step(self, step: str) -> None:
+        """All ranks are to carry something out."""
+        self.step, self.step_failed = step, None
+        self._done.clear()
+
+    def done(self, rank: int, call: int, step: str, error: str, now: float) -> bool:
+        """A rank has; whether the step is over: all have carried it out, or one could not."""
+        if self.broken is not None or call != self.call or step != self.step:
+            return False
+        self._done.add(rank)
+        if error:
+            self.step_failed = RankError(f"the {step} of rank {rank} raised {error}", (rank,))
+        elif self._since is None:
+            self._since = now
+        if self.step_failed is None and len(self._done) < self.ranks:
+            return False
+        self.step, self._since = None, None
+        return True
+
+    def end_call(self, now: float) -> None:
+        """Rank 0 has carried it out, well or badly."""
+        self.call += 1
+        self._last = self.what
+        self.began, self.step, self.step_failed, self._since = False, None, None, None
+        self._what.clear()
+        self._done.clear()
+        early, self._early = self._early, {}
+        for rank, what in early.items():
+            self.arrive(rank, self.call, what, now)
+
+    # ---------------------------------------------------------------- what breaks it
+
+    def lost(self, rank: int, why: str) -> None:
+        """A rank does not answer any more."""
+        if rank not in self.closed:
+            self._break(f"rank {rank} is gone: {why}", (rank,))
+
+    def close(self, rank: int, error: str) -> None:
+        """A rank has closed its scheduler; nobody misses it before the next call."""
+        self.closed.add(rank)
+        if error:
+            self._break(f"rank {rank} has ended with an error: {error}", (rank,))
+        elif self._what:
+            (waits, what), *_ = self._what.items()
+            self._break(f"rank {rank} closed its scheduler in the middle of {what} of rank {waits}", (rank,))
+
+    def tick(self, now: float) -> None:
+        """Time has gone by; whoever is late breaks it."""
+        if self.broken is not None or self._since is None or now - self._since < self.timeout_s:
+            return
+        if self.step is not None:
+            missing, where = self._all - self._done, f"the end of its {self.step}"
+        elif self.began:
+            missing, where = {0}, f"{self._what[0]}, in which it was interrupted, again"
+        else:
+            missing, where = self._all - self._what.keys(), next(iter(self._what.values()))
+        self._break(f"{_names(missing)} did not come to {where} within {self.timeout_s:g} s (rank_timeout_s)", missing)
+
+    @property
+    def _all(self) -> set[int]:
+        return set(range(self.ranks))
+
+    def _break(self, sentence: str, ranks: Iterable[int]) -> None:
+        if self.broken is None:
+            self.broken = RankError(sentence, tuple(sorted(set(ranks))))
+
+
+def _names(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}"

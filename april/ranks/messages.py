@@ -1,0 +1,135 @@
+"""What ranks say to each other: each message is one frame, msgpack without anything that is executed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from april import errors
+from april.driver.user_code import describe
+from april.errors import AprilError, LinkError, RankError
+
+TOLD_CHARS = 2000
+"""Of an error's message that goes to other ranks."""
+
+Told = tuple[str, str, tuple[int, ...]]
+"""An error: the name of its type, its message, and whose doing it is."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Anything that is said."""
+
+
+class Beat(Message):
+    """Whoever sends it is alive."""
+
+
+class Arrive(Message):
+    """A rank makes its call number ``call``: its name and arguments as text."""
+
+    call: int
+    what: str
+    arguments: bytes = b""
+    """of rank 0, where it does not carry the call out itself"""
+
+
+class Leave(Message):
+    """An interrupt has taken a rank out of its call; it may make the same one again."""
+
+    call: int
+
+
+class Done(Message):
+    """A rank has carried out a step of a call, or could not."""
+
+    call: int
+    step: str
+    error: str = ""
+
+
+class Ask(Message):
+    """A rank wants to look at something; no other rank has to."""
+
+    number: int
+    method: str
+    arguments: list[Any]
+
+
+class Bye(Message):
+    """A rank has closed its scheduler, after an error if there is one."""
+
+    error: str = ""
+
+
+class Step(Message):
+    """To all ranks: carry this out now, in the trainer's thread. ``what``: the call, as they have named it."""
+
+    call: int
+    step: str
+    content: bytes = b""
+    what: str = ""
+
+
+class Answer(Message):
+    """To all ranks: the end of a call. ``what``: as in Step; empty: of whatever the rank calls."""
+
+    call: int
+    content: bytes = b""
+    error: Told | None = None
+    what: str = ""
+
+
+class Shown(Message):
+    """To the rank that has asked."""
+
+    number: int
+    content: bytes = b""
+    error: Told | None = None
+
+
+class Broken(Message):
+    """To all ranks: they do not go on together, by the doing of those named."""
+
+    sentence: str
+    ranks: tuple[int, ...]
+
+
+Said = Beat | Arrive | Leave | Done | Ask | Bye | Step | Answer | Shown | Broken
+_DECODER: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(frame: bytes) -> Said:
+    """The message of a frame; raises LinkError for anything else."""
+    try:
+        return _DECODER.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise LinkError(f"a rank has sent what is no message: {type(error).__name__}") from None
+
+
+_TYPES: dict[str, type[AprilError]] = {
+    name: kind for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, AprilError) and kind is not errors.OffPolicyError
+}  # fmt: skip
+
+
+def told(error: BaseException, who: str = "rank 0") -> Told:
+    """An error for another rank: april's keep their type, all others become a RankError that names ``who``."""
+    name = type(error).__name__
+    if _TYPES.get(name) is type(error):
+        return name, str(error)[:TOLD_CHARS], error.ranks if isinstance(error, RankError) else ()
+    return told_of_rank_0(f"{who} raised {describe(error)}")
+
+
+def told_of_rank_0(sentence: str) -> Told:
+    """A RankError that is rank 0's doing."""
+    return RankError.__name__, sentence[:TOLD_CHARS], (0,)
+
+
+def error_of(told: Told) -> AprilError:
+    """The error as it was told."""
+    name, message, ranks = told
+    kind = _TYPES.get(name, RankError)
+    return RankError(message, ranks) if kind is RankError else kind(message)

@@ -1,0 +1,246 @@
+"""One self-contained page: no script, no request to anywhere, text of others only as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from april import __version__
+from april.core.bottleneck import bottleneck
+from april.core.run_times import whole
+from april.report import pictures
+from april.report.limit import distance
+from april.report.run_data import RunData
+from april.report.svg import CAUSES, Ink, css
+
+STYLE = """
+*{box-sizing:border-box}
+:root{--page:#ffffff;--card:#f7f8fa}
+@media (prefers-color-scheme: dark){:root{--page:#16191d;--card:#1d2126}}
+body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,sans-serif}
+main{max-width:1080px;margin:0 auto;padding:20px 20px 60px}
+main.two{max-width:none}
+h1{font-size:22px;margin:8px 0 2px}
+h2{font-size:16px;margin:34px 0 4px}
+p{margin:4px 0 10px;max-width:75ch}
+.soft,footer{color:var(--soft)}
+.advice{background:var(--card);border-left:4px solid var(--age0);padding:10px 14px;border-radius:4px;margin:14px 0}
+.runs{display:grid;gap:28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr))}
+.run{min-width:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:8px;margin:14px 0;padding:0}
+.facts div{background:var(--card);border-radius:6px;padding:8px 12px}
+.facts dt{color:var(--soft);font-size:12px;line-height:1.3}
+.facts dd{margin:2px 0 0;font-size:19px;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto}
+td,th{padding:4px 14px 4px 0;text-align:right;border-bottom:1px solid var(--faint);white-space:nowrap}
+td:first-child,th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:9em}
+th{color:var(--soft);font-weight:500}
+.bar{display:flex;height:26px;border-radius:4px;overflow:hidden}
+.key{list-style:none;margin:6px 0 16px;padding:0;display:flex;flex-wrap:wrap;gap:2px 18px;font-size:13px}
+.key i{display:inline-block;width:10px;height:10px;margin-right:6px}
+svg{width:100%;height:auto;display:block;font-family:system-ui,sans-serif}
+.middle,.narrow{display:none}
+@container (max-width:820px){.wide{display:none}.middle{display:block}}
+@container (max-width:500px){.middle{display:none}.narrow{display:block}}
+.run{container-type:inline-size}
+footer{margin-top:40px;font-size:13px}
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+DROPS = {
+    "groups_dropped_filtered": "prompts that the filter rejected",
+    "groups_dropped_failed": "prompts that failed every try",
+    "groups_dropped_stale": "prompts that were too old",
+    "samples_dropped_failed": "responses that failed every try",
+    "samples_dropped_stale": "responses that were too old",
+    "prompts_too_long": "prompts without room for a response",
+    "after_stop_tokens": "tokens after a stop string",
+    "masked_tokens": "tokens without loss, as they were too old",
+    "late_events": "results that came too late",
+}
+DISTANCE_INKS = {
+    "bubble": CAUSES[0], "boundary": CAUSES[1], "weight updates": CAUSES[2], "evaluation": Ink.EVALUATION,
+    "admission": CAUSES[3],
+}  # fmt: skip
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The report of one run, or of several side by side."""
+    title = "april: " + " and ".join(run.name for run in runs)
+    sections = "".join(f'<section class="run">{_run(run, i)}</section>' for i, run in enumerate(runs))
+    body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+        f"<style>{css()}{STYLE}</style></head>"
+        f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs)}{body}'
+        f'<footer>Made by april {escape(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
+        f'{"s" if len(runs) > 1 else ""}.</footer></main></body></html>\n'
+    )
+
+
+def _run(run: RunData, number: int) -> str:
+    steps = [batch.metrics for batch in run.batches]
+    advice = bottleneck(whole(steps), run.settings) if steps else ""
+    parts = [
+        f"<h1>{escape(run.name)}</h1>",
+        f'<p class="soft">{escape(_began(run))}; {escape(run.end)}.</p>',
+        f'<p class="advice">{escape(advice[:1].upper() + advice[1:])}.</p>' if advice else "",
+        _facts(run),
+        "<h2>Busy places</h2>",
+        f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
+        "on from: weight updates since the oldest token of the response. Grey: empty.</p>",
+        pictures.places(run, f"p{number}"),
+    ]
+    if near := pictures.detail(run, f"d{number}"):
+        parts += [
+            "<h2>The latest steps from near</h2>",
+            "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
+        ]  # fmt: skip
+    if steps:
+        parts += [
+            "<h2>Where the time went</h2>", _limit(run), pictures.time_shares(run, f"t{number}"),
+            "<h2>How old the trained tokens are</h2>", pictures.staleness(run, f"s{number}"),
+        ]  # fmt: skip
+    if drawn := pictures.lengths(run, f"l{number}"):
+        parts += ["<h2>Lengths: generated and trained</h2>", _lengths(run), drawn]
+    parts += [_dropped(run), _engines(run)]
+    return "".join(parts)
+
+
+def _began(run: RunData) -> str:
+    s = run.settings
+    words = [f"Began {run.head.get('began')}, {_duration(run.seconds)}"]
+    words += [f"N = {s.rollout_batch_size:,}, N' = {s.over_sampling_batch_size:,}"]
+    words += [f"{s.n_samples_per_prompt} responses per prompt", f"{s.max_in_flight:,} places", f"refill {s.refill}"]
+    words += [f"generation {s.generation}", f"max_staleness {s.max_staleness}, on_stale {s.on_stale}"]
+    if s.group_quorum < 1:
+        words.append(f"group_quorum {s.group_quorum:g}")
+    return ", ".join(words)
+
+
+def _sums(run: RunData) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for batch in run.batches:
+        for name, value in batch.metrics.items():
+            out[name] = out.get(name, 0.0) + value
+    return out
+
+
+def _figures(run: RunData) -> dict[str, str]:
+    if not run.batches:
+        return {"batches": "0", "requests": f"{len(run.engine):,}"}
+    sums, steps = _sums(run), [batch.metrics for batch in run.batches]
+    seconds, trained, generated = sums["step_s"], sums["trained_tokens"], sums["generated_tokens"]
+    out = {"batches": f"{len(steps):,}", "seconds per batch": f"{seconds / len(steps):,.1f}"}
+    if seconds:
+        out["trained tokens per second"] = f"{trained / seconds:,.0f}"
+        out["places busy"] = f"{sum(m['engines_busy'] * m['step_s'] for m in steps) / seconds:.0%}"
+    if (found := _distance(run)) is not None:
+        out["of the engines' limit"] = f"{found.at_limit:.0%}"
+    if trained:
+        old = sum(m["off_policy_share"] * m["trained_tokens"] for m in steps)
+        out["off-policy share"] = f"{old / trained:.0%}"
+    oldest = max(m["staleness_max"] for m in steps)
+    out["staleness, mean and oldest"] = f"{sums['staleness_mean'] / len(steps):.2f}, {oldest:.0f}"
+    if generated:
+        out["prefilled again per token"] = f"{sums['reprefill_tokens'] / generated:.2f}"
+    return out
+
+
+def _facts(run: RunData) -> str:
+    facts = _figures(run).items()
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts)
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def _comparison(runs: Sequence[RunData]) -> str:
+    if len(runs) < 2:
+        return ""
+    tables = [_figures(run) for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(t.get(name, chr(0x2013)))}</td>' for t in tables)}</tr>"
+        for name in names
+    )
+    return f'<h1>{len(runs)} runs</h1><div class="scroll"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+
+
+def _distance(run: RunData) -> Any:
+    if len(run.batches) < 2:
+        return None
+    return distance(run, run.batches[0].time_s, run.batches[-1].time_s)
+
+
+def _limit(run: RunData) -> str:
+    found = _distance(run)
+    if found is None:
+        return "<p>The engines' cost could not be fitted: too few requests, or too few batches.</p>"
+    parts = [("at the limit", found.at_limit, Ink.AGE0), ("re-prefill", found.reprefill, Ink.AGE2)]
+    parts += [(name, share, DISTANCE_INKS[name]) for name, share in found.causes.items() if share >= 0.005]
+    if found.unexplained >= 0.005:
+        parts.append(("unexplained", found.unexplained, Ink.FAINT))
+    words = (
+        "The limit: the same tokens on the same engines with all places busy all the time and nothing prefilled twice, "
+        "by the cost that was fitted to their requests. The rest, by what kept places empty:"
+    )
+    bar = "".join(f'<div style="flex:{share:.4f};background:var({ink.variable})"></div>' for _, share, ink in parts)
+    key = "".join(
+        f'<li><i style="background:var({ink.variable})"></i>{escape(name)} {share:.0%}</li>'
+        for name, share, ink in parts
+    )
+    return f'<p>{words}</p><div class="bar">{bar}</div><ul class="key">{key}</ul>'
+
+
+def _lengths(run: RunData) -> str:
+    metrics = run.batches[-1].metrics if run.batches else {}
+    made, trained = metrics.get("length_mean_generated"), metrics.get("length_mean_trained")
+    if not made or trained is None:
+        return ""
+    said = f"Mean of all that were generated to the end {made:,.0f} tokens, of those in batches {trained:,.0f}"
+    unknown = metrics.get("length_unknown", 0.0)
+    return f"<p>{said}{f'; {unknown:.1%} were given up before their end' if unknown else ''}.</p>"
+
+
+def _dropped(run: RunData) -> str:
+    sums = _sums(run)
+    rows = [(words, sums.get(name, 0.0)) for name, words in DROPS.items() if sums.get(name)]
+    rows += [(f"requests that failed: {kind.replace('_', ' ')}", count) for kind, count in run.failures.items()]
+    if not rows:
+        return "<h2>Dropped and failed</h2><p>Nothing.</p>"
+    cells = "".join(f"<tr><td>{escape(words)}</td><td>{count:,.0f}</td></tr>" for words, count in rows)
+    return f'<h2>Dropped and failed</h2><div class="scroll"><table>{cells}</table></div>'
+
+
+def _engines(run: RunData) -> str:
+    rows = []
+    for number, name in enumerate(run.engines):
+        mine = run.engine == number
+        cost = run.costs.get(name)
+        costs = ["", "", "", "", ""]
+        if cost is not None:
+            c = cost.cost
+            costs = [
+                f"{c.base_s * 1e3:.2f}", f"{c.per_sequence_s * 1e6:.1f}", f"{c.per_kv_token_s * 1e9:.1f}",
+                f"{c.per_prefill_token_s * 1e6:.1f}", f"{cost.error:.1%}",
+            ]  # fmt: skip
+        cells = [name, f"{int(mine.sum()):,}", f"{run.generated[mine].sum():,.0f}", *costs]
+        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    head = "".join(
+        f"<th>{words}</th>"
+        for words in (
+            "engine", "requests", "tokens", "ms per step", "+ &micro;s per sequence", "+ ns per token in memory",
+            "&micro;s per prefilled token", "error of the fit",
+        )
+    )  # fmt: skip
+    return f'<h2>Engines</h2><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,202 @@
+"""The pictures of a report, each in three widths: for a laptop, two runs side by side, and a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.idle import Idle
+from april.report.run_data import Batch, RunData, mean_busy
+from april.report.svg import AGES, CAUSES, Ink, dress, legend, new_figure, svg_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+WIDTHS = {"wide": 9.6, "middle": 6.4, "narrow": 4.2}
+"""Inches."""
+POINTS = {"wide": 480, "middle": 320, "narrow": 200}
+"""Of a curve over time; more could not be seen."""
+COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
+"""Of a legend."""
+DETAIL = 6
+"""Latest steps that are shown from near."""
+IDLE = {
+    Idle.OVER_SAMPLING: ("over-sampling", CAUSES[0]), Idle.TRAINER: ("no batch asked for", CAUSES[1]),
+    Idle.UPDATE: ("weight update", CAUSES[2]), Idle.BOUND: ("max_staleness", CAUSES[3]),
+    Idle.FUNCTIONS: ("functions", CAUSES[4]), Idle.ENGINES: ("engines full or ill", CAUSES[5]),
+    Idle.EVALUATION: ("evaluation", Ink.EVALUATION), Idle.STOP: ("stopping the rest", CAUSES[6]),
+    Idle.PROMPTS: ("prompts", CAUSES[7]), Idle.HELD: ("held tokens", CAUSES[8]), Idle.PAUSE: ("pause", CAUSES[9]),
+}  # fmt: skip
+"""Words and colour by cause."""
+
+
+def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
+    """The picture in all widths, of which the page shows one."""
+    out = []
+    for kind, width in WIDTHS.items():
+        figure = new_figure(width, height)
+        draw(figure, kind)
+        out.append(f'<div class="{kind}">{svg_of(figure, f"{name}-{kind}", what)}</div>')
+    return "".join(out)
+
+
+def places(run: RunData, name: str) -> str:
+    """Busy places over the whole run, by the age of what they generate."""
+
+    def draw(figure: Any, kind: str) -> None:
+        axes = figure.add_subplot()
+        draw_places(axes, run, 0.0, run.seconds, POINTS[kind])
+        dress(axes, "", "seconds", "places")
+        legend(axes, COLUMNS[kind])
+
+    return in_all_widths(name, "busy places over the whole run, coloured by the age of what they go on from", 2.9, draw)
+
+
+def detail(run: RunData, name: str) -> str:
+    """The same for the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
+    ends = [batch.time_s for batch in run.batches]
+    if len(ends) < 2:
+        return ""
+    since, until = ends[-min(DETAIL, len(ends) - 1) - 1], ends[-1]
+    if until <= since:
+        return ""
+
+    def draw(figure: Any, kind: str) -> None:
+        axes = figure.add_subplot()
+        draw_places(axes, run, since, until, POINTS[kind])
+        for at in ends:
+            if since < at <= until:
+                axes.axvline(at, color=Ink.TEXT.hex, linewidth=1.0)
+        for at in run.updates_s:
+            if since < at <= until:
+                axes.axvline(at, color=Ink.SOFT.hex, linewidth=0.8, linestyle=":")
+        dress(axes, "", "seconds", "places")
+
+    return in_all_widths(name, "busy places in the latest steps", 2.4, draw)
+
+
+def draw_places(axes: Axes, run: RunData, since: float, until: float, points: int) -> None:
+    """Busy places between two times (s), by the age of what they generate."""
+    edges = np.linspace(since, max(until, since + 1e-6), points + 1)
+    shown, below = _by_age(run), np.zeros(points)
+    axes.axhspan(0, run.places, color=Ink.EMPTY.hex, linewidth=0)
+    for label, ink, rows in shown:
+        top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
+        if (top > below).any() or label == "fresh":
+            axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+        below = top
+    axes.set_xlim(float(edges[0]), float(edges[-1]))
+    axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
+
+
+def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
+    """(words, colour, requests) by age, evaluations last."""
+    out = []
+    for age, ink in enumerate(AGES):
+        last = age == len(AGES) - 1
+        rows = (run.age >= age if last else run.age == age) & ~run.evaluation
+        words = "fresh" if age == 0 else f"{age} update{'s' if age > 1 else ''} old{' or more' if last else ''}"
+        out.append((words, ink, rows))
+    return [*out, ("evaluation", Ink.EVALUATION, run.evaluation)]
+
+
+# ---------------------------------------------------------------- over the steps
+
+
+def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Floats, Floats]:
+    """(step numbers, values), averaged where there are more steps than can be seen."""
+    values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
+    steps = np.arange(1, len(values) + 1, dtype=np.float64)
+    if len(values) <= points:
+        return steps, values
+    edges = np.linspace(0, len(values), points + 1).astype(np.int64)
+    means = [np.nanmean(values[a:b]) if np.isfinite(values[a:b]).any() else np.nan for a, b in pairwise(edges)]
+    return np.array([steps[a:b].mean() for a, b in pairwise(edges)]), np.array(means)
+
+
+def time_shares(run: RunData, name: str) -> str:
+    """Share of places x time, step by step: busy, or empty and why."""
+    batches = run.batches
+
+    def draw(figure: Any, kind: str) -> None:
+        axes = figure.add_subplot()
+        points = POINTS[kind] // 2
+        steps, busy = _over_steps(batches, "engines_busy", points)
+        layers = [("busy", Ink.AGE0, busy)]
+        for cause, (words, ink) in IDLE.items():
+            if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
+                layers.append((words, ink, _over_steps(batches, f"idle_{cause}", points)[1]))
+        below = np.zeros(len(steps))
+        edges = np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
+        for label, ink, values in layers:
+            top = below + np.nan_to_num(values)
+            axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+            below = top
+        axes.set_xlim(edges[0], edges[-1])
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        dress(axes, "", "step", "share of places x time")
+        legend(axes, COLUMNS[kind])
+
+    return in_all_widths(name, "share of places and time: busy, or empty and why", 2.9, draw)
+
+
+def staleness(run: RunData, name: str) -> str:
+    """Off-policy share and staleness, step by step."""
+
+    def draw(figure: Any, kind: str) -> None:
+        wide = kind != "narrow"
+        left, right = figure.subplots(1, 2) if wide else figure.subplots(2, 1)
+        points = POINTS[kind] // 2
+        steps, share = _over_steps(run.batches, "off_policy_share", points)
+        left.plot(steps, share, color=Ink.AGE2.hex, linewidth=1.4)
+        left.set_ylim(0, 1)
+        left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        dress(left, "off-policy share of the trained tokens", "step")
+        for metric, words, ink in (
+            ("staleness_max", "oldest", Ink.AGE4),
+            ("staleness_mean", "mean of the responses", Ink.AGE1),
+        ):
+            steps, values = _over_steps(run.batches, metric, points)
+            right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words)
+        bound = run.settings.max_staleness
+        right.axhline(bound, color=Ink.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness")
+        right.set_ylim(bottom=0)
+        dress(right, "staleness, in weight updates", "step")
+        legend(right, 2)
+
+    return in_all_widths(name, "off-policy share and staleness, step by step", 2.9, draw)
+
+
+def lengths(run: RunData, name: str) -> str:
+    """Lengths of the responses that were finished, and of those in batches."""
+    trained = np.array([length for batch in run.batches for length in batch.lengths], np.float64)
+    finished = run.finished[run.finished > 0].astype(np.float64)
+    both_of = np.concatenate((trained, finished))
+    if not len(both_of):
+        return ""
+    low, high = max(1.0, float(both_of.min())), float(both_of.max())
+    edges = np.geomspace(low, max(high, low + 1.0) * 1.0001, 41)
+
+    def draw(figure: Any, kind: str) -> None:
+        axes = figure.add_subplot()
+        for values, words, ink, fill in (
+            (finished, "generated to the end", Ink.AGE0, True), (trained, "in batches", Ink.AGE3, False),
+        ):  # fmt: skip
+            if len(values):
+                share = np.histogram(values, edges)[0] / len(values)
+                label, width = f"{words}: {len(values):,}", 0 if fill else 1.6
+                axes.stairs(share, edges, fill=fill, color=ink.hex, linewidth=width, label=label)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        dress(axes, "", "response tokens", "share of the responses")
+        legend(axes, 2 if kind != "narrow" else 1)
+
+    return in_all_widths(name, "lengths of the responses generated and of those trained", 2.6, draw)
+

@@ -1,0 +1,162 @@
+"""What a report shows of a run, out of its record: arrays, without running the core again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.settings import CoreSettings
+from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
+from april.errors import RecordError
+from april.record.lines import BATCH, CLOSED, OVER, lines_of, refuse_other_formats
+from april.record.plain import back
+
+Floats = NDArray[np.float64]
+KINDS = (
+    BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One delivery."""
+
+    time_s: float
+    metrics: dict[str, float]
+    lengths: list[int]
+    ages: dict[int, int]
+    """Tokens by weight updates between them and their training."""
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """One run.
+
+    Attributes:
+        name: of the record.
+        head: its first line.
+        settings: of the core.
+        seconds: time of its last line.
+        end: how it ends.
+        engines: names, as the arrays number them.
+        engine, age, began_s, ended_s, context, generated, evaluation: [R], of every request that ended; see
+            :class:`april.core.request_log.Ran`.
+        finished, finished_group: response tokens of every rollout function that returned, and whose it was.
+        failures: requests that failed, by kind.
+        costs: of each engine whose requests tell.
+    """
+
+    name: str
+    head: dict[str, Any]
+    settings: CoreSettings
+    seconds: float = 0.0
+    end: str = "in the middle: the process was killed, or still runs"
+    batches: list[Batch] = field(default_factory=list)
+    updates_s: list[float] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
+    engine: NDArray[np.int64]
+    age: NDArray[np.int64]
+    began_s: Floats
+    ended_s: Floats
+    context: Floats
+    generated: Floats
+    evaluation: NDArray[np.bool_]
+    finished: NDArray[np.int64]
+    finished_group: NDArray[np.int64]
+    failures: Counter[str] = field(default_factory=Counter)
+    costs: dict[str, FittedCost] = field(default_factory=dict)
+
+    @property
+    def places(self) -> int:
+        """Samples that may be in flight at the same time."""
+        most = self.settings.max_in_flight
+        slots = [engine.get("max_in_flight") for engine in self.head["engines"]]
+        return min(most, sum(slots)) if slots and all(slots) else most
+
+    def requests_of(self, engine: int, last: int) -> Requests:
+        """The last requests of one engine."""
+        rows = np.flatnonzero(self.engine == engine)[-last:]
+        return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
+
+
+FITTED = 4096
+"""Latest requests of an engine to which its cost is fitted."""
+
+
+def read_run(path: Path) -> RunData:
+    """Read a record.
+
+    Raises:
+        RecordError: it is none, of another april, or damaged; or nothing is in it that could be shown.
+    """
+    lines = lines_of(path, KINDS)
+    head = next(lines).parts
+    refuse_other_formats(path, head)
+    try:
+        settings = back(head["settings"], CoreSettings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"line 1 of {path}: {error}") from None
+    batches: list[Batch] = []
+    updates: list[float] = []
+    numbers: dict[str, int] = {}
+    failures: Counter[str] = Counter()
+    rows: list[tuple[float, ...]] = []
+    finished: list[tuple[int, int]] = []
+    seconds, end = 0.0, RunData.end
+    try:
+        for line in lines:
+            parts, seconds = line.parts, line.time_s
+            match line.what:
+                case "AttemptEnded" | "AttemptFailed":
+                    if line.what == "AttemptFailed":
+                        failures[str(parts.get("kind", "broke_off"))] += 1
+                    if (ran := parts.get("ran")) is not None:
+                        engine, _, _, evaluation, age, began, context, generated = ran
+                        number = numbers.setdefault(engine, len(numbers))
+                        rows.append((number, age, began, seconds, context, generated, evaluation))
+                case "SampleReturned":
+                    finished.append((int(parts.get("generated", 0)), int(parts["sample"][0])))
+                case "UpdateRequested":
+                    updates.append(seconds)
+                case "Batch":
+                    ages = {int(age): int(count) for age, count in parts["ages"].items()}
+                    batches.append(Batch(seconds, parts["metrics"], parts["lengths"], ages))
+                case "Over":
+                    end = f"the run went on, its record did not: {parts.get('why')}"
+                case "Closed":
+                    end = "the run was closed"
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"line {line.number} of {path} cannot be: {type(error).__name__}: {error}") from None
+    if not batches and not rows:
+        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show")
+    columns = np.array(rows, np.float64).reshape(-1, 7).T
+    lengths = np.array(finished, np.int64).reshape(-1, 2).T
+    run = RunData(
+        name=path.name, head=head, settings=settings, seconds=seconds, end=end, batches=batches, updates_s=updates,
+        engines=list(numbers),
+        engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
+        context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
+        finished=lengths[0], finished_group=lengths[1], failures=failures,
+    )  # fmt: skip
+    for number, name in enumerate(run.engines):
+        if (cost := fit(run.requests_of(number, FITTED))) is not None:
+            run.costs[name] = cost
+    return run
+
+
+def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
+    """Requests in flight, averaged over each interval between ``edges`` [E]; [E - 1]."""
+
+    def passed(at: Floats) -> Floats:
+        """Seconds since each of ``at``, summed up, at every edge."""
+        ordered = np.sort(at)
+        before = np.searchsorted(ordered, edges, "right")
+        sums = np.concatenate(((0.0,), np.cumsum(ordered)))
+        return np.asarray(before * edges - sums[before])
+
+    return np.asarray(np.diff(passed(began_s) - passed(ended_s)) / np.diff(edges))

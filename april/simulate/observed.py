@@ -1,0 +1,71 @@
+"""A workload out of the record of a run: its lengths, what its engines cost, how long its trainer took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from april.core.types import GenerationMode
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import TraceLengths
+from april.errors import RecordError
+from april.report.run_data import RunData, read_run
+from april.simulate.trainer import Placement
+from april.simulate.workload import Workload
+
+FEWEST = 32
+"""Finished responses without which a distribution of lengths is a guess."""
+TRAINER_PARTS = ("train_s", "update_s", "evaluation_s", "other_s")
+"""Time in which the trainer does something else than wait for rollouts."""
+
+
+def workload_of(path: Path) -> Workload:
+    """What a recorded run was.
+
+    Lengths are those of the responses that came to their end; those that had none yet when the record ended are
+    missing, which are long ones, so a short record looks shorter than the run was.
+
+    Raises:
+        RecordError: the record cannot be read, or too little happened in it.
+        ValueError: it cannot be simulated.
+    """
+    run = read_run(path)
+    settings = run.settings
+    lengths = lengths_of(run)
+    if run.finished.size < FEWEST:
+        raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
+    engines = max(1, len(run.engines))
+    first = run.context[(run.age == 0) & ~run.evaluation]
+    steps = run.batches[1:]  # the first one began with an empty house
+    train_s = float(np.mean([sum(b.metrics[part] for part in TRAINER_PARTS) for b in steps])) if steps else 0.0
+    colocated = settings.generation is GenerationMode.STEPWISE
+    return Workload(
+        model="", gpu="", engines=engines, groups=settings.rollout_batch_size, samples=settings.n_samples_per_prompt,
+        max_response_len=settings.max_response_len, prompt_len=max(1, round(float(np.median(first)))),
+        max_staleness=settings.max_staleness, on_stale=settings.on_stale,
+        train_time=f"{train_s:.6f}" if train_s else None,
+        placement=(Placement.COLOCATED if colocated else Placement.SEPARATE) if train_s else None,
+        measured_cost=mean_cost(run, path), measured_lengths=lengths,
+    )  # fmt: skip
+
+
+def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
+    """Of the finished responses, those of a group together."""
+    order = np.argsort(run.finished_group, kind="stable")
+    groups = np.split(run.finished[order], np.flatnonzero(np.diff(run.finished_group[order])) + 1)
+    rows = [[int(length) for length in group if length > 0] for group in groups]
+    return TraceLengths([row for row in rows if row], seed=seed)
+
+
+def mean_cost(run: RunData, path: Path) -> DecodeCost:
+    """Of an engine like those of the run; raises RecordError where none could be fitted."""
+    costs = [fitted.cost for fitted in run.costs.values()]
+    if not costs:
+        raise RecordError(f"{path}: too few requests ended to know what the engines cost")
+    return DecodeCost(
+        *(
+            float(np.mean([getattr(cost, name) for cost in costs]))
+            for name in ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
+        )  # type: ignore[arg-type]
+    )

@@ -1,0 +1,246 @@
+"""Which settings are best for a workload: candidates simulated side by side, most of them briefly.
+
+All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of the one that looks
+best, then those that may be the best for longer. A speed is not tokens per second of these few steps, which depends on
+the lengths that fell into them, but how near they came to their limit, times the limit for lengths without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+from april.core.types import Refill
+from april.simulate.measure import measure
+from april.simulate.workload import Schedule, Workload
+
+RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""N'/N of the coarse grid's candidates that add nothing within a step."""
+PLACES = (0.5, 1.0, 1.5)
+"""Samples in flight over N x n of those that refill."""
+QUORUMS = (1.0, 0.75, 0.5)
+ROUNDS = 2
+"""In which neighbours of the one that looks best are tried, each time at half the distance."""
+BRIEF, LONG = (14, 6), (40, 12)
+"""Steps, and how many of the first are left out."""
+NEAR = 0.04
+"""How much slower a candidate may look in its brief run and still be run for longer."""
+SAME = 0.01
+"""Speeds that differ by less count as the same; the younger tokens win then."""
+FINALISTS = 4
+"""Candidates that are run for longer, at most, beside the synchronous one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a candidate would do.
+
+    Attributes:
+        schedule: the candidate.
+        tokens_per_s: trained by all engines together.
+        off_policy_share: of the trained tokens.
+        staleness_mean, staleness_max: of the trained responses.
+        step_s: seconds from one delivery to the next.
+        held_tokens: kept over the end of a step.
+        long: it was run for longer.
+    """
+
+    schedule: Schedule
+    tokens_per_s: float
+    off_policy_share: float
+    staleness_mean: float
+    staleness_max: int
+    step_s: float
+    held_tokens: float
+    long: bool
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        s = self.schedule
+        quorum = f", quorum {s.quorum:g}" if s.quorum != 1.0 else ""
+        how = f"N' = {s.over}" if s.refill is Refill.NONE else f"refill, {s.in_flight} in flight"
+        return f"{how}{quorum}{'' if s.continuous is None else ', continuous'}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All candidates, and what came of them.
+
+    Attributes:
+        rows: fastest first.
+        best: the fastest within the limit of the off-policy share; of those as fast, the youngest.
+        sync: N' = N, what it is compared with.
+    """
+
+    rows: list[Row]
+    best: Row
+    sync: Row
+
+
+def coarse(workload: Workload, quorums: Sequence[float] = QUORUMS) -> list[Schedule]:
+    """The first candidates under ``max_staleness``, with the largest and the smallest quorum; sync first."""
+    n, full = workload.groups, workload.groups * workload.samples
+    found = [workload.one_shot(round(n * ratio)) for ratio in RATIOS]
+    refills = [Schedule(n, Refill.SAMPLE, round(full * share)) for share in PLACES]
+    if workload.separate:
+        refills += [replace(schedule, continuous=workload.max_staleness) for schedule in refills]
+    ends = dict.fromkeys((1.0, min(quorums)))
+    return _possible(workload, [replace(s, quorum=quorum) for quorum in ends for s in (*found, *refills)])
+
+
+def neighbours(
+    workload: Workload, best: Schedule, tried: Iterable[Schedule], quorums: Sequence[float]
+) -> list[Schedule]:
+    """What lies between ``best`` and those next to it, and the same with other quorums."""
+    tried, out = list(tried), []
+    one_shot = best.refill is Refill.NONE
+    sizes = sorted({_size(s) for s in tried if _kind(s) == _kind(best)})
+    at, least = sizes.index(_size(best)), 1 if one_shot else workload.samples
+    for other in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
+        middle = (other + _size(best)) // 2
+        if abs(middle - _size(best)) >= least and abs(middle - other) >= least:
+            out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
+    out = [replace(schedule, quorum=best.quorum) for schedule in out]
+    out += [replace(best, quorum=quorum) for quorum in quorums]
+    return [schedule for schedule in _possible(workload, out) if schedule not in tried]
+
+
+def _size(schedule: Schedule) -> int:
+    return schedule.over if schedule.refill is Refill.NONE else schedule.in_flight
+
+
+def _kind(schedule: Schedule) -> tuple[object, ...]:
+    return schedule.refill, schedule.continuous
+
+
+def _possible(workload: Workload, schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Those that the configuration allows, each once."""
+    out: dict[Schedule, None] = {}
+    for schedule in schedules:
+        try:
+            workload.core_settings(schedule)
+        except ValueError:  # as N' above (max_staleness + 1) N
+            continue
+        # without more in work than a batch needs a quorum would wait for all the same
+        needless = schedule.quorum != 1.0 and schedule.refill is Refill.NONE and schedule.over <= workload.groups
+        if schedule.in_flight >= workload.engines and not needless:
+            out[schedule] = None
+    return list(out)
+
+
+def front(rows: Sequence[Row]) -> list[Row]:
+    """The fastest first; every other one has a smaller off-policy share than all that are faster."""
+    out: list[Row] = []
+    for row in sorted(rows, key=lambda r: -r.tokens_per_s):
+        if not out or row.off_policy_share < out[-1].off_policy_share:
+            out.append(row)
+    return out
+
+
+def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
+    """The fastest within the limit; of those as fast the youngest. Where none is within it, the youngest of all."""
+    within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
+    if not within:
+        return min(rows, key=lambda row: row.off_policy_share)
+    fastest = max(row.tokens_per_s for row in within)
+    as_fast = [row for row in within if row.tokens_per_s >= (1.0 - SAME) * fastest]
+    return min(as_fast, key=lambda row: (row.off_policy_share, -row.tokens_per_s))
+
+
+def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+    """Simulate one candidate for ``steps`` steps, the first ``ramp`` left out; raises RolloutError if it is stuck."""
+    f = measure(replace(workload, steps=steps, ramp=ramp), schedule).figures
+    batch = workload.groups * workload.samples * float(workload.length_sample.mean())
+    at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]
+    stands_still_s = 0.0 if workload.separate else f["steps"] * workload.train_s
+    near = at_limit_s / (f["rollout_s"] - stands_still_s)
+    rollout_s = batch / (near * f["long_run_limit_tokens_per_s"])
+    step_s = max(rollout_s, workload.train_s) if workload.separate else rollout_s + workload.train_s
+    return Row(
+        schedule=schedule, tokens_per_s=batch / step_s, step_s=step_s,
+        off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
+        held_tokens=f["held_tokens_mean"], long=(steps, ramp) == LONG,
+    )  # fmt: skip
+
+
+def plan(
+    workload: Workload,
+    *,
+    max_off_policy_share: float = 1.0,
+    quorums: Sequence[float] = QUORUMS,
+    processes: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Simulate all candidates and choose.
+
+    Args:
+        workload: its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` do not matter.
+        max_off_policy_share: of the trained tokens, at most.
+        quorums: values of ``group_quorum`` that may be chosen.
+        processes: that simulate at the same time.
+        progress: told how many simulations of how many are done.
+
+    Raises:
+        ValueError: a share out of range.
+        RolloutError: the core gave up.
+    """
+    if not 0.0 <= max_off_policy_share <= 1.0:
+        raise ValueError(f"max_off_policy_share={max_off_policy_share:g} is a share, from 0 to 1")
+    rows: dict[Schedule, Row] = {}
+    share = max_off_policy_share
+
+    def run_all(schedules: Sequence[Schedule], steps: tuple[int, int], more: int) -> None:
+        total = len(done) + len(schedules) + more
+        for row in run(workload, schedules, steps):
+            rows[row.schedule] = row
+            done.append(row)
+            progress(len(done), total)
+
+    done: list[Row] = []
+    with _pool(processes) as run:
+        schedules = coarse(workload, quorums)
+        run_all(schedules, BRIEF, FINALISTS + 1 + ROUNDS * 4)
+        for left in range(ROUNDS - 1, -1, -1):
+            best = choose(list(rows.values()), share)
+            run_all(neighbours(workload, best.schedule, rows, quorums), BRIEF, FINALISTS + 1 + left * 4)
+        run_all(_finalists(schedules[0], list(rows.values()), share), LONG, 0)
+    best = choose([row for row in rows.values() if row.long], share)
+    return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
+
+
+def _finalists(sync: Schedule, rows: list[Row], share: float) -> list[Schedule]:
+    """The synchronous one, and those that may be the best, the most promising first."""
+    likely = choose(rows, share)
+    near = [r for r in rows if r.off_policy_share <= share * (1.0 + NEAR)]
+    near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]
+    ordered = [likely, *front(near), *sorted(near, key=lambda r: -r.tokens_per_s)]
+    return list(dict.fromkeys([sync, *(row.schedule for row in ordered)]))[: FINALISTS + 1]
+
+
+class _pool:
+    """Runs simulations, here or in processes of their own."""
+
+    def __init__(self, processes: int) -> None:
+        self._executor = None
+        if processes > 1:
+            self._executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+    def __enter__(self) -> Callable[[Workload, Sequence[Schedule], tuple[int, int]], Iterator[Row]]:
+        return self._run
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def _run(self, workload: Workload, schedules: Sequence[Schedule], steps: tuple[int, int]) -> Iterator[Row]:
+        jobs = [(workload, schedule, *steps) for schedule in schedules]
+        if self._executor is None:
+            return map(_expect, jobs)
+        return self._executor.map(_expect, jobs)
+
+
+def _expect(job: tuple[Workload, Schedule, int, int]) -> Row:
+    return expect(*job)

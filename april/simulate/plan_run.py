@@ -1,0 +1,89 @@
+"""The whole of ``april plan``: read lengths or a record, plan, show, write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from april.errors import RecordError
+from april.extras import install
+from april.record.lines import HEAD
+from april.simulate.observed import workload_of
+from april.simulate.plan import Plan, plan
+from april.simulate.plan_show import as_plain, draw_plan, plan_table, settings
+from april.simulate.workload import Workload
+
+ENGINE = ("model", "gpu", "tensor_parallel")
+"""Arguments that say what an engine costs; the record of a run has that measured."""
+
+
+def plan_file(
+    path: Path, given: dict[str, Any], max_off_policy_share: float, processes: int, out: Path, console: Console
+) -> Plan:
+    """See ``april plan``; ``given``: fields of :class:`.workload.Workload` that replace what the file says.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RecordError: the record is.
+        RolloutError: the core gave up.
+        OSError: nothing can be written there.
+    """
+    workload = read_workload(path, given)
+    out.mkdir(parents=True, exist_ok=True)
+    cost, lengths = workload.cost, workload.length_sample
+    console.print(
+        f"batches of {workload.groups} x {workload.samples} on {workload.engines} engines; a step takes "
+        f"{cost.base_s * 1e3:.2f} ms, + {cost.per_sequence_s * 1e6:.2f} \N{MICRO SIGN}s per sequence, "
+        f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
+        f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
+    )  # fmt: skip
+    columns = (TextColumn("simulating"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        bar = shown.add_task("")
+        found = plan(
+            workload, max_off_policy_share=max_off_policy_share, processes=processes,
+            progress=lambda done, total: shown.update(bar, completed=done, total=total),
+        )  # fmt: skip
+    console.print(plan_table(found))
+    best, sync = found.best, found.sync
+    console.print(
+        f"{best.name}: {best.tokens_per_s / sync.tokens_per_s:.2f}x of N' = N, {best.off_policy_share:.0%} of the "
+        f"trained tokens from older weights, at most {best.staleness_max} updates old", soft_wrap=True,
+    )  # fmt: skip
+    if best.off_policy_share > max_off_policy_share:
+        console.print(f"note: no candidate stays within an off-policy share of {max_off_policy_share:.0%}")
+    written = [out / "plan.yaml", out / "plan.json"]
+    written[0].write_text(settings(workload, best), encoding="utf-8")
+    report = as_plain(workload, found, max_off_policy_share)
+    written[1].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if find_spec("matplotlib"):
+        written.append(out / "plan.png")
+        draw_plan(found, max_off_policy_share, written[-1])
+    else:
+        console.print(f"no picture: that needs matplotlib, {install('plot')}", soft_wrap=True)
+    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
+    return found
+
+
+def read_workload(path: Path, given: dict[str, Any]) -> Workload:
+    """What is planned for. Raises as :func:`plan_file`."""
+    if not is_record(path):
+        return Workload(lengths_file=path, **given)
+    if wrong := [name for name in ENGINE if name in given]:
+        raise ValueError(f"{path} is the record of a run, whose engines' cost is known; leave out {', '.join(wrong)}")
+    return replace(workload_of(path), **given)
+
+
+def is_record(path: Path) -> bool:
+    """Whether the file begins as records do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).partition(b",")[2].startswith(b'"%b"' % HEAD.encode())
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None

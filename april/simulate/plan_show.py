@@ -1,0 +1,114 @@
+"""A plan on a terminal, as settings to copy, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from april.core.types import Refill
+from april.simulate.plan import Plan, Row, front
+from april.simulate.workload import Workload
+
+SHOWN = 8
+"""Rows of the table, beside the chosen and the synchronous one."""
+
+
+def plan_table(plan: Plan) -> Table:
+    """The front: what cannot be had faster without older tokens, and what was chosen, marked."""
+    out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
+    for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
+        out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
+    rows = [row for row in front(plan.rows) if row is not plan.sync][:SHOWN]
+    rows = sorted({id(row): row for row in (*rows, plan.best, plan.sync)}.values(), key=lambda r: -r.tokens_per_s)
+    for row in rows:
+        out.add_row(
+            f"{'> ' if row is plan.best else '  '}{row.name}", f"{row.tokens_per_s:,.0f}",
+            f"{row.tokens_per_s / plan.sync.tokens_per_s:.2f}x", f"{row.off_policy_share:.0%}",
+            f"{row.staleness_mean:.2f}/{row.staleness_max}", f"{row.step_s:.1f}",
+            style="bold" if row is plan.best else None,
+        )  # fmt: skip
+    return out
+
+
+def settings(workload: Workload, row: Row) -> str:
+    """The row as YAML, for april's configuration."""
+    s = row.schedule
+    lines = [
+        f"rollout_batch_size: {workload.groups}", f"n_samples_per_prompt: {workload.samples}",
+        f"max_response_len: {workload.max_response_len}", f"max_staleness: {workload.max_staleness}",
+        f"refill: {s.refill}",
+    ]  # fmt: skip
+    if s.refill is Refill.NONE:
+        lines.append(f"over_sampling_batch_size: {s.over}")
+    lines.append(f"max_in_flight: {s.in_flight}")
+    if s.quorum != 1.0:
+        lines.append(f"group_quorum: {s.quorum:g}")
+    if s.continuous is not None:
+        lines.append("generation: continuous")
+    return "\n".join(lines) + "\n"
+
+
+def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
+    """Everything, as JSON can have it."""
+
+    def plain(row: Row) -> dict[str, Any]:
+        schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
+        return {"name": row.name, **asdict(row), "schedule": schedule}
+
+    return {
+        "max_off_policy_share": max_off_policy_share,
+        "cost": asdict(workload.cost),
+        "engines": workload.engines,
+        "train_s": workload.train_s,
+        "length_mean": float(workload.length_sample.mean()),
+        "best": plain(plan.best),
+        "sync": plain(plan.sync),
+        "rows": [plain(row) for row in plan.rows],
+    }
+
+
+def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
+    """Speed against off-policy share of all candidates (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    base = plan.sync.tokens_per_s
+    kinds: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
+        ("N' groups once per step", "o", "#1b6ca8", lambda r: r.schedule.refill is Refill.NONE),
+        ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),
+        ("refill, continuous", "^", "#2e8b57", lambda r: r.schedule.continuous is not None),
+    )
+    for words, marker, colour, mine in kinds:
+        rows = [row for row in plan.rows if mine(row)]
+        for whole in (True, False):
+            some = [row for row in rows if (row.schedule.quorum == 1.0) is whole]
+            if some:
+                axes.plot(
+                    [r.off_policy_share for r in some], [r.tokens_per_s / base for r in some], marker, color=colour,
+                    fillstyle="full" if whole else "none", label=words if whole else f"{words}, group_quorum < 1",
+                    linestyle="none", markersize=6,
+                )  # fmt: skip
+    line = front(plan.rows)
+    axes.plot([r.off_policy_share for r in line], [r.tokens_per_s / base for r in line], color="#8a8a8a", linewidth=1)
+    best = plan.best
+    axes.annotate(
+        best.name, (best.off_policy_share, best.tokens_per_s / base), xytext=(-8, 14), textcoords="offset points",
+        ha="right", fontsize=9, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
+    )  # fmt: skip
+    if max_off_policy_share < 1.0:
+        axes.axvline(max_off_policy_share, color="black", linestyle=":", linewidth=1)
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_xlabel("off-policy share of the trained tokens")
+    axes.set_ylabel("tokens trained per second, over N' = N")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110, metadata={"Software": None})

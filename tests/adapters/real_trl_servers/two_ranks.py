@@ -1,0 +1,53 @@
+"""The unmodified GRPOTrainer on two ranks, with a real vLLM that generates: whole models, and LoRA merged for it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_engines.commands import vllm_server
+from tests.real_engines.models import make_models
+from tests.real_engines.servers import free_ports, running, until_ready
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "real_trl"))
+
+import ranks
+
+STEPS, BATCH = 10, ranks.GROUPS * ranks.SAMPLES
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """Of both ranks, after two trainings on one server."""
+    folder = tmp_path_factory.mktemp("vllm")
+    shutil.copytree(make_models(folder / "models")["first"], folder / "model")
+    (port,) = free_ports(1)
+    server = vllm_server("vllm", folder / "model", port, folder / "server.log", open_routes=True, context=512)
+    (folder / "url").write_text(server.url, "utf-8")
+    with running([server]):
+        until_ready([server])
+        return ranks.run("servers", folder)
+
+
+@pytest.mark.parametrize("what", ["whole", "adapters"])
+def test_two_ranks_train_on_what_a_server_generates(what: str, reports: list[dict[str, dict[str, Any]]]) -> None:
+    """Rank 0 hands the weights over; each response is trained once, and both ranks recompute its log-probabilities."""
+    of_ranks = [report[what] for report in reports]
+
+    delivered = ranks.responses(*of_ranks)
+    assert len(delivered) == sum(delivered.values()) == STEPS // 2 * BATCH
+    assert set(Counter(row for row, _, _ in delivered).values()) == {ranks.SAMPLES}
+    for report in of_ranks:
+        assert report["steps"] == STEPS
+        assert report["stale_tokens"]
+        assert report["largest_error"] <= 1e-3
+        assert report["largest_stale_difference"] > 10 * report["largest_error"]
+    assert sum(report["resumed"] for report in of_ranks) > 0
+    assert of_ranks[0]["weights"] == of_ranks[1]["weights"]
+    largest = {name: max(report[name] for report in of_ranks) for name in ("largest_error", "largest_stale_difference")}
+    print(f"\nvLLM, {what}: {[report['resumed'] for report in of_ranks]} resumed responses trained, {largest}")

@@ -1,0 +1,418 @@
+"""The TRL adapter on several ranks, here threads: who gets which rows, and what all of them decide alike.
+
+The real package is run on two real ranks by ``make test-adapters``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_threads import OnePlace
+from sglang_fixtures import ServerThread
+from tiny_models import tiny_model
+from vllm_fixtures import KNOWN
+
+import april
+from april.adapters import trl as adapter
+from april.adapters.trl import trainer as trainers
+from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE, buffer_file
+from april.testing.servers.vllm.server import FakeVllmServer
+
+from . import stand_in_trl as trl
+from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks
+
+Trainer = adapter.april_trainer(trl.GRPOTrainer)
+PARTIALS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
+THREES: dict[str, Any] = {"num_generations": 2, "generation_batch_size": 6}
+"""Three groups of two: the second one is on both ranks."""
+
+
+@pytest.fixture(autouse=True)
+def one_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet through a store of their own, where torch has one for the processes of a trainer."""
+
+    def scheduler_of(trainer: Any, config: april.Config, address: None, **arguments: Any) -> Any:
+        ranks = trainer.accelerator
+        place = OnePlace(
+            rank=ranks.process_index, world_size=ranks.num_processes, address="127.0.0.1:0", store=ranks.meeting.store
+        )
+        return april.RankScheduler(config, ranks=place, **arguments)
+
+    monkeypatch.setattr(trainers, "scheduler_of", scheduler_of)
+
+
+def train(
+    steps: int, *, settings: dict[str, Any] = PARTIALS, ranks: int = 2, rows: int = 12, folder: Path | None = None,
+    resume: Path | None = None, prepare: Callable[[Any], None] = lambda made: None, filter: Any = None, **args: Any,
+) -> list[Any]:  # fmt: skip
+    """The trainers of all ranks, trained to ``steps``; ``prepare`` is called on each before."""
+    models = [tiny_model() for _ in range(ranks)]
+
+    def run(rank: int, meeting: Meeting) -> Any:
+        rollouts = adapter.rollout(settings, filter=filter)
+        accelerator = RankAccelerator(meeting, rank)
+        made = Trainer(models[rank], rollouts, trl.prompts(rows), accelerator=accelerator, **THREES | args)
+        made.folder = folder
+        prepare(made)
+        made.train(steps, None if resume is None else str(resume))
+        return made
+
+    return on_all_ranks(ranks, run)
+
+
+def responses(trained: list[Any], start: int = 0) -> Counter[tuple[int, ...]]:
+    """What was scored on all ranks: (row of the data set, tokens)."""
+    return Counter(
+        (row["answer"], *ids)
+        for made in trained
+        for rows, output in zip(made.scored[start:], made.outputs[start:], strict=True)
+        for row, ids in zip(rows, output["completion_ids"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_trains_its_rows_of_the_batch(ranks: int) -> None:
+    """Contiguous parts, in the order of the ranks; prompts, columns and log-probabilities belong together."""
+    trained = train(4, ranks=ranks)
+
+    for step in range(4):
+        batch = [row["answer"] for made in trained for row in made.scored[step]]
+        assert batch[::2] == batch[1::2]  # groups are whole where the ranks' rows are put together
+        assert all(len(made.scored[step]) == 6 // ranks for made in trained)
+    for made in trained:
+        for rows, output in zip(made.scored, made.outputs, strict=True):
+            assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
+            assert output["old_per_token_logps"].shape[0] == len(rows)
+    everything = Counter(answer for answer, *_ in responses(trained).elements())
+    assert everything == dict.fromkeys(range(12), 2)
+    assert trained[0]._metrics == trained[1]._metrics  # april's are of the whole batch
+    assert trained[0].rollout_func.ledger["prompts"].delivered == 12
+
+
+def test_masks_are_given_on_all_ranks_or_on_none() -> None:
+    """TRL counts the trained tokens of all ranks by them, so one rank alone would wait for the others for ever."""
+    settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 8}
+    shares: dict[int, april.Batch] = {}
+
+    def keep(made: Any) -> None:
+        rollouts, rank = made.rollout_func, made.accelerator.process_index
+        next_rows = rollouts.next_rows
+
+        def kept(trainer: Any, asked: int) -> Any:
+            rows = next_rows(trainer, asked)
+            shares[rank] = rollouts._batch
+            return rows
+
+        rollouts.next_rows = kept
+
+    trained = train(4, settings=settings, ranks=3, prepare=keep)
+
+    masks = [[output.get("env_mask") for output in made.outputs] for made in trained]
+    steps = [[mask is not None for mask in of_ranks] for of_ranks in zip(*masks, strict=True)]
+    assert [len(set(given)) for given in steps] == [1] * 4
+    whole = [replace(sample, loss_mask=np.ones_like(sample.loss_mask)) for sample in shares[2].samples]
+    for masked in (0.0, 1.0):  # in the whole batch; nothing on this rank
+        rollouts = trained[2].rollout_func
+        rollouts._batch = replace(shares[2], samples=tuple(whole), metrics={"masked_tokens": masked})
+        assert ("env_mask" in rollouts([[{}]] * len(whole), trained[2])) == bool(masked)
+
+
+def test_an_evaluation_is_one_of_all_ranks() -> None:
+    """Each gets the answers to its own rows, those that one process would have got."""
+    rows = [dict(row) for row in trl.prompts(8)]
+
+    def evaluate(made: Any) -> None:
+        rank, count = made.accelerator.process_index, len(rows) // made.accelerator.num_processes
+        mine = rows[rank * count :][:count]
+        made.optimizer_step = lambda output: setattr(made, "evaluated", made.evaluate(mine))
+
+    (alone,) = train(1, ranks=1, prepare=evaluate)
+    one, other = train(1, prepare=evaluate)
+
+    for key in ("prompt_ids", "completion_ids"):
+        assert one.evaluated[key] + other.evaluated[key] == alone.evaluated[key]
+    assert len(one.evaluated["prompt_ids"]) == 4
+
+
+def test_servers_get_weights_from_rank_0(tmp_path: Path) -> None:
+    """Which alone writes and removes directories; all ranks name the same one."""
+    server = FakeVllmServer(max_running=4, turns=5)
+    with ServerThread(server):
+        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+        rollouts = {"engine": engine, "over_sampling_batch_size": 4}
+        models = [tiny_model() for _ in range(2)]
+        saved: list[Any] = []
+        for rank, model in enumerate(models):
+            save = model.save_pretrained
+            model.save_pretrained = lambda folder, of=rank, save=save: (saved.append(of), save(folder))
+
+        def run(rank: int, meeting: Meeting) -> Any:
+            accelerator = RankAccelerator(meeting, rank)
+            made = Trainer(
+                models[rank], adapter.rollout(rollouts, weights_dir=tmp_path), trl.prompts(12), accelerator=accelerator,
+                **THREES,
+            )  # fmt: skip
+            made.train(3)
+            return made
+
+        trained = on_all_ranks(2, run)
+        assert (server.weights, server.violations) == ("step_2", [])
+    assert saved == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    assert sum(responses(trained).values()) == 18
+
+
+def test_sharded_weights_are_gathered_on_all_ranks_and_written_on_one(tmp_path: Path) -> None:
+    """The ranks that write nothing take part: without them rank 0 would wait for ever."""
+    written: list[Any] = []
+
+    class Whole:
+        def save_pretrained(self, folder: Path, state_dict: Any) -> None:
+            written.append((folder, state_dict))
+
+    def run(rank: int, meeting: Meeting) -> None:
+        accelerator: Any = RankAccelerator(meeting, rank)
+        accelerator.state = trl.SimpleNamespace(deepspeed_plugin=trl.SimpleNamespace(zero_stage=3))
+        accelerator.get_state_dict = lambda model: {model: accelerator.gather(torch.tensor([rank])).tolist()}
+        made = trl.SimpleNamespace(
+            accelerator=accelerator, is_deepspeed_enabled=True, model=Whole(), model_wrapped="the sharded one"
+        )
+        trainers.weights.write(made, tmp_path)
+
+    on_all_ranks(2, run)
+    assert written == [(tmp_path, {"the sharded one": [0, 1]})]
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def half_trained(made: Any) -> None:
+    """Two micro-steps per generation batch; what is left of it differs by rank."""
+    rank = made.accelerator.process_index
+
+    def step(output: Any) -> None:
+        made._buffered_inputs = [{"completion_ids": torch.arange(3) + 10 * rank + part} for part in range(2)]
+
+    made.optimizer_step = step
+
+
+def test_a_training_resumed_on_two_ranks_loses_nothing(tmp_path: Path) -> None:
+    """april's state is saved once; each response is trained once before the checkpoint or after it, on some rank."""
+    settings = PARTIALS | {"over_sampling_batch_size": 8}
+    before = train(3, folder=tmp_path, rows=18, settings=settings)
+    checkpoint = tmp_path / "checkpoint-1"
+    after = train(6, resume=checkpoint, rows=18, settings=settings)
+
+    assert [path.name for path in checkpoint.iterdir()] == [STATE_FILE]
+    kept = [trl.SimpleNamespace(scored=made.scored[:1], outputs=made.outputs[:1]) for made in before]
+    seen = Counter(answer for answer, *_ in (responses(kept) + responses(after)).elements())
+    assert seen == dict.fromkeys(range(18), 2)
+    assert sum(after[1]._metrics["train"]["april/resumed_samples"]) > 0
+
+
+def test_each_rank_keeps_what_it_has_left_of_a_batch(tmp_path: Path) -> None:
+    """One file per rank, named in the state; as many ranks must read them, and each its own, undamaged."""
+    train(1, folder=tmp_path, steps_per_generation=2, prepare=half_trained)
+    checkpoint = tmp_path / "checkpoint-1"
+    found: list[Any] = []
+
+    def noted(made: Any) -> None:
+        made.optimizer_step = lambda output: found.append(made._buffered_inputs)
+        load = made.rollout_func.load
+
+        def loaded(*arguments: Any) -> None:
+            load(*arguments)
+            found.append((made.accelerator.process_index, made._step, made._buffered_inputs))
+
+        made.rollout_func.load = loaded
+
+    def resume(ranks: int = 2) -> None:
+        train(1, resume=checkpoint, ranks=ranks, steps_per_generation=2, prepare=noted)
+
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted([STATE_FILE, BUFFER_FILE, buffer_file(1)])
+    resume()
+    for rank, step, parts in sorted(found, key=lambda row: row[0]):
+        assert step == 1
+        assert [part["completion_ids"].tolist() for part in parts] == [
+            list(range(10 * rank + i, 10 * rank + i + 3)) for i in range(2)
+        ]
+    assert len(found) == 2
+    with pytest.raises(april.CheckpointError, match="each of 2 processes had its part, and now there are 3"):
+        resume(ranks=3)
+    other = checkpoint / buffer_file(1)
+    other.write_bytes((checkpoint / BUFFER_FILE).read_bytes())
+    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank1\.safetensors in .* is damaged, or belongs"):
+        resume()
+    other.unlink()
+    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank1\.safetensors in .* cannot be read"):
+        resume()
+
+
+def test_between_two_batches_another_number_of_ranks_may_go_on(tmp_path: Path) -> None:
+    """A generation batch of the same size, dealt to three instead of two."""
+    before = train(2, folder=tmp_path)
+    after = train(4, ranks=3, resume=tmp_path / "checkpoint-2")
+
+    seen = Counter(answer for answer, *_ in (responses(before) + responses(after)).elements())
+    assert seen == dict.fromkeys(range(12), 2)
+
+
+# ------------------------------------------------------------ rewards and ends
+
+
+def value(ids: Any) -> float:
+    return sum(ids) % 7 / 4
+
+
+def values(completion_ids: Any, **others: Any) -> list[float]:
+    return [value(ids) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_with_a_quorum_advantages_are_those_of_the_whole_batch(scale: str) -> None:
+    """Each rank's loss gets its own; TRL's table and its share of groups without a difference are of all ranks."""
+    settings = PARTIALS | {"group_quorum": 0.75}
+    args = {"num_generations": 4, "generation_batch_size": 12, "reward_funcs": [values], "scale_rewards": scale}
+    batches: list[list[Any]] = [[], []]
+
+    def noted(made: Any) -> None:
+        rank = made.accelerator.process_index
+        made.optimizer_step = lambda output: batches[rank].append(made.rollout_func._last_batch)
+
+    trained = train(4, settings=settings, prepare=noted, **args)
+
+    assert any(s.id.index not in dict(s.cohort) for batch in batches[0] for s in batch.samples)
+    for step, parts in enumerate(zip(*batches, strict=True)):
+        rewards = [s.reward for part in parts for s in part.samples]
+        expected, alike = [], []
+        for part in parts:
+            for s in part.samples:
+                compared = [s.reward, *[reward for index, reward in s.cohort if index != s.id.index][:2]]
+                scales = {"group": np.std(compared, ddof=1), "batch": np.std(rewards, ddof=1), "none": 1 - 1e-4}
+                expected.append((s.reward - np.mean(compared)) / (scales[scale] + 1e-4))
+                alike.append(len(set(compared)) == 1)
+        given = [output for made in trained for output in made.outputs[step]["advantages"].tolist()]
+        assert given == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for made in trained:
+            share = made._metrics["train"]["frac_reward_zero_std"][step]
+            assert scale == "batch" or share == pytest.approx(np.mean(alike))
+    logged = [made._logs["advantages"] for made in trained]
+    assert list(logged[0]) == list(logged[1]) == given
+
+
+def test_dynamic_sampling_sees_whole_groups() -> None:
+    """A group that two ranks train was judged by its rewards together, on rank 0."""
+    asked: list[int] = []
+
+    def judged(prompts: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
+        asked.append(len(prompts))
+        return [float(i) if answer[0] % 2 == 0 else 1.0 for i in range(len(prompts))]
+
+    settings = PARTIALS | {"on_data_end": "wrap"}
+    trained = train(3, settings=settings, filter=april.rewards_differ, reward_funcs=[judged])
+
+    assert all(answer % 2 == 0 for answer, *_ in responses(trained))
+    assert set(asked) == {2, 3}  # april asks about groups of two, TRL about its three rows
+
+
+def test_all_ranks_hear_that_the_prompts_have_ended() -> None:
+    """By the size of the whole batch: a rank that has all of its own rows does not go on without the others."""
+    said: list[str] = []
+
+    def run(made: Any) -> None:
+        draw = made.rollout_func.next_rows
+
+        def noted(*arguments: Any) -> Any:
+            try:
+                return draw(*arguments)
+            except april.RolloutError as error:
+                said.append(str(error))
+                raise
+
+        made.rollout_func.next_rows = noted
+
+    with pytest.raises(april.RolloutError, match="a batch of 4 rows where TRL needs 6"):
+        train(2, rows=5, prepare=run)
+    assert len(said) == 2
+    assert any("(see rank 0)" in sentence for sentence in said)
+
+
+def test_an_error_of_one_rank_is_handed_to_the_scheduler() -> None:
+    """Which tells the others at once, who would wait for that rank otherwise."""
+    heard: list[BaseException] = []
+
+    class Hearing(Trainer):  # type: ignore[misc,valid-type]
+        def train(self, *args: Any) -> None:
+            try:
+                super().train(*args)
+            except april.RankError as error:
+                heard.append(error)
+
+    def run(rank: int, meeting: Meeting) -> None:
+        accelerator = RankAccelerator(meeting, rank)
+        made = Hearing(models[rank], adapter.rollout(PARTIALS), trl.prompts(12), accelerator=accelerator, **THREES)
+        if rank == 1:
+            made.optimizer_step = lambda output: [][0]
+        made.train(3)
+
+    models = [tiny_model() for _ in range(2)]
+    with pytest.raises(IndexError):
+        on_all_ranks(2, run)
+    assert [str(error) for error in heard] == ["rank 1 has ended with an error: IndexError: list index out of range"]
+
+
+# -------------------------------------------------------------------- refusals
+
+TO_SERVERS: dict[str, Any] = {"weights_dir": "nowhere", "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}
+
+
+def test_ranks_that_share_a_model_or_its_rows_are_refused_where_april_cannot_serve_them() -> None:
+    """Sharded weights and the embedded engine; several ranks that train the same rows."""
+    model = tiny_model()
+
+    class Sharded(trl.GRPOTrainer):
+        def __init__(self, *args: Any, stage: int = 0, fsdp: int = 0, model_parallel: int = 1) -> None:
+            super().__init__(*args)
+            self.is_deepspeed_enabled, self.is_fsdp_enabled = bool(stage), bool(fsdp)
+            self.accelerator.state = trl.SimpleNamespace(
+                deepspeed_plugin=trl.SimpleNamespace(zero_stage=stage),
+                fsdp_plugin=trl.SimpleNamespace(fsdp_version=fsdp),
+            )
+            self.accelerator.parallelism_config = trl.SimpleNamespace(non_data_parallel_size=model_parallel)
+
+    made = adapter.april_trainer(Sharded)
+    with pytest.raises(april.ConfigError, match="FSDP1 leaves no rank with the whole model"):
+        made(model, adapter.rollout(), trl.prompts(4), fsdp=1)
+    with pytest.raises(april.ConfigError, match="ZeRO-3 leaves no rank with the whole model"):
+        made(model, adapter.rollout(), trl.prompts(4), stage=3)
+    with pytest.raises(april.ConfigError, match="tensor, context or sequence parallelism: several ranks train"):
+        made(model, adapter.rollout(), trl.prompts(4), model_parallel=2)
+    made(model, adapter.rollout(), trl.prompts(4), stage=2)
+    made(model, adapter.rollout(), trl.prompts(4), fsdp=2)
+    made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), fsdp=2)
+    made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)
+    model.peft_config = {}
+    with pytest.raises(april.ConfigError, match="PEFT model under ZeRO-3: servers get merged weights"):
+        made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)
+
+
+def test_one_process_where_several_were_asked_for_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """accelerate launch --cpu leaves these variables; torchrun sets the number of ranks, too."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("ACCELERATE_USE_CPU", "True")):
+        monkeypatch.setenv(name, value)
+    Trainer(tiny_model(), adapter.rollout(), trl.prompts(4))
+    assert [r.getMessage() for r in caplog.records if "torchrun --nproc-per-node N" in r.getMessage()]
+    caplog.clear()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Trainer(tiny_model(), adapter.rollout(), trl.prompts(4))
+    assert not caplog.records

@@ -1,0 +1,118 @@
+"""Ranks as threads of one process, over loopback sockets: each has a loop, a link and a scheduler of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import april
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
+from april.ranks.scheduler import RankScheduler
+
+PATIENCE_S = 60.0
+"""Of a test that would hang."""
+CONFIG = april.Config(rollout_batch_size=2, n_samples_per_prompt=3, max_response_len=9)
+
+
+class Store:
+    """As torch's: what rank 0 sets, the others wait for."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._there = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._there:
+            self._values[key] = value.encode()
+            self._there.notify_all()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self._there:
+            if not self._there.wait_for(lambda: all(k in self._values for k in keys), timeout.total_seconds()):
+                raise TimeoutError
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+
+class OnePlace(april.Ranks):
+    """Ranks of one process meet under one name: they count their groups together."""
+
+    def meeting_point(self) -> Any:
+        point = super().meeting_point()
+        point._key = "ranks"
+        return point
+
+
+def engine() -> SimulatedEngine:
+    """Responses of 3 to 8 tokens, in no time."""
+    cost = DecodeCost(1e-5, 0.0, 0.0)
+    return SimulatedEngine("e", cost, lambda r: 3 + sum(r.sample_key or (0, 0)) % 6, max_running=8)
+
+
+def reward(prompt: april.Prompt, response: april.Response) -> float:
+    """Differs inside of groups."""
+    return float(response.sample_id.index) + prompt.position / 8
+
+
+Program = Callable[[RankScheduler, int], Any]
+
+
+def run_ranks(
+    program: Program, world_size: int = 2, *, timeouts: dict[str, float] | None = None,
+    data: dict[int, int] | None = None, data_size: int | None = None, prompts: Any = None, configs: Any = None,
+    engines: Callable[[int], Any] = lambda rank: None if rank else [engine()],
+    given: Callable[[int], dict[str, Any]] = lambda rank: {}, **options: Any,
+) -> list[Any]:  # fmt: skip
+    """What ``program`` returns or raises on each rank, inside of the ranks' ``with`` blocks.
+
+    ``given``: arguments of one rank; ``options``: of all.
+    """
+    store, outcomes = Store(), [None] * world_size
+    drawn = [[1 + i, 2] for i in range(8)] if prompts is None else prompts
+    seen: dict[str, Any] = {"reward": reward} | options
+
+    def live(rank: int) -> None:
+        own = {"engines": engines(rank)} | ({} if rank else {"prompts": drawn}) | given(rank)
+        config = CONFIG if configs is None else configs[rank]
+        place = {} if data is None else {"data_rank": data[rank], "data_size": data_size or len(set(data.values()))}
+        try:
+            ranks = OnePlace(
+                rank=rank, world_size=world_size, address="127.0.0.1:0", store=store, **place, **(timeouts or {})
+            )
+            with RankScheduler(ranks=ranks, **({"config": config} | seen | own)) as rollouts:
+                outcomes[rank] = program(rollouts, rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), f"a rank hangs: {outcomes}"
+    return outcomes
+
+
+def drain(rollouts: RankScheduler) -> tuple[list[april.Batch], str]:
+    """All batches, each trained, and the words of the end."""
+    batches = []
+    while True:
+        try:
+            batches.append(rollouts.next_batch())
+        except april.DataExhausted as end:
+            return batches, str(end)
+        rollouts.weight_update(trained=batches[-1].id)
+
+
+def names_of(batch: april.Batch) -> list[april.SampleId]:
+    return [s.id for s in batch.samples]
+
+
+def raised(outcome: Any) -> april.RankError:
+    """The RankError that a rank ended with."""
+    assert type(outcome) is april.RankError, outcome
+    return outcome

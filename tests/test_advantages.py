@@ -1,0 +1,308 @@
+"""Advantages and loss weights: the papers' formulas, with and without a quorum, and the core's batches."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import length_toy as toy
+import numpy as np
+import pytest
+import torch
+from core_machine import CoreMachine, settings
+
+import april
+from april.core import events as ev
+from april.core.batch import Batch, DeliveredSample
+from april.core.batch_shares import BatchShare
+from april.core.types import FinishReason, OnFailedSample, Prompt, SampleId
+from april.corrections.advantages import METHODS, first_others
+
+STANDARDISED = ("grpo", "dapo", "gspo")
+
+
+def textbook(method: str, own: float, others: Sequence[float], epsilon: float = 1e-6, ddof: int = 0) -> float:
+    """One response against its siblings, as the papers write it, in plain Python."""
+    if method == "rloo":
+        return own - statistics.fmean(others)
+    group = [own, *others]
+    centred = own - statistics.fmean(group)
+    if method == "dr_grpo" or len(group) == 1:
+        return centred
+    spread = (statistics.stdev if ddof else statistics.pstdev)(group)
+    return centred / (spread + epsilon)
+
+
+def compared_with(order: Sequence[int], k: int, index: int) -> list[int]:
+    """The first k - 1 others, from the order of finishing."""
+    found = []
+    for other in order:
+        if other != index and len(found) < k - 1:
+            found.append(other)
+    return found
+
+
+def delivered(group: int, index: int, reward: float, cohort: tuple[tuple[int, float], ...]) -> DeliveredSample:
+    """A sample of which only this is of interest."""
+    token = np.zeros(1, np.int32)
+    return DeliveredSample(
+        id=SampleId(group, index), prompt=Prompt(token), tokens=token, logprobs=np.zeros(1, np.float32),
+        loss_mask=np.ones(1, np.uint8), segments=(), staleness=0, reward=reward, cohort=cohort,
+        finish=FinishReason.STOP, attempts=1, resumes=0,
+    )  # fmt: skip
+
+
+def batch_of(samples: Sequence[DeliveredSample]) -> Batch:
+    return Batch(id=0, version=april.PolicyVersion(1, 0), samples=tuple(samples), group_sizes=(), metrics={})
+
+
+# ---------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+def test_the_textbook_on_random_groups(method: Any, quorum: float) -> None:
+    """Against a slow reference: groups of 2 to 9, in parts, in any order of finishing and of rows."""
+    rng = random.Random(f"{method} {quorum}")
+    samples, expected = [], []
+    for group in range(200):
+        n = rng.randint(2, 9)
+        k = max(2, round(quorum * n))
+        rewards = [rng.choice([0.0, 0.1, 1.0, rng.gauss(0, 3)]) for _ in range(n)]
+        order = rng.sample(range(n), n)
+        cohort = tuple((i, rewards[i]) for i in order[:k])
+        for index in rng.sample(range(n), rng.randint(1, n)):
+            samples.append(delivered(group, index, rewards[index], cohort))
+            others = [rewards[i] for i in compared_with(order, k, index)]
+            assert samples[-1].baseline_rewards.tolist() == np.array(others, np.float32).tolist()
+            expected.append(textbook(method, rewards[index], others))
+    rows = rng.sample(range(len(samples)), len(samples))
+    found = batch_of([samples[r] for r in rows]).advantages(method)
+    assert found.dtype == np.float32
+    assert found == pytest.approx(np.array(expected)[rows], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_whole_groups_are_the_textbook_of_the_group(ddof: int) -> None:
+    """(r - mean) / std over each group, as a matrix, with numpy's own mean and std; ddof=1 is torch's."""
+    rewards = np.random.default_rng(0).normal(size=(64, 8))
+    cohorts = [tuple(enumerate(row)) for row in rewards.tolist()]
+    samples = [delivered(g, i, rewards[g, i], cohorts[g]) for g in range(64) for i in range(8)]
+    found = batch_of(samples).advantages(epsilon=1e-4, ddof=ddof).reshape(64, 8)
+    centred = rewards - rewards.mean(1, keepdims=True)
+    assert found == pytest.approx(centred / (rewards.std(1, ddof=ddof, keepdims=True) + 1e-4), rel=1e-5)
+    as_torch = torch.from_numpy(centred) / (torch.from_numpy(rewards).std(1, keepdim=True) + 1e-4)
+    assert (ddof == 1) == np.allclose(found, as_torch.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_rewards_have_no_advantage_at_all(method: Any) -> None:
+    """Exactly 0, with rewards that no float holds exactly, groups of any size, and epsilon 0."""
+    for k in (2, 3, 5, 7):
+        cohort = tuple((i, 0.1) for i in range(k))
+        batch = batch_of([delivered(0, i, 0.1, cohort) for i in range(k + 2)])
+        assert batch.advantages(method, epsilon=0.0).tolist() == [0.0] * (k + 2)
+
+
+def test_without_siblings() -> None:
+    """A group of one: the textbook's r - mean is 0; rloo has nothing to compare with, and says what to do."""
+    batch = batch_of([delivered(0, 0, 1.0, ((0, 1.0), (1, 0.0))), delivered(1, 0, 1.0, ((0, 1.0),))])
+    assert [batch.advantages(m)[1] for m in ("grpo", "dr_grpo", "dapo", "gspo")] == [0.0] * 4
+    with pytest.raises(ValueError, match=r"response 1 has no sibling, .* set n_samples_per_prompt .* to at least 2"):
+        batch.advantages("rloo")
+
+
+def test_tensors_give_tensors() -> None:
+    """Of any type and layout; what needs a gradient does not get one through its advantage."""
+    rewards, others = [1.0, 0.0, 0.5], [[0.0, 0.5], [1.0], [1.0, 0.0]]
+    expected = april.group_advantages(rewards, [np.array(o, np.float32) for o in others])
+    filled = [[0.0, 0.5], [1.0, float("nan")], [1.0, 0.0]]
+    for given in (filled, np.array(filled), torch.tensor(filled), torch.tensor(filled, dtype=torch.bfloat16)):
+        found = april.group_advantages(torch.tensor(rewards, requires_grad=True), given)
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.requires_grad) == (torch.float32, False)
+        assert found.tolist() == expected.tolist()
+    ragged = np.empty(3, object)
+    ragged[:] = [np.array(o) for o in others]
+    assert april.group_advantages(np.array(rewards), ragged).tolist() == expected.tolist()
+    assert april.group_advantages([], []).shape == april.group_advantages(np.zeros(0), np.zeros(0)).shape == (0,)
+    assert april.group_advantages([1.0, 0.0], np.array([0.0, 2.0]), "rloo").tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1.0], [[0.0]], "ppo"), r"one of grpo, dr_grpo, rloo, dapo, gspo, got 'ppo'"),
+        (([1.0, 2.0], [[0.0]]), r"shape \[2\] and baseline_rewards \[1, 1\]; give one reward and one row"),
+        (([[1.0]], [[0.0]]), r"shape \[1, 1\]"),
+        (([1.0], np.zeros((1, 1, 1))), r"baseline_rewards \[1, 1, 1\]"),
+        ((1.0, np.float64(0.0)), r"shape \[\] and baseline_rewards \[\]"),
+        (([1.0, float("nan")], [[0.0], [0.0]]), r"response 1 has the reward nan .* give finite numbers"),
+        (([1.0, 0.0], [[0.0], [float("inf")]]), r"response 1 has the reward 0.0 among \[inf\]; give finite"),
+    ],
+)
+def test_what_is_refused(arguments: Any, words: str) -> None:
+    """Each with a sentence that says what to give instead."""
+    with pytest.raises(ValueError, match=words):
+        april.group_advantages(*arguments)
+    for wrong in ({"ddof": 2}, {"epsilon": -1.0}, {"epsilon": float("nan")}):
+        with pytest.raises(ValueError, match="ddof must be 0 or 1, epsilon at least 0"):
+            april.group_advantages([1.0], [[0.0]], **wrong)
+
+
+def test_cohorts_of_different_sizes_side_by_side() -> None:
+    """A shrunk group of 2 beside one of 4: what fills its row is not looked at."""
+    members = [[0, 1, -1], [0, 1, -1], [2, 1, 3], [2, 1, 0]]
+    found = first_others([0, 5, 1, 3], members, [[1, 2, 9], [1, 2, 9], [3, 4, 5], [3, 4, 5]])
+    assert [[r for r in row if r == r] for row in found.tolist()] == [[2], [1], [3, 5], [3, 4]]
+
+
+# ---------------------------------------------------------------- weights of tokens
+
+
+MASK = np.array([[1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]], np.uint8)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_the_weights_make_the_losses_of_the_papers(kind: Any) -> None:
+    """Sum of weight x loss against loops over responses; a response without loss counts as one of zero."""
+    loss = np.random.default_rng(0).normal(size=MASK.shape)
+    rows = [loss[i][MASK[i] == 1] for i in range(len(MASK))]
+    per_sequence = sum(row.mean() for row in rows if len(row)) / 4
+    expected = {
+        "grpo": per_sequence, "gspo": per_sequence, "dapo": np.concatenate(rows).mean(),
+        "dr_grpo": sum(row.sum() / 10 for row in rows) / 4, "rloo": sum(row.sum() for row in rows) / 4,
+    }  # fmt: skip
+    for method in METHODS:
+        weights = april.loss_weights(kind(MASK), method, max_response_len=10)  # type: ignore[arg-type]
+        assert type(weights) is type(kind(MASK))
+        assert str(weights.dtype).endswith("float32")
+        assert float((np.asarray(weights) * loss).sum()) == pytest.approx(expected[method], rel=1e-6)
+        halves = (np.asarray(weights)[half] * loss[half] for half in (slice(2), slice(2, None)))
+        assert sum(h.sum() for h in halves) == pytest.approx(expected[method], rel=1e-6)
+        share = BatchShare(rank=0, ranks=2, samples=4, loss_tokens=int(MASK.sum()))
+        parts = [(april.loss_weights(kind(MASK[p]), method, max_response_len=10, share=share), loss[p])
+                 for p in (slice(3), slice(3, None), slice(0))]  # type: ignore[arg-type]  # fmt: skip
+        assert sum(float((np.asarray(w) * part).sum()) for w, part in parts) == pytest.approx(expected[method], 1e-6)
+    assert april.loss_weights(MASK[:0], "dapo").shape == (0, 6)
+    assert not np.any(april.loss_weights(np.zeros_like(MASK), "dapo"))
+
+
+def test_weights_that_cannot_be() -> None:
+    """Unknown method, no constant, no rectangle."""
+    with pytest.raises(ValueError, match=r"dr_grpo divides by a constant, .* got max_response_len=None"):
+        april.loss_weights(MASK, "dr_grpo")
+    with pytest.raises(ValueError, match="method must be one of"):
+        april.loss_weights(MASK, "mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("has the shape [6]; give [B, T]")):
+        april.loss_weights(MASK[0])
+
+
+# ---------------------------------------------------------------- the core's own batches
+
+
+class ToyRun:
+    """The core, with responses of the toy: all that is in flight gains a token at a time, so shorter ones finish first.
+
+    The test keeps its own book of who finished when.
+    """
+
+    def __init__(self, quorum: float, failing: float, policy: OnFailedSample) -> None:
+        self.rng = random.Random(f"{quorum} {failing} {policy}")
+        self.failing = failing
+        self.kinds: dict[tuple[int, int], int] = {}
+        self.fate: dict[tuple[int, int], bool] = {}
+        self.order: dict[int, list[int]] = {}
+        self.failed: dict[int, int] = {}
+        self.batches: list[Batch] = []
+        values = {"on_failed_sample": policy, "min_group_size": 2, "max_in_flight": 64, "max_attempt_failures": 1}
+        self.m = CoreMachine(
+            settings(n=3, samples=toy.N, over=6, group_quorum=quorum, **values),
+            lambda g, i: int(toy.LENGTHS[self.kind(g, i)]), prompts=24, auto_score=False,
+        )  # fmt: skip
+
+    def kind(self, group: int, index: int) -> int:
+        """Of a response, drawn when it is first asked for."""
+        key = (group, index)
+        if key not in self.kinds:
+            self.kinds[key] = self.rng.choices(range(len(toy.CHANCE)), toy.CHANCE)[0]
+            self.fate[key] = self.rng.random() < self.failing
+        return self.kinds[key]
+
+    def reward(self, key: tuple[int, int]) -> float:
+        return float(toy.SHORT_AND_RIGHT[self.kinds[key]])
+
+    def run(self) -> None:
+        """To the end of the data, one weight update per batch."""
+        m = self.m
+        while not m.ended:
+            m.post(ev.StepRequested())
+            while not m.batches and not m.ended:
+                self.tick()
+            self.batches += m.batches
+            m.batches.clear()
+            if not m.ended:
+                m.update()
+
+    def tick(self) -> None:
+        """A token for each; ends are told in an order by chance."""
+        m = self.m
+        m.finish_aborts()
+        self.score()
+        done = [a for a in sorted(m.in_flight) if m.tokens(a, 1)]
+        self.rng.shuffle(done)
+        for attempt_id in done:
+            if attempt_id in m.abort_asked or attempt_id not in m.in_flight:
+                continue
+            key = group, _ = tuple(m.in_flight[attempt_id].sample.id)
+            if self.fate[key]:
+                self.failed[group] = self.failed.get(group, 0) + 1
+                m.post(ev.SampleFailed(SampleId(*key), "broken"))
+                continue
+            m.end(attempt_id, 0)
+            self.score()
+
+    def score(self) -> None:
+        """Whatever has ended finishes at once."""
+        while self.m.to_score:
+            group, index = self.m.to_score.pop()
+            self.order.setdefault(group, []).append(index)
+            self.m.post(ev.Scored(group, [(index, self.reward((group, index)))]))
+
+
+@pytest.mark.parametrize("quorum", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("failing", "policy"),
+    [(0.0, OnFailedSample.DROP_GROUP), (0.3, OnFailedSample.SHRINK), (0.3, OnFailedSample.REPLACE)],
+)
+def test_batches_of_the_core_have_the_advantages_of_the_book(
+    quorum: float, failing: float, policy: OnFailedSample
+) -> None:
+    """Early and late, shrunk and replaced: each sample against the first k - 1 others that this test saw finish."""
+    run = ToyRun(quorum, failing, policy)
+    run.run()
+    settled: set[tuple[int, int]] = set()
+    late = shrunk = replaced = 0
+    for batch in run.batches:
+        expected = []
+        for sample in batch.samples:
+            group, index = sample.id
+            order, lost = run.order[group], run.failed.get(group, 0)
+            members = toy.N if policy is OnFailedSample.REPLACE else toy.N - lost
+            k = min(members, 4) if quorum < 1 else members
+            others = [run.reward((group, i)) for i in compared_with(order, k, index)]
+            expected.append([textbook(m, run.reward((group, index)), others) for m in METHODS])
+            late += order.index(index) >= k
+            shrunk += members < toy.N
+            replaced += index >= toy.N
+            assert sample.id not in settled
+            settled.add(sample.id)
+        found = np.stack([batch.advantages(m) for m in METHODS], 1)
+        assert found == pytest.approx(np.array(expected), rel=1e-4, abs=1e-5)
+    assert len(settled) > 100
+    assert (late > 20) == (quorum < 1)
+    assert (shrunk > 20) == (policy is OnFailedSample.SHRINK)
+    assert (replaced > 20) == (policy is OnFailedSample.REPLACE)

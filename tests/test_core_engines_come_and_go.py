@@ -1,0 +1,445 @@
+"""Engines that join, leave and come back while the core runs: who gets requests, with which weights, and who waits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from core_machine import EOS, CoreMachine, settings, timers
+from update_player import Server, UpdatePlayer
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.engine_table import EngineGate, EngineTable, EngineWeights
+from april.core.run_times import RunTimes
+from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
+from april.core.timers import Timer, TimerKind
+from april.core.types import AttemptFailure, Prompt
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.weight_updates import Phase
+from april.errors import InvariantError
+
+A, B, C = (EngineLimits(name, 4096, None, (EOS,)) for name in "abc")
+
+
+def machine(n: int = 1, engines: tuple[EngineLimits, ...] = (A,), **changes: Any) -> CoreMachine:
+    """A step has begun; responses have 20 tokens."""
+    m = CoreMachine(settings(n=n, samples=1, **changes), lambda g, i: 20, engines=engines)
+    m.post(ev.StepRequested())
+    return m
+
+
+def answer(m: CoreMachine, commands: list[do.Command], result: ev.CallResult = ev.CallResult.DONE) -> list[do.Command]:
+    """Every call among these commands ends so; what follows from that."""
+    calls = [c for c in commands if isinstance(c, (do.PauseEngine, do.LoadEngine, do.ResumeEngine))]
+    assert calls, "nobody was called"
+    return [more for c in calls for more in m.post(ev.EngineCallEnded(c.engine, c.call, result, "no"))]
+
+
+def probe_of(commands: list[do.Command], name: str) -> int:
+    """The number of the probe that an engine was sent."""
+    return next(c.probe for c in commands if isinstance(c, do.ProbeEngine) and c.engine == name)
+
+
+def found(m: CoreMachine, name: str, probe: int) -> list[do.Command]:
+    """A probe finds an engine well."""
+    return m.post(ev.EngineProbed(engine=name, probe=probe, answered=True, ok=True, current=True))
+
+
+def updated(m: CoreMachine, path: str | None) -> None:
+    """One weight update, whose number is that of the version."""
+    number = m.core.clock.current.n + 1
+    commands = m.post(ev.UpdateRequested(update=number, path=path))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    while m.core.updates.running:
+        commands = answer(m, commands)
+
+
+# ---------------------------------------------------------------- who may join
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_context": 4095}, "a context of 4095 tokens, and 4096 are needed"),
+        ({"vocab_size": 99}, "a vocabulary of 99 tokens, and 100 are needed"),
+        ({"eos_token_ids": (EOS, 7)}, "the end-of-sequence tokens [1, 7], and those of the others are [1]"),
+        ({"logprob_kind": "raw"}, "log-probabilities of kind raw, and those of the others are temperature"),
+    ],
+)
+def test_an_engine_that_has_less_than_was_promised_cannot_join(changes: dict[str, Any], says: str) -> None:
+    """Prompts were let in and budgets given for what the first engines have in common."""
+    m = machine(engines=(replace(A, vocab_size=100), replace(B, vocab_size=200, max_context=8192)))
+    joins = replace(C, vocab_size=100, **changes) if "vocab_size" not in changes else replace(C, **changes)
+    assert m.core.engines.unfit(joins) == f"engine c cannot join: it has {says}"
+    with pytest.raises(InvariantError, match="engine c cannot join"):
+        m.core.handle(ev.EnginesJoined([joins]))
+    assert list(m.core.engines.states) == ["a", "b"]
+
+
+def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
+    """A larger context and fewer end tokens change nothing for samples, also when the others have left."""
+    table = EngineTable([replace(A, eos_token_ids=(1, 2), logprob_kind="raw")], FIRST_VERSION)
+    joins = replace(B, max_context=8192, logprob_kind="raw")
+    assert table.unfit(joins) is None
+    table.join(joins)
+    table.leave("a")
+    promised = table.max_context, table.vocab_size, table.eos_token_ids, table.logprob_kind
+    assert promised == (4096, 2**31 - 1, frozenset((1, 2)), "raw")
+    assert (table.ends_of("b"), table.ends_of("a")) == (frozenset((1,)), frozenset((1,)))
+    table.leave("b")
+    assert table.ends_of("a") == frozenset((1, 2))
+
+
+def test_where_kinds_are_mixed_any_joins() -> None:
+    """Batches say so already."""
+    table = EngineTable([A, replace(B, logprob_kind="raw")], FIRST_VERSION)
+    assert table.unfit(replace(C, logprob_kind="processed")) is None
+
+
+# ---------------------------------------------------------------- with which weights
+
+
+def test_before_the_first_update_an_engine_has_the_weights_of_its_start() -> None:
+    """As the first ones: it takes what waits at once."""
+    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    assert len(m.in_flight) == 1
+    m.post(ev.EnginesJoined([B, C]))
+    assert [a.engine for a in m.in_flight.values()] == ["a", "b"]
+    for _ in range(2):
+        m.end(min(m.in_flight))
+    assert len(m.batches) == 1
+    m.check_ledger()
+
+
+def test_later_an_engine_gets_the_weights_of_the_last_directory() -> None:
+    """It is probed, paused, loaded and resumed, and takes requests then."""
+    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    updated(m, "/1")
+    commands = m.post(ev.EnginesJoined([B]))
+    assert not any(a.engine == "b" for a in m.in_flight.values())
+    commands = answer(m, found(m, "b", probe_of(commands, "b")))
+    (load,) = [c for c in commands if isinstance(c, do.LoadEngine)]
+    assert (load.engine, load.version, load.path) == ("b", PolicyVersion(0, 1), "/1")
+    answer(m, answer(m, commands))
+    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+
+
+def test_after_a_transfer_an_engine_waits_for_the_next_update() -> None:
+    """Nobody knows where its weights are; the next update reaches it."""
+    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    updated(m, None)
+    commands = m.post(ev.EnginesJoined([B]))
+    warns = [c.message for c in found(m, "b", probe_of(commands, "b")) if isinstance(c, do.Warn)]
+    assert warns == ["engine b has not the present weights and waits for the next weight update"]
+    assert [a.engine for a in m.in_flight.values()] == ["a"]
+    updated(m, None)
+    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+
+
+def test_an_engine_that_joins_during_an_update_gets_the_new_weights_after_it() -> None:
+    """The update does not wait for it, and what it is found to be meanwhile says nothing."""
+    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
+    commands += m.end(min(m.abort_asked), 0)
+    probe = probe_of(m.post(ev.EnginesJoined([B])), "b")
+    (again,) = timers(found(m, "b", probe), TimerKind.PROBE)
+    while m.core.updates.running:
+        commands = answer(m, commands)
+        assert {getattr(c, "engine", "a") for c in commands} == {"a"} or not m.core.updates.running
+    assert m.core.clock.current == PolicyVersion(0, 1)
+    commands = found(m, "b", probe_of(m.post(ev.TimerFired(again.timer)), "b"))
+    for _ in range(3):
+        commands = answer(m, commands)
+    assert m.core.engines.states["b"].loaded == {PolicyVersion(0, 1)}
+    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+
+
+def test_an_engine_that_comes_anew_has_nothing_cached() -> None:
+    """Its life is another one, even under the same version and name."""
+    m = machine(engines=(A, B))
+    (attempt,) = m.in_flight.values()
+    life = m.core.engines.states["a"].life
+    assert m.core.engines.cached_on("a", life) == "a"
+    m.end(attempt.id)
+    m.post(ev.EnginesLeft(["a"]))
+    assert m.core.engines.cached_on("a", life) == ""
+    m.post(ev.EnginesJoined([A]))
+    assert m.core.engines.states["a"].version == FIRST_VERSION
+    assert m.core.engines.cached_on("a", life) == ""
+
+
+def test_torn_weights_stay_torn_when_their_engine_comes_anew() -> None:
+    """Its server may be the same: no label makes the weights of the start out of what a broken load has left."""
+    m = machine(n=2, engines=(A, B))
+    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    commands = answer(m, answer(m, commands), ev.CallResult.UNREACHABLE)  # nobody knows what they have of it
+    answer(m, commands)
+    assert (m.core.clock.current, m.core.updates.half_updated) == (FIRST_VERSION, None)
+    m.post(ev.EnginesLeft(["b"]))
+    for name, limits in (("a", A), ("b", B)):
+        assert m.core.engines.known(name).weights is EngineWeights.HALF
+        commands = found(m, name, probe_of(m.post(ev.EnginesJoined([limits])), name))
+        assert "waits for the next weight update" in next(c.message for c in commands if isinstance(c, do.Warn))
+        assert m.core.engines.states[name].weights is EngineWeights.HALF
+
+
+def test_an_engine_that_was_paused_when_its_host_died_is_resumed() -> None:
+    """Its server may be paused still: it gets nothing before it says that it is open."""
+    m = machine(n=2, engines=(A, replace(B, remote=True)))
+    m.post(ev.EngineStale("b"))
+    while m.abort_asked:
+        m.end(min(m.abort_asked), 0)
+    m.post(ev.EngineFailed("b"))
+    probe = probe_of(m.post(ev.TimerFired(Timer(TimerKind.PROBE, m.core.context.last_timer, "b"))), "b")
+    assert isinstance(found(m, "b", probe)[0], do.PauseEngine)
+    commands = m.post(ev.EnginesJoined([replace(B, remote=True)]))
+    state = m.core.engines.states["b"]
+    assert (state.gate, state.quarantined) == (EngineGate.CLOSED, True)
+    answer(m, found(m, "b", probe_of(commands, "b")))
+    assert (state.gate, state.quarantined, state.loaded) == (EngineGate.OPEN, False, {FIRST_VERSION})
+
+
+# ---------------------------------------------------------------- engines that leave
+
+
+def test_nothing_goes_to_an_engine_that_left_and_nobody_waits_for_its_answers() -> None:
+    """Its timers, probes and calls are void; a sample goes on where it was not."""
+    m = machine(n=2, engines=(A, replace(B, remote=True)), max_attempt_failures=9)
+    theirs = next(a for a in m.in_flight.values() if a.engine == "b")
+    m.tokens(theirs.id, 5)
+    del m.in_flight[theirs.id]
+    (probe,) = timers(m.post(ev.AttemptFailed.of(theirs, "reset")), TimerKind.PROBE)
+    number = probe_of(m.post(ev.TimerFired(probe.timer)), "b")
+    assert m.post(ev.EnginesLeft(["b"])) == []
+    assert {a.engine for a in m.in_flight.values()} == {"a"}
+    for late in (
+        ev.EngineProbed(engine="b", probe=number, answered=True, ok=True, current=True),
+        ev.EngineCallEnded("b", 1, ev.CallResult.DONE),
+        ev.TimerFired(probe.timer),
+        ev.TimerFired(Timer(TimerKind.REST, 1, "b")),
+    ):
+        assert m.post(late) == []
+    for _ in range(2):
+        m.end(min(m.in_flight))
+    assert "engine/b/in_flight_at_stop" not in m.batches[0].metrics
+    m.check_ledger()
+
+
+def test_an_engine_does_not_leave_with_requests_in_flight() -> None:
+    """They would belong to nobody; nor does one come anew over them."""
+    m = machine(engines=(A, B))
+    with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
+        m.core.handle(ev.EnginesLeft(["a"]))
+    with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
+        m.core.handle(ev.EnginesJoined([A]))
+    m.core.validate()
+
+
+def test_when_all_have_left_the_deadline_of_an_outage_holds() -> None:
+    """The step fails with a reason and keeps everything; an engine that joins ends the outage."""
+    m = machine(outage_deadline_s=50.0)
+    (attempt,) = m.in_flight.values()
+    m.tokens(attempt.id, 5)
+    del m.in_flight[attempt.id]
+    m.post(ev.AttemptFailed.of(attempt, "reset"))
+    (outage,) = [c for c in m.commands if isinstance(c, do.StartTimer) and c.timer.kind is TimerKind.OUTAGE]
+    m.post(ev.EnginesLeft(["a"]))
+    m.post(ev.TimerFired(outage.timer))
+    assert m.errors == [
+        "no engine with the current weights has been well for 50 s; everything is kept: all have left, so let a host "
+        "bring some and ask for the batch again"
+    ]
+    m.errors.clear()
+    m.post(ev.EnginesJoined([B]))
+    m.post(ev.StepRequested())
+    (attempt,) = m.in_flight.values()
+    assert (attempt.engine, len(attempt.token_ids)) == ("b", 2 + 5)
+    m.end(attempt.id)
+    assert len(m.batches) == 1
+    m.check_ledger()
+
+
+def test_an_evaluation_waits_for_engines_that_may_join_and_not_for_ever() -> None:
+    """Where all have left others may come; after the deadline of an outage it ends with a reason."""
+    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=9), "seed": 3}
+    prompts = [Prompt(np.array([5, 6], np.int32))]
+    for comes in (True, False):
+        m = CoreMachine(settings(n=1, samples=1, outage_deadline_s=50.0), lambda g, i: 9, engines=(A,))
+        m.post(ev.EnginesLeft(["a"]))
+        commands = m.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, **asked))
+        (outage,) = timers(commands, TimerKind.OUTAGE)
+        if comes:
+            m.post(ev.EnginesJoined([B]))
+        m.post(ev.TimerFired(outage.timer))
+        for attempt in list(m.in_flight):
+            m.end(attempt)
+        (end,) = [c for c in m.commands if isinstance(c, (do.EvaluationDone, do.EvaluationFailed))]
+        if comes:
+            assert isinstance(end, do.EvaluationDone)
+        else:
+            assert end == do.EvaluationFailed(1, "all engines have left", AttemptFailure.BROKE_OFF)
+
+
+def test_an_update_does_not_wait_for_an_engine_that_left() -> None:
+    """In whatever phase: it goes on with the others, and one that is alone no longer ends it."""
+    for phase in (Phase.PAUSING, Phase.LOADING, Phase.RESUMING):
+        for engines in ((A,), (A, B)):
+            m = machine(n=2, engines=engines)
+            commands = m.post(ev.UpdateRequested(update=1, path="/1"))
+            while m.abort_asked:
+                commands += m.end(min(m.abort_asked), 0)
+            while m.core.updates.phase is not phase:
+                commands = answer(m, commands)
+            left = m.post(ev.EnginesLeft(["a"]))
+            calls = [c for c in [*commands, *left] if getattr(c, "engine", "") == "b"]
+            while m.core.updates.running:
+                calls = answer(m, calls)
+            assert m.core.clock.current == PolicyVersion(0, 1)
+            assert list(m.core.engines.states) == [e.name for e in engines[1:]]
+            m.post(ev.EnginesJoined([C]))
+            assert m.core.engines.states["c"].quarantined
+
+
+@pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING])
+def test_engines_that_leave_together_are_asked_for_nothing_more(phase: Phase) -> None:
+    """The first of them does not make the update go on to the second."""
+    m = machine(n=2, engines=(A, B, C))
+    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    while m.core.updates.phase is not phase:
+        commands = answer(m, commands)
+    (theirs,) = [c for c in commands if getattr(c, "engine", "") == "c"]
+    m.post(ev.EngineCallEnded("c", theirs.call, ev.CallResult.DONE))  # type: ignore[union-attr]
+    more = m.post(ev.EnginesLeft(["a", "b"]))
+    assert {c.engine for c in more if not isinstance(c, do.UpdateEnded)} == {"c"}  # type: ignore[union-attr]
+    while m.core.updates.running:
+        more = answer(m, more)
+    assert m.core.clock.current == PolicyVersion(0, 1)
+
+
+def test_an_update_without_any_engine_is_for_those_that_join() -> None:
+    """The policy goes on; who joins gets it from its directory."""
+    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 20, engines=(A,))
+    m.post(ev.EnginesLeft(["a"]))
+    m.post(ev.UpdateRequested(update=1, path="/1"))
+    assert (m.core.clock.current, m.core.updates.running) == (PolicyVersion(0, 1), False)
+    commands = found(m, "b", probe_of(m.post(ev.EnginesJoined([B])), "b"))
+    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
+    assert load.path == "/1"
+
+
+# ---------------------------------------------------------------- at random, with updates
+
+
+class ComingAndGoing(UpdatePlayer):
+    """Engines come, come anew and leave in every phase of updates, drawn from a generator of their own."""
+
+    def __init__(self, seed: int, engines: int) -> None:
+        super().__init__(seed, engines)
+        self.luck = random.Random(f"come and go {seed}")
+        self.away: dict[str, Server] = {}
+
+    def _execute(self, command: do.Command) -> None:
+        if isinstance(command, do.UpdateEnded) and command.failed is None:
+            update = self.updates[command.update]
+            if not (update.cancelled or update.loads):  # its engines have all left
+                self.contents[command.version], update.loads = update.weights, 1
+                self.seen["adopted without an engine"] += 1
+        super()._execute(command)
+
+    def one_event(self) -> None:
+        """One comes or goes, or something else happens."""
+        if self.luck.random() < 0.1:
+            self.luck.choice([self.comes, self.comes_anew, self.leaves])()
+        else:
+            super().one_event()
+
+    def comes(self) -> None:
+        """A new one, or one that was here before, whose server has gone on or is a new one."""
+        name = self.luck.choice([*sorted(self.away), f"e{9 + len(self.seen)}"])
+        if name not in self.servers:
+            self._joins(name, self.away.pop(name, Server()))
+
+    def comes_anew(self) -> None:
+        """Its host was away for a moment."""
+        name = self.luck.choice(sorted(self.servers))
+        self._breaks_off(name)
+        self._joins(name, self.servers[name])
+
+    def leaves(self) -> None:
+        """For good, or not; one always stays."""
+        if len(self.servers) > 1:
+            name = self.luck.choice(sorted(self.servers))
+            self._breaks_off(name)
+            self.away[name] = self.servers.pop(name)
+            self.seen[f"leaves while {self.core.updates.phase}"] += 1
+            self.post(ev.EnginesLeft([name]))
+
+    def _breaks_off(self, name: str) -> None:
+        for attempt in [a for a in self.in_flight.values() if a.engine == name]:
+            del self.in_flight[attempt.id]
+            self.abort_asked.discard(attempt.id)
+            self.post(ev.AttemptFailed.of(attempt, "host gone"))
+        self.calls.pop(name, None)
+        self.probes = [p for p in self.probes if p.engine != name]
+
+    def _joins(self, name: str, before: Server) -> None:
+        self.servers[name] = server = before if self.luck.random() < 0.5 else Server()
+        server.alive, server.lost = True, False  # nobody has told its host's new client what it should have
+        self.seen[f"joins while {self.core.updates.phase}"] += 1
+        self.post(ev.EnginesJoined([EngineLimits(name, 4096, None, (EOS,), remote=True)]))
+
+
+def test_at_random_no_request_goes_to_an_engine_with_other_weights() -> None:
+    """In every phase of an update; all updates end, and in the end all engines have the present weights."""
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        player = ComingAndGoing(seed, engines=1 + seed % 3)
+        try:
+            for _ in range(300):
+                player.one_event()
+            player.end_well()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen += player.seen
+    phases = set(Phase) - {Phase.RESTORING, Phase.CHECKING}
+    wanted = {f"{what} while {phase}" for what in ("joins", "leaves") for phase in phases}
+    wanted.add("adopted without an engine")
+    assert wanted <= set(seen), wanted - set(seen)
+
+
+# ---------------------------------------------------------------- where the time went
+
+
+def test_places_are_counted_as_long_as_they_were_there() -> None:
+    """Two places for 10 s, five for 10 s, three for 20 s: one of them was busy all the time."""
+    m = CoreMachine(settings(n=1, samples=1, max_in_flight=9), lambda g, i: 20, engines=(replace(A, max_in_flight=2),))
+    times = RunTimes(m.core)
+    m.post(ev.StepRequested())
+    times.look(0.0)
+    m.post(ev.EnginesJoined([replace(B, max_in_flight=3)]))
+    times.look(10.0)
+    (attempt,) = m.in_flight.values()
+    assert attempt.engine == "a"
+    m.tokens(attempt.id, 5)
+    del m.in_flight[attempt.id]
+    m.post(ev.AttemptFailed.of(attempt, "busy", AttemptFailure.BUSY))
+    m.post(ev.EnginesLeft(["a"]))
+    times.look(20.0)
+    assert times.places == 3
+    shares = times.delivered(40.0)
+    assert shares["engines_busy"] == pytest.approx(40 / (2 * 10 + 5 * 10 + 3 * 20))
+    assert sum(value for name, value in shares.items() if name.startswith("idle_")) == pytest.approx(90 / 130)
+    assert shares["bubble"] == pytest.approx(90 / 130)
+    assert times.delivered(50.0)["engines_busy"] == pytest.approx(1 / 3)

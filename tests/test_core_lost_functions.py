@@ -1,0 +1,569 @@
+"""Functions that die with their host: they begin again elsewhere, are answered from the tape, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from core_machine import EOS, CoreMachine, settings, timers
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import snapshot
+from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
+from april.core.timers import TimerKind
+from april.core.types import (
+    AttemptFailure,
+    EngineFinish,
+    FinishReason,
+    GroupState,
+    Prompt,
+    RecordedCall,
+    SampleId,
+    SampleState,
+)
+
+TWO = tuple(EngineLimits(name, 4096, None, (EOS,)) for name in "ab")
+Key = tuple[int, int]
+FIRST_CALL = 6
+"""Tokens of the first call of a function that makes two."""
+
+
+class Hosts(CoreMachine):
+    """Functions of ``turns`` calls that die with their host; whatever is asked of one that is dead is an error.
+
+    A reward counts how often it was given; ``verdicts``: groups that the filter is asked about.
+    """
+
+    def __init__(self, *args: Any, turns: int = 1, **options: Any) -> None:
+        self.turns = turns
+        self.functions: dict[Key, int] = {}
+        """Calls that each has made, of those that are alive."""
+        self.started: Counter[Key] = Counter()
+        self.verdicts: list[tuple[int, int]] = []
+        self.wants_score: list[Any] = []
+        super().__init__(*args, **options)
+
+    def _execute(self, command: do.Command) -> None:
+        match command:
+            case do.StartSample(sample):
+                key = tuple(sample.id)
+                assert key not in self.functions, "started twice"
+                self.functions[key] = 0
+                self.started[key] += 1
+                self.commands.append(command)
+                if self.auto_call:
+                    self.call(sample.id)
+            case do.CallCompleted(call):
+                self.commands.append(command)
+                key = tuple(call.sample.id)
+                assert key in self.functions, "an answer to a function that is dead"
+                if self.functions[key] < self.turns:
+                    self.call(call.sample.id)
+                else:
+                    self._pump.post(ev.SampleReturned(call.sample.id))
+            case do.CancelSample(sample):
+                self.commands.append(command)
+                self.functions.pop(tuple(sample.id), None)
+            case do.ScoreSample(sample):
+                assert tuple(sample.id) in self.functions, "what was returned is gone"
+                self.wants_score.append([sample.id])
+                super()._execute(command)
+            case do.ScoreGroup(group):
+                assert all(tuple(s.id) in self.functions for s in group.members), "what was returned is gone"
+                self.commands.append(command)
+                self.wants_score.append([s.id for s in group.members])
+            case do.JudgeGroup(group, judgement):
+                assert all(tuple(s.id) in self.functions for s in group.first), "what was returned is gone"
+                self.commands.append(command)
+                self.verdicts.append((group.id, judgement))
+            case _:
+                super()._execute(command)
+
+    def call(self, sample_id: SampleId) -> None:
+        """A function asks for tokens."""
+        self.functions[tuple(sample_id)] += 1
+        last = self.functions[tuple(sample_id)] == self.turns
+        self._pump.post(ev.CallMade(sample_id, SamplingParams(max_tokens=1000 if last else FIRST_CALL)))
+
+    def lose(self, *groups: int, died: bool = False) -> list[do.Command]:
+        """The host of these groups is gone; ``died``: perhaps of what ran there."""
+        self.functions = {key: calls for key, calls in self.functions.items() if key[0] not in groups}
+        return self.post(ev.FunctionsLost(groups, died=died))
+
+    def sample(self, group: int, index: int = 0) -> Any:
+        """A held sample."""
+        found = self.core.context.group(group)
+        assert found is not None
+        return found.samples[index]
+
+    def attempt_of(self, group: int, index: int = 0) -> str:
+        """The id of its attempt in flight."""
+        return next(i for i, a in self.in_flight.items() if a.sample.id == (group, index))
+
+
+def machine(turns: int = 1, samples: int = 1, n: int = 1, **changes: Any) -> Hosts:
+    """A step has begun; responses have 20 tokens."""
+    options = {name: changes.pop(name) for name in ("auto_call", "auto_score") if name in changes}
+    m = Hosts(settings(n=n, samples=samples, **changes), lambda g, i: 20, engines=TWO, turns=turns, **options)
+    m.post(ev.StepRequested())
+    return m
+
+
+def expected(length: int = 20) -> list[int]:
+    """The tokens of a whole response."""
+    return [*range(10, 10 + length - 1), EOS]
+
+
+def dropped(m: Hosts) -> dict[str, int]:
+    """Tokens that were, by reason."""
+    return {str(reason): count for reason, count in m.core.tokens.dropped.items() if count}
+
+
+def only_batch(m: Hosts) -> list[list[int]]:
+    """Tokens of the one batch that was delivered; the books balance."""
+    (batch,) = m.batches
+    m.check_ledger()
+    assert dropped(m) == {}
+    return [s.tokens.tolist() for s in batch.samples]
+
+
+# ---------------------------------------------------------------- functions that run
+
+
+def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None:
+    """Then the function begins again, and its call goes on behind them."""
+    m = machine()
+    attempt = m.attempt_of(0)
+    m.tokens(attempt, 5)
+    commands = m.lose(0)
+    assert [type(c) for c in commands if not isinstance(c, do.StartTimer)] == [do.Abort]
+    assert m.sample(0).state is SampleState.RUNNING
+    commands = m.end(attempt, 2)
+    assert [type(c) for c in commands] == [do.StartSample, do.Submit]
+    (again,) = m.in_flight.values()
+    assert again.token_ids.tolist() == [5, 6, *range(10, 17)]
+    m.end(again.id)
+    assert only_batch(m) == [expected()]
+    assert m.batches[0].metrics["lost_functions"] == 1.0
+    assert m.batches[0].metrics["resumed_attempts"] == 1.0
+
+
+@pytest.mark.parametrize("order", ["engine first", "function first"])
+def test_a_function_whose_engine_died_with_its_host_begins_again(order: str) -> None:
+    """In whatever order the core hears of it; what had been streamed and not reported is what the engine has cost."""
+    m = machine(max_attempt_failures=2)
+    attempt = m.in_flight.pop(m.attempt_of(0))
+    lost = ev.AttemptFailed.of(attempt, "host h1 is gone")
+    if order == "engine first":
+        m.post(lost)
+        assert len(m.in_flight) == 1  # it was sent elsewhere at once
+        m.lose(0)
+        m.end(min(m.abort_asked), 3)
+    else:
+        m.lose(0)
+        m.post(lost)
+    assert m.started[0, 0] == 2
+    (again,) = m.in_flight.values()
+    assert again.engine == "b"
+    m.end(again.id)
+    assert only_batch(m) == [expected()]
+
+
+def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
+    """And takes it again when it is started anew."""
+    m = machine(auto_call=False, max_in_flight=1)
+    assert m.core.context.places.free == 0
+    assert [type(c) for c in m.lose(0)] == [do.StartSample]
+    assert m.core.context.places.free == 0
+    assert m.sample(0).replay is None
+    m.call(m.sample(0).id)
+    m.end(m.attempt_of(0))
+    assert only_batch(m) == [expected()]
+
+
+def test_a_call_that_waits_for_a_place_waits_no_longer() -> None:
+    """Its function is queued in its stead."""
+    m = machine(n=2, max_in_flight=2, over=2)
+    m.tokens(m.attempt_of(1), 4)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    waiting = m.core.over_sampler.waiting
+    assert m.lose(0, 1) == []
+    assert m.core.over_sampler.waiting == waiting
+    assert [m.sample(g).state for g in (0, 1)] == [SampleState.NEW] * 2
+    m.post(ev.Resumed())
+    assert [len(a.token_ids) for a in m.in_flight.values()] == [2, 6]
+    for _ in range(2):
+        m.end(min(m.in_flight))
+    assert only_batch(m) == [expected()] * 2
+
+
+@pytest.mark.parametrize("end", ["eos", "stop string", "length", "eos of an engine that breaks off"])
+def test_a_call_that_is_complete_when_its_attempt_ends_is_answered_from_the_tape(end: str) -> None:
+    """Nothing is generated behind its last token, whatever has ended it; a stop string only the driver knows of."""
+    m = machine(max_response_len=1000)
+    attempt_id = m.attempt_of(0)
+    m.lose(0)
+    if end == "length":
+        m.length = lambda g, i: 2000
+    m.tokens(attempt_id, 7 if end == "stop string" else 1000)
+    attempt = m.in_flight.pop(attempt_id)
+    attempt.tape.stopped = end == "stop string"
+    if "breaks off" in end:
+        m.post(ev.AttemptFailed.of(attempt, "reset"))
+    else:
+        m.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
+    assert not m.in_flight
+    assert m.started[0, 0] == 2
+    assert m.core.counters["attempts"] == 1
+    (sample,) = m.batches[0].samples
+    assert sample.finish == (FinishReason.LENGTH if end == "length" else FinishReason.STOP)
+    assert len(sample.tokens) == {"stop string": 7, "length": 1000}.get(end, 20)
+
+
+def test_calls_that_were_answered_are_answered_from_the_tape() -> None:
+    """By call index, with what the open call had; and once more, if the new host dies in the middle of that."""
+    m = machine(turns=2)
+    m.end(m.attempt_of(0))  # the first call, of 6 tokens
+    attempt = m.attempt_of(0)
+    m.lose(0)
+    m.end(attempt, 4)
+    for more in range(3):
+        assert m.started[0, 0] == 2 + more
+        attempt = m.attempt_of(0)
+        assert len(m.in_flight[attempt].token_ids) == 2 + 6 + 4 + more
+        assert [c.result for c in m.sample(0).calls] == [RecordedCall(0, 6, FinishReason.LENGTH), None]
+        m.lose(0)
+        m.end(attempt, 1)
+    m.end(m.attempt_of(0))
+    assert only_batch(m) == [expected()]
+
+
+def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
+    """What was answered again, and what was still to be."""
+    m = machine(turns=9, auto_call=False)
+    sample = m.sample(0)
+    m.call(sample.id)
+    for _ in range(2):
+        m.end(m.attempt_of(0))  # it asks again at once
+    attempt = m.attempt_of(0)
+    m.lose(0)
+    m.end(attempt, 3)
+    for answered in (0, 1, 2):
+        assert sample.replay is not None
+        calls = [RecordedCall(0, 6, FinishReason.LENGTH), RecordedCall(6, 12, FinishReason.LENGTH)]
+        assert list(sample.replay.calls) == calls
+        assert sample.replay.open_start == 12
+        for _ in range(answered):
+            m.core.handle(ev.CallMade(sample.id, SamplingParams(max_tokens=FIRST_CALL)))
+        assert len(sample.replay.calls) == 2 - answered
+        m.lose(0)
+    m.turns = 3
+    m.call(sample.id)
+    m.end(m.attempt_of(0))
+    assert only_batch(m) == [expected()]
+
+
+def test_a_function_that_asks_something_else_drops_what_it_had() -> None:
+    """By name, as after a restart."""
+    m = machine(auto_call=False)
+    sample = m.sample(0)
+    m.call(sample.id)
+    attempt = m.attempt_of(0)
+    m.lose(0)
+    m.end(attempt, 3)
+    m.post(ev.CallMade(sample.id, SamplingParams(max_tokens=9), np.array([5, 6, 99], np.int32)))
+    assert m.core.counters["replays_diverged"] == 1
+    assert dropped(m) == {"replay_diverged": 3}
+
+
+def test_a_sample_may_be_given_up_while_its_request_ends() -> None:
+    """It does not begin again; its tokens leave for the reason of that."""
+    m = machine(n=1, samples=2, max_attempt_failures=1)
+    lost, refused = m.attempt_of(0, 0), m.in_flight.pop(m.attempt_of(0, 1))
+    m.tokens(lost, 5)
+    m.lose(0)
+    m.post(ev.AttemptFailed.of(refused, "too long", AttemptFailure.REFUSED))
+    m.end(lost, 2)
+    assert m.started[0, 0] == 1
+    assert dropped(m) == {"failed": 7}
+    m.check_ledger()
+
+
+def test_the_same_loss_told_twice_is_one_loss() -> None:
+    """Nothing is started twice and nothing counted twice; groups that are settled are missed by nobody."""
+    m = machine()
+    attempt = m.attempt_of(0)
+    assert [type(c) for c in m.lose(0)] == [do.Abort, do.StartTimer]
+    assert m.lose(0, 7, -(1 << 40)) == []
+    m.end(attempt, 2)
+    m.end(m.attempt_of(0))
+    assert m.started[0, 0] == 2
+    assert only_batch(m) == [expected()]
+    assert m.core.counters["lost_functions"] == 1
+    assert m.lose(0) == []
+
+
+def test_a_state_that_is_taken_while_a_request_ends_holds_all_of_it() -> None:
+    """The call is open in it, with the tokens that have come."""
+    m = machine(turns=2)
+    m.end(m.attempt_of(0))
+    m.tokens(m.attempt_of(0), 5)
+    m.lose(0)
+    (group,) = snapshot.take(m.core, None)["waiting"]
+    (sample,) = group["samples"]
+    assert (sample["calls"], sample["open_call"]) == ([[0, 6, "length"]], 6)
+    assert np.frombuffer(sample["tokens"], "<i4").tolist() == list(range(10, 21))
+
+
+# ---------------------------------------------------------------- functions that have returned
+
+
+def test_a_reward_that_died_with_its_function_is_asked_for_again() -> None:
+    """The function runs again for what it returns; not a token is generated for that."""
+    m = machine(turns=2, auto_score=False)
+    for _ in range(2):
+        m.end(m.attempt_of(0))
+    assert m.sample(0).state is SampleState.SCORING
+    m.lose(0)
+    assert (m.started[0, 0], len(m.wants_score), m.core.counters["attempts"]) == (2, 2, 2)
+    m.score(m.sample(0).id)
+    assert only_batch(m) == [expected()]
+    assert m.core.context.lengths.generated.samples == 1
+
+
+def test_a_pause_before_the_next_try_of_a_reward_is_void() -> None:
+    """It was that of a function that is dead: no reward is asked for before the next one has returned."""
+    m = machine(auto_score=False, retry_pause_s=4.0)
+    m.end(m.attempt_of(0))
+    (retry,) = timers(m.post(ev.SampleFailed(m.sample(0).id, "judge away")), TimerKind.RETRY)
+    m.auto_call = False
+    m.lose(0)
+    assert m.post(ev.TimerFired(retry.timer)) == []
+    m.call(m.sample(0).id)
+    assert len(m.wants_score) == 2
+    m.score(m.sample(0).id)
+    assert only_batch(m) == [expected()]
+
+
+def test_finished_samples_keep_their_rewards() -> None:
+    """Only what is not finished runs again."""
+    m = machine(samples=2)
+    m.end(m.attempt_of(0, 0))
+    reward = m.sample(0, 0).reward
+    attempt = m.attempt_of(0, 1)
+    m.lose(0)
+    m.end(attempt, 3)
+    m.end(m.attempt_of(0, 1))
+    assert m.started == {(0, 0): 1, (0, 1): 2}
+    assert [s.reward for s in m.batches[0].samples] == [reward, 0.1]
+    assert only_batch(m) == [expected()] * 2
+
+
+def test_with_group_rewards_finished_samples_run_again_for_what_they_return() -> None:
+    """The reward of the group sees the returns of all: a sibling that begins again makes all run again."""
+    m = machine(samples=2, group_reward=True)
+    for _ in range(2):
+        m.end(min(m.in_flight))
+    assert len(m.wants_score) == 1
+    m.lose(0)
+    assert (m.started[0, 0], m.started[0, 1], len(m.wants_score)) == (2, 2, 2)
+    m.post(ev.Scored(0, [(0, 1.0), (1, 2.0)]))
+    assert [s.reward for s in m.batches[0].samples] == [1.0, 2.0]
+    assert only_batch(m) == [expected()] * 2
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_with_a_filter_the_verdict_is_asked_for_anew(judged: bool) -> None:
+    """Of what the functions return when they have run again; a verdict of before is void, and no token is made anew."""
+    m = machine(samples=2, has_filter=True)
+    m.end(m.attempt_of(0, 0))
+    if judged:
+        m.end(m.attempt_of(0, 1))
+    before, m.verdicts = m.verdicts, []
+    assert len(before) == judged
+    waits = [] if judged else [m.attempt_of(0, 1)]
+    m.lose(0)
+    for attempt in waits:
+        m.end(attempt)
+    (new,) = m.verdicts
+    for group, judgement in before:
+        m.post(ev.GroupJudged(group=group, judgement=judgement, keep=False))
+    assert m.core.buffer.groups[0].state is GroupState.JUDGED
+    m.post(ev.GroupJudged(group=0, judgement=new[1], keep=True))
+    assert m.core.counters["attempts"] == 2
+    assert only_batch(m) == [expected()] * 2
+    assert m.core.context.lengths.generated.samples == 2
+
+
+def test_a_group_that_counts_is_not_judged_again() -> None:
+    """It waits for its batch, whatever dies."""
+    m = machine(n=2, has_filter=True)
+    m.end(m.attempt_of(0))
+    m.post(ev.GroupJudged(group=0, judgement=m.verdicts[0][1], keep=True))
+    assert m.lose(0) == []
+    m.end(m.attempt_of(1))
+    m.post(ev.GroupJudged(group=1, judgement=m.verdicts[1][1], keep=True))
+    assert only_batch(m) == [expected()] * 2
+
+
+def test_with_a_quorum_the_cohort_stays_and_stragglers_begin_again() -> None:
+    """What the baselines are made of is fixed, and nobody is in two of them."""
+    m = machine(n=1, samples=4, group_quorum=0.75, has_filter=True, max_in_flight=4)
+    for index in range(3):
+        m.end(m.attempt_of(0, index))
+    m.post(ev.GroupJudged(group=0, judgement=m.verdicts[0][1], keep=True))
+    cohort = m.core.buffer.groups[0].cohort
+    attempt = m.attempt_of(0, 3)
+    m.tokens(attempt, 5)
+    m.lose(0)
+    m.end(attempt, 1)
+    m.end(m.attempt_of(0, 3))
+    assert m.started == {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 2}
+    assert len(m.verdicts) == 1
+    (batch,) = m.batches
+    assert len(batch.samples) == 4
+    assert len(cohort) == 3
+    m.check_ledger()
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+def evaluated(losses: tuple[int, ...]) -> tuple[Hosts, list[Any], set[Any]]:
+    """An evaluation of two prompts with functions of two calls, one of them at a time, beside training.
+
+    ``losses``: requests in whose middle their host dies. Its responses, and with which seed each of their tokens came.
+    """
+    m = machine(turns=2)
+    prompts = [Prompt(np.array([5, 6], np.int32))] * 2
+    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=1000), "seed": 3, "functions_at_once": 1}
+    m.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, **asked))
+    m.finish_aborts()
+    seeds, step = set(), 0
+    while theirs := [a for a in m.in_flight.values() if a.sample.evaluation is not None]:
+        (attempt,), step = theirs, step + 1
+        seeds.add((attempt.sample.key, len(attempt.token_ids), attempt.sampling.seed))
+        m.tokens(attempt.id, 4)
+        if step in losses:
+            m.lose(attempt.sample.id.group)
+        m.end(attempt.id, 1 if step in losses else 1000)
+    (done,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
+    return m, [(g.samples[0].tape.tokens.tolist(), g.samples[0].reward) for g in done.groups], seeds
+
+
+def test_an_evaluation_begins_again_and_answers_as_if_nothing_had_died() -> None:
+    """The same tokens by the same seeds; never more of its functions than it may run; training hears nothing of it."""
+    _, *undisturbed = evaluated(())
+    m, *disturbed = evaluated((2, 5))
+    assert disturbed == undisturbed
+    assert [tokens for tokens, _ in undisturbed[0]] == [expected()] * 2
+    assert m.core.counters["lost_functions"] == 0
+    for _ in range(2):
+        m.end(m.attempt_of(0))
+    assert m.batches[0].samples[0].tokens.tolist() == expected()
+    assert dropped(m) == {}
+
+
+def test_an_evaluation_begins_again_with_what_was_returned_to_a_dead_host() -> None:
+    """And with what was finished there: what its functions return is its answer, and nobody has that."""
+    m = Hosts(settings(n=1, samples=1, max_in_flight=4), lambda g, i: 20, engines=TWO, auto_score=False)
+    asked = {"n_samples": 2, "sampling": SamplingParams(max_tokens=1000), "seed": 3}
+    m.post(ev.EvaluationRequested(evaluation=1, prompts=[Prompt(np.array([5, 6], np.int32))] * 2, **asked))
+    samples = [a.sample for a in m.in_flight.values()]
+    for sample in samples[:3]:
+        m.end(m.attempt_of(*sample.id))
+    for sample in samples[:2]:
+        m.score(sample.id)
+    assert samples[0].group.state is GroupState.READY
+    running = m.attempt_of(*samples[3].id)
+    m.lose(samples[0].id.group, samples[3].id.group)
+    assert len(m.in_flight) == 4  # the one of before has its place until it ends
+    m.end(running, 1)
+    for sample in samples:
+        assert (sample.state, len(sample.tape)) == (SampleState.RUNNING, 0)
+        m.end(m.attempt_of(*sample.id))
+        m.score(sample.id)
+    (done,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
+    assert [s.tape.tokens.tolist() for g in done.groups for s in g.samples] == [expected()] * 4
+    assert set(m.started.values()) == {2}
+
+
+# ---------------------------------------------------------------- functions of which hosts die
+
+
+def test_a_function_whose_host_always_dies_fails_in_the_end() -> None:
+    """As one that raises at every try: it does not kill one host after the other for ever."""
+    m = machine(auto_call=False, max_attempt_failures=3, over=1)
+    for _ in range(2):
+        m.lose(0, died=True)
+        assert m.sample(0).state is SampleState.RUNNING
+    commands = m.lose(0, died=True)
+    (drop,) = (c for c in commands if isinstance(c, do.ReportDrop))
+    assert "3 hosts in a row died while its functions ran there" in drop.why
+    assert [c.sample.id for c in commands if isinstance(c, do.StartSample)] == [(1, 0)]
+    m.core.validate()
+
+
+def test_a_reward_whose_host_always_dies_fails_in_the_end() -> None:
+    """Rewards are functions, too."""
+    m = machine(auto_score=False, max_attempt_failures=2, has_reward=True, over=1)
+    m.end(m.attempt_of(0))
+    m.lose(0, died=True)
+    assert m.sample(0).state is SampleState.SCORING
+    commands = m.lose(0, died=True)
+    assert [c.group.id for c in commands if isinstance(c, do.ReportDrop)] == [0]
+
+
+@pytest.mark.parametrize("why", ["it waits for an answer", "the hosts have left"])
+def test_functions_that_hosts_did_not_die_of_go_on(why: str) -> None:
+    """What waits for a response does nothing; and nobody dies of a goodbye."""
+    m = machine(auto_call=why == "it waits for an answer", max_attempt_failures=2)
+    for _ in range(4):
+        m.lose(0, died=why == "it waits for an answer")
+        m.finish_aborts()
+    assert m.sample(0).state is SampleState.RUNNING
+    m.core.validate()
+
+
+class Thinking(Hosts):
+    """Functions that have their answer and compute, until the test lets them ask again."""
+
+    def _execute(self, command: do.Command) -> None:
+        if not isinstance(command, do.CallCompleted):
+            super()._execute(command)
+
+
+def test_a_function_that_gets_further_from_host_to_host_goes_on() -> None:
+    """It does not kill them: as long as tokens come between, nothing is counted."""
+    m = Thinking(settings(n=1, samples=1, max_attempt_failures=2), lambda g, i: 60, engines=TWO, turns=9)
+    m.post(ev.StepRequested())
+    for calls in range(1, 6):
+        m.end(m.attempt_of(0), FIRST_CALL)
+        assert len(m.sample(0).tape) == calls * FIRST_CALL
+        m.lose(0, died=True)
+        assert m.sample(0).open_call is None
+        m.functions[0, 0] = 0
+        m.call(m.sample(0).id)
+        while not m.in_flight:  # what it was answered before comes from the tape
+            m.functions[0, 0] = 0
+            m.call(m.sample(0).id)
+    m.core.validate()
+
+
+def test_an_evaluation_of_which_hosts_die_ends() -> None:
+    """It names the prompt, and says what has happened."""
+    m = machine(max_attempt_failures=2)
+    m.auto_call = False
+    prompts = [Prompt(np.array([1, 2], np.int32))]
+    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=30), "seed": 0}
+    m.post(ev.EvaluationRequested(evaluation=0, prompts=prompts, **asked))
+    m.finish_aborts()
+    (group,) = {key[0] for key in m.functions} - {0}
+    assert not [c for c in m.lose(group, died=True) if isinstance(c, do.EvaluationFailed)]
+    (failed,) = (c for c in m.lose(group, died=True) if isinstance(c, do.EvaluationFailed))
+    assert "2 hosts in a row died" in failed.error

@@ -1,0 +1,194 @@
+"""Group quorum in the core: what is delivered when, with which baseline, and what becomes of the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from core_machine import CoreMachine, settings
+
+from april.core import events as ev
+from april.core import snapshot
+from april.core.batch import Batch
+from april.core.completion_monitor import CompletionMonitor
+from april.core.settings import quorum_of
+from april.core.state import RolloutCore
+from april.core.types import DropReason, Group, OnFailedSample, Prompt, SampleState
+
+
+def machine(length: Any, *, n: int = 1, samples: int = 4, quorum: float = 0.75, **changes: Any) -> CoreMachine:
+    """A core with a quorum; everything in flight at once."""
+    values = {"max_in_flight": 64} | changes
+    return CoreMachine(settings(n=n, samples=samples, group_quorum=quorum, **values), length)
+
+
+def of(batch: Batch) -> list[tuple[int, int]]:
+    """The samples of a batch, as (group, index)."""
+    return [(s.id.group, s.id.index) for s in batch.samples]
+
+
+def end(m: CoreMachine, *samples: tuple[int, int]) -> None:
+    """Responses end, in this order."""
+    for key in samples:
+        m.end(next(a.id for a in m.in_flight.values() if tuple(a.sample.id) == key))
+
+
+@pytest.mark.parametrize(("share", "n", "k"), [(1.0, 8, 8), (0.5, 8, 4), (0.3, 10, 3), (0.51, 8, 5), (0.7, 10, 7)])
+def test_the_quorum_of_n(share: float, n: int, k: int) -> None:
+    """k = ceil(share * n), not one more where a float is a little too large."""
+    assert quorum_of(share, n) == k
+
+
+def test_a_batch_is_n_times_n_samples_of_groups_with_a_quorum() -> None:
+    """Finished samples wait for their quorum, not for their last sibling; stragglers follow when they are finished."""
+    m = machine(lambda g, i: 90 if i == 3 else 9, n=1, over=3)
+    m.post(ev.StepRequested())
+    end(m, (0, 0), (0, 1), (1, 0), (0, 2))
+    assert m.core.monitor.ready == 3
+    end(m, (1, 1), (1, 2))
+    m.finish_aborts()
+    assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert m.batches[0].group_sizes == (3, 1)
+    assert m.core.prompts.delivered == 0, "a prompt is settled with its last sample"
+
+    m.update()
+    m.post(ev.StepRequested())
+    end(m, (0, 3), (1, 3))
+    m.finish_aborts()
+    assert of(m.batches[1]) == [(1, 1), (1, 2), (1, 3), (0, 3)]
+    assert m.core.prompts.delivered == 2
+    m.check_ledger()
+
+
+def test_every_member_has_the_baseline_of_the_first_others() -> None:
+    """The first k by time of finishing, without itself; a straggler's are the first k - 1, whenever it comes."""
+    m = machine(lambda g, i: 9, n=1, over=2, samples=5, quorum=0.6)
+    m.post(ev.StepRequested())
+    end(m, (0, 4), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2))
+    m.finish_aborts()
+    m.update()
+    m.post(ev.StepRequested())
+    end(m, (0, 3), (1, 3), (1, 4))
+    m.finish_aborts()
+    assert len(m.batches) == 2
+    baselines = {tuple(s.id): [round(float(r), 3) for r in s.baseline_rewards] for b in m.batches for s in b.samples}
+    assert {key: value for key, value in baselines.items() if key[0] == 0} == {
+        (0, 4): [0.2, 0.0], (0, 2): [0.4, 0.0], (0, 0): [0.4, 0.2], (0, 1): [0.4, 0.2], (0, 3): [0.4, 0.2],
+    }  # fmt: skip
+
+
+def test_a_finished_sample_that_is_owed_makes_its_group_go_first() -> None:
+    """A sample at its bound cannot go before its quorum: its siblings go before all others, and the step waits."""
+    m = machine(lambda g, i: 9, n=1, samples=4, over=2, max_staleness=1)
+    m.post(ev.StepRequested())
+    end(m, (1, 0), (0, 0), (0, 1), (0, 2), (0, 3))
+    m.finish_aborts()
+    assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    m.update()
+    before = len(m.commands)
+    m.post(ev.StepRequested())
+    submitted = [c.attempt for c in m.commands[before:] if type(c).__name__ == "Submit"]
+    assert [(tuple(a.sample.id), a.urgent) for a in submitted[:4]] == [
+        ((1, 1), True), ((1, 2), True), ((1, 3), True), ((2, 0), False),
+    ]  # fmt: skip
+    end(m, (2, 0), (2, 1), (2, 2), (2, 3))
+    assert len(m.batches) == 1, "four are ready, and the one that is owed is not among them"
+    end(m, (1, 1), (1, 2))
+    m.finish_aborts()
+    assert (1, 0) in of(m.batches[1])
+
+
+def test_a_filter_judges_the_first_k() -> None:
+    """What finishes while the filter thinks counts with its verdict; a rejected group is dropped with all of it."""
+    m = machine(lambda g, i: 9, n=1, over=2, has_filter=True)
+    m.post(ev.StepRequested())
+    end(m, (0, 0), (0, 3), (0, 1))
+    (judge,) = [c for c in m.commands if type(c).__name__ == "JudgeGroup"]
+    assert [s.id.index for s in judge.group.first] == [0, 1, 3]
+    end(m, (0, 2))
+    assert m.core.monitor.ready == 0
+    m.post(ev.GroupJudged(group=0, judgement=judge.judgement, keep=False, error="away"))
+    again = [c for c in m.commands if type(c).__name__ == "JudgeGroup"][-1]
+    assert [s.id.index for s in again.group.first] == [0, 1, 3]
+    m.post(ev.GroupJudged(group=0, judgement=again.judgement, keep=True))
+    m.finish_aborts()
+    assert of(m.batches[0]) == [(0, 0), (0, 3), (0, 1), (0, 2)]
+    assert [index for index, _ in m.batches[0].samples[0].cohort] == [0, 3, 1]
+
+
+@pytest.mark.parametrize("policy", [OnFailedSample.REPLACE, OnFailedSample.SHRINK])
+@pytest.mark.parametrize("quorum", [1.0, 0.75])
+def test_a_sample_that_fails_costs_a_sample(policy: OnFailedSample, quorum: float) -> None:
+    """Its siblings are delivered; with replace there is a fresh one in its place, with shrink a smaller group."""
+    m = machine(
+        lambda g, i: 9, n=1, quorum=quorum, on_failed_sample=policy, max_attempt_failures=1, min_group_size=2
+    )
+    m.post(ev.StepRequested())
+    end(m, (0, 0), (0, 1))
+    m.post(ev.SampleFailed(m.core.buffer.groups[0].samples[3].id, "broken"))
+    m.finish_aborts()
+    replaced = policy is OnFailedSample.REPLACE
+    end(m, (0, 2), *([(0, 4)] if replaced else []))
+    if quorum < 1 and not replaced:  # three are no batch of four
+        end(m, (1, 0), (1, 1), (1, 2))
+        m.finish_aborts()
+    (batch,) = m.batches
+    assert of(batch)[:3] == [(0, 0), (0, 1), (0, 2)]
+    assert len(batch) == (3 if quorum == 1 and not replaced else 4)
+    assert {len(s.baseline_rewards) for s in batch.samples} == {3 if quorum == 1 and replaced else 2}
+    assert m.core.prompts.dropped == Counter()
+    m.check_ledger()
+
+
+@pytest.mark.parametrize("policy", [OnFailedSample.REPLACE, OnFailedSample.SHRINK])
+def test_a_group_of_which_too_many_fail_is_dropped(policy: OnFailedSample) -> None:
+    """Fewer than min_group_size, or n of them replaced: the prompt leaves by name."""
+    m = machine(lambda g, i: 9, quorum=1.0, on_failed_sample=policy, max_attempt_failures=1, min_group_size=3)
+    m.post(ev.StepRequested())
+    failures = 0
+    while 0 in m.core.buffer.groups:
+        sample = next(s for s in m.core.buffer.groups[0].members if s.state is SampleState.RUNNING)
+        m.post(ev.SampleFailed(sample.id, "broken"))
+        failures += 1
+        m.finish_aborts()
+    assert failures == (5 if policy is OnFailedSample.REPLACE else 2)
+    assert m.core.prompts.dropped == Counter({DropReason.FAILED: 1})
+    m.check_ledger()
+
+
+def test_restoring_into_whole_groups_is_refused_where_a_part_was_delivered() -> None:
+    """The rest of such a group has no whole group to be delivered with."""
+    m = machine(lambda g, i: 90 if i == 3 else 9, n=1, over=3)
+    m.post(ev.StepRequested())
+    end(m, (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+    m.finish_aborts()
+    m.update()
+    state = snapshot.take(m.core, None)
+    whole = RolloutCore(settings(n=1, samples=4, over=3), [s.limits for s in m.core.engines.states.values()])
+    with pytest.raises(Exception, match="counts in part"):
+        snapshot.restore(whole, state)
+
+
+def test_a_group_that_counts_since_a_restart_has_its_cohort_in_the_order_of_finishing() -> None:
+    """A smaller quorum completes it: a straggler's baseline is of those that were first, not of the lowest indices."""
+    m = machine(lambda g, i: 9, n=1, over=1, quorum=1.0)
+    m.post(ev.StepRequested())
+    end(m, (0, 2), (0, 0), (0, 1))
+    core = RolloutCore(settings(n=1, samples=4, group_quorum=0.75), [s.limits for s in m.core.engines.states.values()])
+    snapshot.restore(core, snapshot.take(m.core, None))
+    assert [index for index, _ in core.buffer.groups[0].cohort] == [2, 0, 1]
+
+
+def test_what_is_owed_goes_before_older_groups_and_the_rest_by_completion() -> None:
+    """Three samples are complete and two are delivered: the one in its last chance, and the one that was first."""
+    groups = [Group(number, Prompt(np.array([5], np.int32)), 2) for number in range(2)]
+    units = [*groups[0].samples, groups[1].samples[0]]
+    monitor = CompletionMonitor(target=2)
+    assert monitor.plan(zip(units, (5, 5, 0), strict=True), horizon=3) == [units[2]]
+    for since, unit in enumerate((units[1], units[0], units[2])):
+        unit.since = since
+        monitor.accept(unit)
+    assert monitor.take() == [units[1], units[2]]
+    assert list(monitor) == [units[0]]

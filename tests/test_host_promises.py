@@ -1,0 +1,352 @@
+"""What hosts are promised and what they promise: told once, told in order, told in time, and forgotten in the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from core_machine import settings
+from host_sides import SAMPLING, HostSides
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.tape import SegmentKind
+from april.core.types import Attempt, DropReason, EngineFinish, GenerationMode, Prompt
+from april.hosts import messages as wire
+from april.hosts.messages import (
+    ProtocolError,
+    ids_of,
+    logprobs_of,
+    of_plain_bytes,
+    packed,
+    plain_bytes,
+    why_not_plain,
+)
+
+
+def submitted(commands: list[do.Command]) -> list[Attempt]:
+    """The requests among them."""
+    return [c.attempt for c in commands if isinstance(c, do.Submit)]
+
+
+def started(commands: list[do.Command]) -> Any:
+    """The one sample whose function is to start."""
+    (start,) = (c for c in commands if isinstance(c, do.StartSample))
+    return start.sample
+
+
+def one_request(**changes: Any) -> tuple[HostSides, Attempt]:
+    """A step of one sample, which runs on the host."""
+    sides = HostSides(settings(**({"n": 1, "samples": 1, "has_reward": False} | changes)))
+    sides.pump.post(ev.StepRequested())
+    return sides, submitted(sides.down())[0]
+
+
+def function_at_work() -> tuple[HostSides, Any]:
+    """A step of one sample, whose function runs on the host."""
+    sides = HostSides(settings(n=1, samples=1), functions=True)
+    sides.pump.post(ev.StepRequested())
+    return sides, started(sides.down())
+
+
+def answered(sides: HostSides, sample: Any, count: int) -> None:
+    """The function's call gets so many tokens."""
+    sides.mirror.post(ev.CallMade(sample.id, SAMPLING))
+    sides.up()
+    (attempt,) = submitted(sides.down())
+    sides.ends(attempt, count)
+    sides.up()
+
+
+# -------------------------------------------------------------------- told twice
+
+
+def test_tokens_that_are_told_twice_count_once() -> None:
+    """A frame may come twice: what was told before is no news, and what follows still fits."""
+    sides, attempt = one_request()
+    sides.brings(attempt, 4)
+    sides.mirror.report()
+    frame = sides.mirror.take()
+    assert frame is not None
+    sides.hear(sides.desk.receive(frame))
+    sides.hear(sides.desk.receive(frame))
+    (running,) = sides.core.attempts.values()
+    assert running.tape.count == 4
+    sides.ends(attempt, 2)
+    sides.up()
+    (batch,) = sides.batches
+    assert batch.samples[0].tokens.tolist() == [10, 11, 12, 13, 14, 1]
+    assert sides.core.tokens.observed == 6
+
+
+def test_a_call_that_is_told_twice_is_made_once() -> None:
+    """After its answer as well, when another call would be possible."""
+    sides, sample = function_at_work()
+    sides.mirror.post(ev.CallMade(sample.id, SAMPLING))
+    frame = sides.mirror.take()
+    assert frame is not None
+    for _ in range(2):
+        sides.hear(sides.desk.receive(frame))
+    (attempt,) = submitted(sides.down())
+    sides.ends(attempt, 3)
+    sides.up()
+    sides.hear(sides.desk.receive(frame))
+    assert not submitted(sides.down())
+    assert len(sides.sample(attempt).calls) == 1
+
+
+# -------------------------------------------------------------------- told in order
+
+
+def test_new_weights_are_told_before_the_requests_under_them() -> None:
+    """A host checks the versions of what its engines bring: it knows the present one before it asks an engine."""
+    sides, attempt = one_request()
+    sides.ends(attempt)
+    sides.up()
+    sides.pump.post(ev.WeightsUpdated(sides.core.clock.current._replace(n=3), trained=0))
+    sides.pump.post(ev.StepRequested())
+    frame = sides.desk.take()
+    assert frame is not None
+    versions = [sides.mirror.current.n for item in sides.mirror.receive(frame) if isinstance(item, do.Submit)]
+    assert versions == [3]
+
+
+def test_what_came_under_two_versions_is_reported_in_parts() -> None:
+    """Each report says the versions of its own tokens only; together they are those of the response."""
+    sides, attempt = one_request(n=2, generation=GenerationMode.CONTINUOUS)
+    sides.brings(attempt, 4)
+    sides.mirror.report()
+    sides.up()
+    sides.brings(attempt, 2)
+    sides.pump.post(ev.WeightsUpdated(sides.core.clock.current._replace(n=1)))
+    sides.desk.say(wire.AskTapes(1))
+    sides.down()
+    sides.brings(attempt, 3)
+    sides.mirror.report()
+    sides.up()
+    core = sides.core.attempts[attempt.id]
+    assert core.tape.spans == attempt.tape.spans == [((0, 0), 6), ((0, 1), 3)]
+
+
+# -------------------------------------------------------------------- what a host knows of a response
+
+
+def test_a_sample_that_begins_again_has_no_tokens_on_its_host() -> None:
+    """What the core has dropped is gone there as well, and the function's first request has the prompt alone."""
+    sides, sample = function_at_work()
+    answered(sides, sample, 5)
+    sides.down()
+    assert len(sample.tape) == 5
+    sides.mirror.post(ev.SampleFailed(sample.id, "raised"))
+    sides.up()
+    again = started(sides.down())
+    assert again.id == sample.id
+    assert len(again.tape) == again.seen == 0
+    sides.mirror.post(ev.CallMade(again.id, SAMPLING))
+    sides.up()
+    (attempt,) = submitted(sides.down())
+    assert attempt.token_ids.tolist() == [1, 2, 0]
+    assert sides.core.tokens.dropped[DropReason.FAILED] == 5
+
+
+def test_a_function_that_begins_again_has_seen_nothing() -> None:
+    """Its host died after three of nine tokens were answered: the core answers from the tape, call by call."""
+    sides, sample = function_at_work()
+    answered(sides, sample, 3)
+    sides.down()
+    tool = np.array([77], np.int32)
+    conversation = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens, tool))
+    sides.mirror.post(ev.CallMade(sample.id, SAMPLING, conversation))
+    sides.up()
+    (attempt,) = submitted(sides.down())
+    sides.brings(attempt, 5)
+    sides.pump.post(ev.FunctionsLost([sample.id.group]))
+    assert any(isinstance(c, do.Abort) for c in sides.down())
+    sides.abort_all()
+    sides.up()
+    again = started(sides.down())
+    assert (again.seen, len(again.tape)) == (0, 9)
+    sides.mirror.post(ev.CallMade(again.id, SAMPLING))
+    sides.up()
+    (answer,) = (c for c in sides.down() if isinstance(c, do.CallCompleted))
+    assert answer.call.sample.seen == 3
+    sides.mirror.post(ev.CallMade(again.id, SAMPLING, conversation))
+    sides.up()
+    (rest,) = (a for a in submitted(sides.down()) if a.id != attempt.id)
+    assert rest.token_ids.tolist() == [*conversation.tolist(), *again.tape.tokens[4:].tolist()]
+    assert [s.kind for s in again.tape.segments] == [
+        SegmentKind.GENERATED, SegmentKind.ENVIRONMENT, SegmentKind.GENERATED,
+    ]  # fmt: skip
+
+
+def test_an_evaluation_numbers_its_prompts_from_0_on_hosts_too() -> None:
+    """Engines and functions see the same key, and draw the same seeds, wherever a sample runs."""
+    sides, attempt = one_request(max_in_flight=2)
+    sides.ends(attempt)
+    sides.up()
+    for number in (1, 2):
+        prompts = [Prompt(np.array([3, i], np.int32), {}, 0, i) for i in range(2)]
+        sides.pump.post(
+            ev.EvaluationRequested(evaluation=number, prompts=prompts, n_samples=1, sampling=SAMPLING, seed=number)
+        )
+        asked = submitted(sides.down())
+        assert [a.sample.key for a in asked] == [(0, 0), (1, 0)]
+        assert [a.sample.key for a in asked] == [sides.desk.attempts[a.id].sample.key for a in asked]
+        for one in asked:
+            sides.ends(one)
+        sides.up()
+
+
+@pytest.mark.parametrize("functions", [True, False])
+@pytest.mark.parametrize("data", [{"answer": 42, "image": b"\0"}, {"environment": object()}], ids=["plain", "object"])
+def test_the_data_of_a_prompt_go_where_functions_run(data: dict[str, Any], functions: bool) -> None:
+    """A host that only generates gets tokens; what cannot travel at all does not cost a host."""
+    sides = HostSides(settings(n=1, samples=1), functions=functions)
+    sides.data = data
+    sides.pump.post(ev.StepRequested())
+    (command,) = sides.down()
+    assert isinstance(command, (do.StartSample, do.Submit))
+    sample = command.sample if isinstance(command, do.StartSample) else command.attempt.sample
+    assert sample.group.prompt.data == (data if functions and "answer" in data else {})
+
+
+# -------------------------------------------------------------------- ends
+
+
+def test_an_evaluation_is_over_when_its_last_request_has_ended() -> None:
+    """Also one whose function was lost meanwhile: the weight update that follows finds nothing in flight."""
+    sides, attempt = one_request(max_in_flight=4)
+    sides.ends(attempt)
+    sides.up()
+    prompts = [Prompt(np.array([3, 4], np.int32), {}, 0, 0)]
+    sides.pump.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, n_samples=1, sampling=SAMPLING, seed=1))
+    (old,) = submitted(sides.down())
+    sides.pump.post(ev.FunctionsLost([old.sample.id.group]))
+    (new,) = submitted(sides.down())
+    assert new.id != old.id
+    sides.ends(new)
+    sides.up()
+    assert not any(isinstance(c, do.EvaluationDone) for c in sides.others)
+    sides.pump.post(ev.UpdateRequested(update=1, path="weights", trained=0))
+    assert not any(isinstance(c, do.PauseEngine) for c in sides.down())
+    sides.mirror.post(ev.AttemptEnded.of(old, EngineFinish.ABORT))
+    sides.up()
+    assert any(isinstance(c, do.EvaluationDone) for c in sides.others)
+    assert any(isinstance(c, do.PauseEngine) for c in sides.down())
+
+
+def test_a_fenced_request_is_told_as_one() -> None:
+    """Its engine did not end it in time: the core deals with the engine, not only with the request."""
+    sides, attempt = one_request()
+    sides.desk.execute(do.Fence("h/e0", (attempt.id,)))
+    (fence,) = sides.down()
+    assert isinstance(fence, do.Fence)
+    assert fence.engine == "e0"
+    sides.brings(attempt, 2)
+    sides.mirror.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
+    frame = sides.mirror.take()
+    assert frame is not None
+    (event,) = sides.desk.receive(frame)
+    assert isinstance(event, ev.AttemptEnded)
+    assert event.fenced
+    assert event.counts.spans == ((sides.core.clock.current, 2),)
+    assert not sides.desk.fenced
+
+
+def test_a_lost_host_ends_the_calls_of_its_engines() -> None:
+    """A weight update does not wait for who is gone; the error is the engine's, with the host in it."""
+    sides, attempt = one_request()
+    sides.ends(attempt)
+    sides.up()
+    sides.pump.post(ev.UpdateRequested(update=1, path="weights", trained=0))
+    (call,) = (c for c in sides.down() if isinstance(c, (do.PauseEngine, do.LoadEngine)))
+    assert call.engine == "e0"
+    events = list(sides.desk.lost("killed"))
+    assert [e.call for e in events if isinstance(e, ev.EngineCallEnded)] == [call.call]
+    assert str(sides.errors[call.call]) == "host h is gone: killed"
+    sides.hear(iter(events))
+    sides.core.validate()
+
+
+# -------------------------------------------------------------------- nothing stays
+
+
+def test_nobody_remembers_what_is_delivered() -> None:
+    """A long run has as much in its desks and hosts as is undelivered."""
+    sides, sample = function_at_work()
+    answered(sides, sample, 3)
+    sides.down()
+    sides.mirror.post(ev.SampleReturned(sample.id))
+    sides.up()
+    sides.down()
+    sides.mirror.post(ev.Scored(0, [(0, 1.0)]))
+    sides.up()
+    assert sides.batches
+    sides.down()
+    desk, mirror = sides.desk, sides.mirror
+    for known in (
+        desk._groups, desk._known, desk.attempts, desk._judged,
+        mirror._groups, mirror._attempts, mirror._reported, mirror._brought, mirror._runs, mirror._turns,
+    ):  # fmt: skip
+        assert not known
+
+
+def test_a_group_that_is_settled_ends_what_runs_for_it_on_its_host() -> None:
+    """The function of a sample that nobody waits for is cancelled there, and says nothing any more."""
+    sides, sample = function_at_work()
+    items = list(sides.mirror.receive(wire.encode([wire.Forget(0)])))
+    assert items == [do.CancelSample(sample), (sample.id,)]
+    sides.mirror.post(ev.SampleFailed(sample.id, "cancelled"))
+    assert sides.mirror.take() is None
+
+
+# -------------------------------------------------------------------- what users give
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+ODD = {
+    "a tuple": {"x": (1, 2)},
+    "a set": {"x": {1}},
+    "an array": {"x": np.zeros(2)},
+    "a number of numpy's": {"x": np.int64(3)},
+    "a key": {3: "x"},
+    "a deeper key": {"x": {(1, 2): 3}},
+    "a large number": {"x": 1 << 70},
+    "half a character": {"x": "\ud800"},
+    "a cycle": {"x": CYCLE},
+    "an enum": {"x": EngineFinish.STOP},
+}
+
+
+@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
+def test_data_that_would_arrive_as_another_thing_does_not_travel(data: dict[str, Any]) -> None:
+    """A function on a host sees what it would see in the scheduler's process, or runs there."""
+    assert why_not_plain(data)
+
+
+@pytest.mark.parametrize("data", [{}, {"a": [1, -2.5, None, True, "\u20ac", b"\xff"], "b": {"c": {1: float("inf")}}}])
+def test_plain_data_travels_as_it_is(data: dict[str, Any]) -> None:
+    """Numbers, strings, bytes, lists and mappings."""
+    assert why_not_plain(data) is None
+    assert of_plain_bytes(plain_bytes(data)) == data
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xc1", b"\x91" * 5000, b"\x01\x01"])
+def test_an_output_that_cannot_be_read_is_refused(noise: bytes) -> None:
+    """It cuts the host off, and nothing else."""
+    with pytest.raises(ProtocolError):
+        of_plain_bytes(noise)
+
+
+# -------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize(("read", "dtype"), [(ids_of, np.int32), (logprobs_of, np.float32)])
+def test_arrays_arrive_as_they_were_and_may_be_written_to(read: Any, dtype: Any) -> None:
+    """A trainer may change its batch in place."""
+    array = np.array([0, 1, -2, 7], dtype)
+    there = read(packed(array))
+    assert there.dtype == dtype
+    assert there.tolist() == array.tolist()
+    there[0] = 5

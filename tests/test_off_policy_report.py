@@ -1,0 +1,215 @@
+"""How far a batch is off its weights: effective sample size and KL against plain Python, ages, and the guard."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_machine import CoreMachine, settings
+from test_page_examples import DOCS, blocks
+
+import april
+from april.core.batch import Batch, DeliveredSample
+from april.core.types import FinishReason, SampleId
+
+Spans = list[tuple[april.PolicyVersion | None, int]]
+"""(version, tokens); None: of a tool."""
+
+V = april.PolicyVersion
+NOW = V(0, 5)
+
+
+def delivered(index: int, spans: Spans, rng: random.Random) -> DeliveredSample:
+    """A response of these spans."""
+    segments, start = [], 0
+    for version, count in spans:
+        kind = april.SegmentKind.ENVIRONMENT if version is None else april.SegmentKind.GENERATED
+        segments.append(april.Segment(start, count, version or V(0, 0), kind, "a", "e", 1.0))
+        start += count
+    generated = np.repeat([v is not None for v, _ in spans], [c for _, c in spans])
+    logprobs = np.array([-rng.expovariate(1) if g else 0.0 for g in generated], np.float32)
+    return DeliveredSample(
+        id=SampleId(0, index), prompt=april.Prompt(np.zeros(1, np.int32)), tokens=np.zeros(start, np.int32),
+        logprobs=logprobs, loss_mask=generated.astype(np.uint8), segments=tuple(segments), staleness=0, reward=0.0,
+        cohort=(), finish=FinishReason.STOP, attempts=1, resumes=0,
+    )  # fmt: skip
+
+
+def batch_of(rows: list[Spans], version: V = NOW, **changes: Any) -> Batch:
+    rng = random.Random(3)
+    samples = tuple(delivered(i, spans, rng) for i, spans in enumerate(rows))
+    return Batch(id=4, version=version, samples=samples, group_sizes=(), **({"metrics": {}} | changes))
+
+
+ROWS: list[Spans] = [
+    [(V(0, 3), 4), (None, 2), (V(0, 5), 3)],
+    [(V(0, 5), 6)],
+    [(None, 3)],
+    [(V(0, 4), 2), (V(0, 5), 1), (None, 1), (V(0, 5), 4)],
+]
+
+
+def recomputed(batch: Batch, spread: float = 0.5) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A trainer's log-probabilities, apart from those of the batch; NaN where they do not matter."""
+    arrays = batch.padded()
+    noise = np.random.default_rng(1).normal(0, spread, arrays["logprobs"].shape)
+    return np.where(arrays["loss_mask"] == 1, np.minimum(arrays["logprobs"] + noise, 0.0), math.nan)
+
+
+def kish(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+def expected(batch: Batch, logprobs: Any) -> dict[str, float]:
+    """The report in plain Python, token by token."""
+    by_age: dict[int | None, list[float]] = {}
+    products = []
+    for row, sample in enumerate(batch.samples):
+        product, trained = 1.0, False
+        for t in range(len(sample.tokens)):
+            if not sample.loss_mask[t]:
+                continue
+            w = math.exp(float(logprobs[row, t])) / math.exp(float(sample.logprobs[t]))
+            age = batch.trained_at.n - int(sample.versions[t, 1])
+            by_age.setdefault(None, []).append(w)
+            by_age.setdefault(age, []).append(w)
+            product, trained = product * w, True
+        if trained:
+            products.append(product)
+    found = {"ess_response": kish(products)}
+    for age, ws in by_age.items():
+        prefix = "" if age is None else f"age_{age}/"
+        found |= {
+            f"{prefix}ess_token": kish(ws), f"{prefix}tokens": len(ws),
+            f"{prefix}kl_k1": sum(-math.log(w) for w in ws) / len(ws),
+            f"{prefix}kl_k3": sum(w - 1 - math.log(w) for w in ws) / len(ws),
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("out", [0.0, 2.0])
+def test_the_report_in_plain_python(out: float) -> None:
+    """In all and by age; ages count from where the batch is trained, so batches that are out make tokens older."""
+    batch = batch_of(ROWS, metrics={"batches_out": out})
+    logprobs = recomputed(batch)
+    report = april.off_policy_report(batch, logprobs)
+    assert report == pytest.approx(expected(batch, logprobs), rel=1e-9)
+    assert {name.partition("/")[0] for name in report if "/" in name} == {f"age_{a + int(out)}" for a in (0, 1, 2)}
+    assert all(type(value) is float for value in report.values())
+    json.dumps(report, allow_nan=False)
+    flat = logprobs[batch.padded()["response_mask"] == 1]
+    for given in (flat, torch.from_numpy(logprobs).requires_grad_(), torch.from_numpy(flat)):
+        assert april.off_policy_report(batch, given) == report
+
+
+def test_kl_of_a_known_distribution() -> None:
+    """Both estimators of 200,000 tokens are the exact KL(q, p), not KL(p, q)."""
+    q, p = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.1, 0.4])
+    drawn = np.random.default_rng(5).choice(3, 200_000, p=q)
+    batch = batch_of([[(V(0, 5), len(drawn))]])
+    batch.samples[0].logprobs[:] = np.log(q)[drawn]
+    report = april.off_policy_report(batch, np.log(p)[drawn])
+    exact = float((q * np.log(q / p)).sum())
+    assert float((p * np.log(p / q)).sum()) > 1.3 * exact
+    assert (report["kl_k1"], report["kl_k3"]) == pytest.approx((exact, exact), abs=0.006)
+    assert report["ess_token"] == pytest.approx(1 / float((p * p / q).sum()), rel=0.01)
+
+
+def test_on_policy_and_nothing_to_train() -> None:
+    """The same log-probabilities: everything counts, no KL. Without loss or rows: no tokens, and no guard."""
+    batch = batch_of(ROWS)
+    report = april.off_policy_report(batch, batch.padded()["logprobs"], min_effective_sample_size=1.0)
+    assert [report[k] for k in ("ess_token", "ess_response", "kl_k1", "kl_k3")] == [1.0, 1.0, 0.0, 0.0]
+    for empty in (batch_of([[(None, 3)]]), batch_of([])):
+        zeros = empty.padded()["logprobs"]
+        assert april.off_policy_report(empty, zeros, min_effective_sample_size=1.0) == {"tokens": 0.0}
+        assert empty.token_ages.tolist() == [0] * int(empty.lengths.sum())
+
+
+def test_ratios_that_overflow_stay_numbers() -> None:
+    """One token at e^1000 times its probability: it is the whole sample, and every figure is finite."""
+    batch = batch_of([[(V(0, 5), 4)]])
+    batch.samples[0].logprobs[:] = [-1000.0, -1.0, -1.0, -1.0]
+    report = april.off_policy_report(batch, np.full((1, 4), -1.0))
+    assert report["ess_token"] == pytest.approx(0.25)
+    assert all(map(math.isfinite, report.values()))
+
+
+def test_ages_over_a_restart() -> None:
+    """Tokens of the abandoned branch: the way back to the branch point, and the way since."""
+    batch = batch_of([[(V(0, 4), 1), (V(0, 7), 2), (None, 1), (V(1, 5), 1), (V(1, 6), 1)]], V(1, 6), branches={0: 5})
+    assert batch.token_ages.tolist() == [2, 3, 3, 0, 1, 0]
+
+
+def test_ages_of_the_core() -> None:
+    """In batches of the core the oldest token of each sample is as old as the core says."""
+    machine = CoreMachine(settings(n=2, samples=2, over=4), lambda g, i: 3 + 9 * ((g + i) % 3))
+    rng, seen = random.Random(0), set()
+    for _ in range(8):
+        batch = machine.step(rng)
+        ends = np.cumsum(batch.lengths)
+        ages = [int(a.max()) for a in np.split(batch.token_ages, ends[:-1])]
+        assert ages == [s.staleness for s in batch.samples]
+        assert float((batch.token_ages > 0).mean()) == pytest.approx(batch.off_policy_share)
+        seen |= set(ages)
+        machine.update()
+    assert len(seen) > 1
+
+
+def test_the_guard() -> None:
+    """Below the limit the trainer stops, with a sentence that names batch, limit and ages; the report comes with it."""
+    batch = batch_of(ROWS)
+    logprobs = recomputed(batch)
+    report = april.off_policy_report(batch, logprobs)
+    found = report["ess_token"]
+    assert april.off_policy_report(batch, logprobs, min_effective_sample_size=found) == report
+    with pytest.raises(april.OffPolicyError, match=r"batch 4 .*0\.\d{3} of its tokens.*at age 0, .*max_staleness") as e:
+        april.off_policy_report(batch, logprobs, min_effective_sample_size=found + 1e-9)
+    assert e.value.report == report
+    assert f"{report['age_2/ess_token']:.3f} at age 2" in str(e.value)
+
+
+def test_what_is_refused() -> None:
+    """Other shapes, what is no log-probability, halves, limits: one sentence each."""
+    batch = batch_of(ROWS)
+    right = recomputed(batch)
+    with pytest.raises(ValueError, match=r"shape \[4, 8\]; give \[4, 9\] as .* or \[26\] as"):
+        april.off_policy_report(batch, right[:, :-1])
+    for wrong in (math.nan, -math.inf, 0.5):
+        with pytest.raises(ValueError, match=f"logprobs holds {wrong:g} for one of 1 tokens"):
+            april.off_policy_report(batch, np.where(np.arange(9) + np.arange(4)[:, None] == 0, wrong, right))
+    with pytest.raises(ValueError, match="too coarse"):
+        april.off_policy_report(batch, torch.from_numpy(right).bfloat16())
+    for limit in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
+            april.off_policy_report(batch, right, min_effective_sample_size=limit)
+
+
+def test_corrections_as_on_the_page() -> None:
+    """The block runs as it stands: on-policy, the loss is the mean over the tokens; the keys are those on the page."""
+    block, guard = blocks(DOCS / "corrections.md")
+    batch = batch_of(ROWS)
+    space: dict[str, Any] = {
+        "april": april, "batch": batch, "model": None, "loss_per_token": torch.ones(batch.padded()["logprobs"].shape),
+        "log_probabilities": lambda model, arrays: arrays["logprobs"].clone().requires_grad_(),
+    }  # fmt: skip
+    exec(compile(block, "corrections.md", "exec"), space)  # noqa: S102 - of the page
+    assert float(space["loss"]) == pytest.approx(1.0)
+    lowered: list[str] = []
+    batch = batch_of([[(V(0, 3), 400)]] * 4)
+    rollouts = SimpleNamespace(lower_staleness=lambda: lowered.append("once"))
+    space |= {"batch": batch, "logprobs": recomputed(batch, 3.0), "rollouts": rollouts}
+    exec(compile(guard, "corrections.md", "exec"), space)  # noqa: S102 - of the page
+    assert lowered == ["once"]
+    assert space["report"]["ess_token"] < 0.3
+    page = (DOCS / "corrections.md").read_text("utf-8")
+    assert {n for n in space["metrics"] if "/" not in n or n.startswith("age_2")} == {
+        name for name in ("ess_token", "ess_response", "kl_k1", "kl_k3", "tokens", "age_2/ess_token", "age_2/kl_k1",
+                          "age_2/kl_k3", "age_2/tokens") if f"`{name}`" in page
+    }  # fmt: skip

@@ -1,0 +1,191 @@
+"""``april plan``: the best settings for a workload, found by simulating few of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import april
+from april.cli import app
+from april.core.types import Refill
+from april.errors import RecordError
+from april.record.file import RunRecord
+from april.simulate import plan as planning
+from april.simulate.observed import workload_of
+from april.simulate.plan import BRIEF, SAME, Row, choose, coarse, expect, front, neighbours, plan
+from april.simulate.plan_show import settings
+from april.simulate.simulation import Simulation
+from april.simulate.trainer import Placement
+from april.simulate.workload import Schedule, Workload
+
+SMALL = Workload(groups=8, samples=4, engines=2, max_response_len=2000, median_len=500)
+
+
+def row(over: int, speed: float, share: float, **changes: Any) -> Row:
+    """One with N' groups."""
+    return Row(
+        schedule=Schedule(over, Refill.NONE, 8 * over), tokens_per_s=speed, off_policy_share=share,
+        staleness_mean=share, staleness_max=1, step_s=1.0, held_tokens=0.0, long=True, **changes,
+    )  # fmt: skip
+
+
+def test_the_fastest_within_the_limit_is_chosen() -> None:
+    """Of those as fast the youngest; without one within the limit the youngest of all."""
+    sync, some, more, most = row(8, 1.0, 0.0), row(10, 1.5, 0.3), row(16, 2.0, 0.7), row(24, 2.0 + SAME, 0.9)
+    rows = [sync, some, more, most]
+    assert choose(rows, 1.0) is more
+    assert choose(rows, 0.7) is more
+    assert choose(rows, 0.69) is some
+    assert choose([*rows, row(9, 1.6, 0.5)], 0.6).schedule.over == 9
+    assert choose(rows, 0.0) is sync
+    assert choose(rows[1:], 0.1) is some
+
+
+def test_the_front_has_nothing_that_another_beats() -> None:
+    """In both, speed and age."""
+    beaten = row(12, 1.4, 0.5)
+    rows = [row(8, 1.0, 0.0), beaten, row(16, 2.0, 0.7), row(10, 1.5, 0.3)]
+    assert [r.tokens_per_s for r in front(rows)] == [2.0, 1.5, 1.0]
+    assert beaten not in front(rows)
+
+
+def test_candidates_keep_the_bound() -> None:
+    """What the configuration refuses under a small max_staleness is none, nor is a quorum without more in work."""
+    tight = replace(SMALL, max_staleness=1)
+    assert max(s.over for s in coarse(SMALL)) == 24
+    assert max(s.over for s in coarse(tight)) == 16
+    for workload in (SMALL, tight):
+        for schedule in coarse(workload):
+            workload.core_settings(schedule)
+            assert schedule.quorum == 1.0 or schedule.over > workload.groups or schedule.refill is Refill.SAMPLE
+    first, *_ = coarse(SMALL)
+    assert (first.over, first.refill, first.quorum) == (8, Refill.NONE, 1.0)
+    separate = replace(SMALL, train_time="1x")
+    assert {s.continuous for s in coarse(separate)} == {None, 5}
+
+
+def test_neighbours_are_half_way_and_new() -> None:
+    """To both sides, and with the other quorums; none twice."""
+    tried = coarse(SMALL)
+    best = SMALL.one_shot(12)
+    found = neighbours(SMALL, best, tried, (1.0, 0.75))
+    assert [(s.over, s.quorum) for s in found] == [(11, 1.0), (14, 1.0), (12, 0.75)]
+    assert neighbours(SMALL, best, [*tried, *found], (1.0, 0.75)) == [SMALL.one_shot(13)]
+    refill = next(s for s in tried if s.refill is Refill.SAMPLE and s.in_flight == 32)
+    assert [s.in_flight for s in neighbours(SMALL, refill, tried, (1.0,))] == [24, 40]
+
+
+def landscape(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+    """As if N' = 13 with a quorum of 0.75 were best."""
+    one_shot = schedule.refill is Refill.NONE
+    speed = 1.0 - abs(schedule.over - 13) / 40 - abs(schedule.quorum - 0.75) / 10 if one_shot else 0.5
+    return replace(row(8, speed, 0.5), schedule=schedule, long=(steps, ramp) == planning.LONG)
+
+
+def test_the_search_goes_up_the_hill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all is found with a third of the runs; progress ends where it says."""
+    runs: list[tuple[Schedule, int]] = []
+
+    def run(job: tuple[Workload, Schedule, int, int]) -> Row:
+        runs.append((job[1], job[2]))
+        return landscape(*job)
+
+    monkeypatch.setattr(planning, "_expect", run)
+    told: list[tuple[int, int]] = []
+    found = plan(SMALL, progress=lambda done, total: told.append((done, total)))
+    assert (found.best.schedule.over, found.best.schedule.quorum) == (13, 0.75)
+    assert found.best.long
+    assert found.sync.schedule.over == 8
+    assert len(runs) < 32
+    assert told[-1] == (len(runs), len(runs))
+    assert all(done <= total for done, total in told)
+    with pytest.raises(ValueError, match=r"max_off_policy_share=1\.5 is a share"):
+        plan(SMALL, max_off_policy_share=1.5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_brief_run_says_what_a_long_one_does(seed: int) -> None:
+    """Where places are full, within 1 %: the lengths that happen to fall into it do not count."""
+    workload, refill = replace(SMALL, seed=seed), Schedule(8, Refill.SAMPLE, 32)
+    brief, long = expect(workload, refill, *BRIEF), expect(workload, refill, 160, 10)
+    assert brief.tokens_per_s == pytest.approx(long.tokens_per_s, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with N' = 12, and a trainer that takes 3 s on the same GPUs."""
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    simulation = Simulation(
+        SMALL.core_settings(SMALL.one_shot(12)), SMALL.cost, SMALL.lengths, engines=2, prompt_len=SMALL.prompt_len,
+        train_s=3.0, record=RunRecord(path),
+    )  # fmt: skip
+    simulation.run(60)
+    simulation.close()
+    return path
+
+
+def test_a_record_is_planned_for_as_the_run_was(record: Path) -> None:
+    """Batch, engines, costs, lengths, trainer: the expectation for its own settings is what it did, within 10 %."""
+    seen = workload_of(record)
+    assert (seen.groups, seen.samples, seen.engines, seen.prompt_len) == (8, 4, 2, SMALL.prompt_len)
+    assert seen.train_s == pytest.approx(3.0, rel=0.01)
+    assert seen.placement is Placement.COLOCATED
+    steps = seen.cost.step_s(8, 8 * 500) / SMALL.cost.step_s(8, 8 * 500)
+    assert steps == pytest.approx(1.0, rel=0.05)
+    lines = [json.loads(line) for line in record.read_text().splitlines() if '"Batch"' in line]
+    took = (lines[-1][0] - lines[9][0]) / (len(lines) - 10)
+    assert expect(seen, seen.one_shot(12), 60, 10).step_s == pytest.approx(took, rel=0.1)
+
+
+def test_the_command(record: Path, tmp_path: Path) -> None:
+    """A record or a file of lengths: a table, and a configuration that april takes; mistakes in a sentence."""
+    out = tmp_path / "plan"
+    result = CliRunner().invoke(app, ["plan", str(record), "--processes", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "N' = 8" in result.output
+    written = json.loads((out / "plan.json").read_text())
+    assert written["best"]["tokens_per_s"] > 1.2 * written["sync"]["tokens_per_s"]
+    config = april.Config.from_yaml(out / "plan.yaml")
+    assert (config.rollout_batch_size, config.n_samples_per_prompt) == (8, 4)
+    assert (out / "plan.png").stat().st_size > 10_000
+    wrong = CliRunner().invoke(app, ["plan", str(record), "--gpu", "h100"])
+    assert wrong.exit_code == 2
+    assert "leave out gpu" in " ".join(wrong.output.split())
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text("12\nmany\n")
+    wrong = CliRunner().invoke(app, ["plan", str(lengths)])
+    assert wrong.exit_code == 2
+    assert "line 2" in " ".join(wrong.output.split())
+    missing = CliRunner().invoke(app, ["plan", str(tmp_path / "nothing")])
+    assert missing.exit_code == 1
+    assert "cannot be read" in " ".join(missing.output.split())
+
+
+def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
+    """A plan from a handful of responses would be a guess."""
+    path = tmp_path / "short.jsonl"
+    simulation = Simulation(
+        SMALL.core_settings(SMALL.one_shot(8)), SMALL.cost, SMALL.lengths, engines=2, record=RunRecord(path)
+    )
+    with pytest.raises(RecordError):
+        workload_of(path)
+    simulation.run(1)
+    simulation.close()
+    assert workload_of(path).train_time is None
+
+
+def test_settings_say_what_was_chosen() -> None:
+    """Each schedule as the configuration that runs it."""
+    for schedule in (*coarse(SMALL), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
+        config = april.Config(**yaml.safe_load(settings(SMALL, replace(row(8, 1.0, 0.0), schedule=schedule))))
+        core = config.core_settings(has_reward=False, group_reward=False, run_id=0)
+        other = SMALL.core_settings(schedule)
+        for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):
+            if name != "over_sampling_batch_size" or schedule.refill is Refill.NONE:
+                assert getattr(core, name) == getattr(other, name), (name, schedule)

@@ -1,0 +1,315 @@
+"""Ranks that break the rule, fail, die or are interrupted: whoever is at fault is named on all, and nothing hangs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, drain, engine, names_of, raised, run_ranks
+
+import april
+from april.driver.user_code import inside_user_code
+from april.hosts.sockets import SocketLink
+from april.ranks import messages as say
+from april.ranks import scheduler
+from april.ranks.center import Center
+from april.ranks.member import Member
+from april.ranks.scheduler import RankScheduler
+
+
+def cut(rollouts: RankScheduler) -> None:
+    """What others see when this rank's process is killed."""
+    seat = rollouts._seat
+    if isinstance(seat, Member):
+        assert isinstance(seat._link, SocketLink)
+        links = [seat._link]
+    else:
+        links = [link for link in seat._links.values() if isinstance(link, SocketLink)]
+    seat._thread.call(lambda: [link._transport.abort() for link in links])
+
+
+def test_different_calls() -> None:
+    """A RankError on all, which names both calls; the state can still be taken."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        batch = rollouts.next_batch()
+        with pytest.raises(april.RankError, match="make different calls") as caught:
+            rollouts.weight_update(trained=batch.id) if rank else rollouts.next_batch()
+        with pytest.raises(april.RankError, match="make different calls"):
+            rollouts.next_batch()
+        return caught.value.ranks, str(caught.value), rank or len(rollouts.state_dict())
+
+    (ranks, sentence, there), (same, words, _) = run_ranks(program)
+    assert (same, words) == (ranks, sentence)
+    assert sorted(ranks) == [0, 1]
+    assert "rank 0 next_batch()" in sentence
+    assert "rank 1 weight_update(path=None, transfer=None, trained=0)" in sentence
+    assert there
+
+
+def test_different_configurations() -> None:
+    """Seen at the construction, on all."""
+    configs = [CONFIG.model_copy(update={"seed": rank}) for rank in range(2)]
+    for outcome in run_ranks(lambda rollouts, rank: None, configs=configs):
+        assert re.search(r"make different calls .*RankScheduler\(config ", str(raised(outcome)))
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_an_exception_ends_the_with_block_of_one_rank(culprit: int) -> None:
+    """The others are told its sentence, whatever they wait for."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        if rank == culprit:
+            raise ZeroDivisionError("a loss of nothing")
+        rollouts.next_batch()
+
+    outcomes = run_ranks(program, 3)
+    assert isinstance(outcomes.pop(culprit), ZeroDivisionError)
+    for outcome in outcomes:
+        assert str(raised(outcome)) == f"rank {culprit} has ended with an error: ZeroDivisionError: a loss of nothing"
+        assert outcome.ranks == (culprit,)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_says_which_rank_it_comes_of(culprit: int) -> None:
+    """A collective of the trainer's fails when another rank has ended: its own words name a socket."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        if rank == culprit:
+            raise ZeroDivisionError("a loss of nothing")
+        with suppress(april.RankError):
+            rollouts.next_batch()  # until the end of the other is known here
+        raise ConnectionError("closed by peer")
+
+    outcomes = run_ranks(program)
+    sentence = f"april: rank {culprit} has ended with an error: ZeroDivisionError: a loss of nothing"
+    assert isinstance(outcomes[1 - culprit], ConnectionError)
+    assert outcomes[1 - culprit].__notes__ == [sentence]
+    assert not hasattr(outcomes[culprit], "__notes__")
+
+
+def test_no_rank_is_missed_where_all_have_come_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every rank generates, and leaves when rank 0's scheduler has ended: nothing is said of hosts that are gone."""
+    monkeypatch.setattr(scheduler, "FAREWELL_S", PATIENCE_S)
+    outcomes = run_ranks(lambda rollouts, rank: len(rollouts.next_batch()), 3, engines=lambda rank: [engine()])
+
+    assert outcomes == [2, 2, 2]
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_dies_is_named_at_once(culprit: int) -> None:
+    """Its connections end: the others do not wait for it, also not in the middle of a call."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        if rank == culprit:
+            cut(rollouts)
+        rollouts.next_batch()
+
+    outcomes = run_ranks(program, 3)
+    outcomes.pop(culprit)
+    for outcome in outcomes:
+        assert f"rank {culprit} is gone: the connection was closed" in str(raised(outcome))
+        assert outcome.ranks == (culprit,)
+
+
+def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
+    """In the middle of generation; the state has everything, also the batch that nobody has got."""
+    hangs, dead = threading.Event(), threading.Event()
+
+    def stuck(prompt: april.Prompt, response: april.Response) -> float:
+        if prompt.position == 3:
+            hangs.set()
+            dead.wait(60)
+        return 1.0
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        if rank == 1:
+
+            def wait() -> None:
+                with pytest.raises(april.RankError):
+                    rollouts.next_batch()
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            assert hangs.wait(60)
+            cut(rollouts)
+            waiter.join(60)
+            return None
+        with pytest.raises(april.RankError, match="rank 1 is gone"):
+            rollouts.next_batch()
+        dead.set()
+        return rollouts.state_dict()
+
+    state, _ = run_ranks(program, reward=stuck)
+    again = run_ranks(lambda r, rank: (r.load_state_dict(state, transfer=lambda: None), drain(r)[0])[1])
+    assert sorted(name for batches in again for b in batches for name in names_of(b)) == [
+        (g, i) for g in range(8) for i in range(3)
+    ]
+
+
+def test_a_rank_that_never_comes() -> None:
+    """To its construction, or to a call: the others end after rank_timeout_s and name it."""
+    store = Store()
+
+    here = OnePlace(world_size=2, address="127.0.0.1:0", store=store, rank_timeout_s=0.3, rank_deadline_s=0.6)
+    with pytest.raises(april.RankError, match=r"rank 1 did not come to RankScheduler\(.* within 0.3 s") as caught:
+        RankScheduler(CONFIG, ranks=here, prompts=[[1]], reward=None)
+    assert caught.value.ranks == (1,)
+    there = OnePlace(rank=1, world_size=2, address="127.0.0.1:0", store=Store(), rank_timeout_s=0.1)
+    with pytest.raises(april.RankError, match=r"rank 0 has not said where it listens within 0\.1 s"):
+        RankScheduler(CONFIG, ranks=there)
+
+
+def test_rank_0_cannot_begin() -> None:
+    """Its ConfigError comes on all ranks: a wrong prompt argument, data that cannot travel, a wrong reward."""
+    for options, sentence in (
+        ({"prompts": 3}, "prompts"),
+        ({"reward": 3}, "reward must be a function"),
+        ({"prompts": [{"token_ids": [1], "at": np.float32(3)}]}, r"data of prompt 0 cannot .*\['at'\] is a float32"),
+        ({"prompts": [{"token_ids": [1], "pair": [(1, 2)]}]}, r"data\['pair'\]\[0\] is a tuple; use numbers, text"),
+    ):
+        for outcome in run_ranks(lambda rollouts, rank: None, **options):  # type: ignore[arg-type]
+            assert type(outcome) is april.ConfigError
+            assert re.search(sentence, str(outcome)), outcome
+
+
+def test_data_that_cannot_travel_later() -> None:
+    """A generator's prompts are seen when they are drawn: the error names the prompt on all ranks, and whoever goes on
+    gets the responses of all others."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        with pytest.raises(april.RolloutError) as caught:
+            rollouts.next_batch()
+        return str(caught.value), drain(rollouts)[0], rollouts.ledger()["prompts"].delivered
+
+    drawn = ({"token_ids": [1 + i], "n": {3} if i == 1 else i} for i in range(5))
+    outcomes = run_ranks(program, prompts=drawn)
+    for sentence, _, delivered in outcomes:
+        assert "the data of prompt 1 cannot go to another rank: data['n'] is a set" in sentence
+        assert delivered == 4
+    there = [s.prompt.position for _, batches, _ in outcomes for batch in batches for s in batch.samples]
+    assert sorted(there) == [position for position in (0, 2, 3, 4) for _ in range(3)]
+
+
+def test_an_interrupt_in_one_rank_loses_nothing() -> None:
+    """The call stays open for the others; made again it goes on, instead of it another one is refused."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        seat, first = rollouts._seat, True
+        name = "meet" if isinstance(seat, Center) else "next"
+        original = getattr(seat, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        setattr(seat, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.next_batch()
+        again = rollouts.next_batch()
+        first = rank == 1
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                rollouts.next_batch()
+            with pytest.raises(april.RankError, match=r"rank 1 .*commit\(0\)"):
+                rollouts.commit(0)
+        else:
+            try:
+                rollouts.next_batch()
+                rollouts.commit(0)
+            except april.RankError as error:
+                return again.id, error.ranks
+        return again.id, (1,)
+
+    for batch, ranks in run_ranks(program):
+        assert batch == 0
+        assert 1 in ranks
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_interrupt_in_a_transfer(culprit: int) -> None:
+    """It is as any other exception there: the others are told, the version stays, and all may update again."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        def transfer() -> None:
+            if rank == culprit:
+                raise KeyboardInterrupt
+
+        batch = rollouts.next_batch()
+        with pytest.raises(KeyboardInterrupt if rank == culprit else april.RankError) as caught:
+            rollouts.weight_update(transfer=transfer, trained=batch.id)
+        assert rank == culprit or f"the transfer of rank {culprit} raised KeyboardInterrupt" in str(caught.value)
+        return rollouts.version, rollouts.weight_update(transfer=lambda: None, trained=batch.id)
+
+    assert run_ranks(program) == [((0, 0), (0, 1))] * 2
+
+
+def test_calls_in_wrong_places() -> None:
+    """Inside of a user's function, on a closed scheduler, two at once: refused here, and nobody else is bothered."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        with inside_user_code(), pytest.raises(april.RolloutError, match="cannot be called inside"):
+            rollouts.next_batch()
+        rollouts._open = rollouts._enter("next_batch()")
+        with pytest.raises(april.RolloutError, match="was called while next_batch"):
+            rollouts.commit(0)
+        rollouts._open = None
+        rollouts.next_batch()
+        return rollouts
+
+    for rollouts in run_ranks(program):
+        with pytest.raises(april.SchedulerClosed):
+            rollouts.next_batch()
+        rollouts.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank 2 is none of 2"),
+        ({"rank": 0, "world_size": 2}, "need the address at which rank 0 listens and a token"),
+        ({"data_rank": 1, "data_size": 1}, "data_rank 1 of data_size 1"),
+        ({"data_size": 2}, "data_rank 0 of data_size 2 is not among 1 ranks"),
+        ({"rank_timeout_s": 0.0}, "must be above 0"),
+    ],
+)
+def test_ranks_that_cannot_be(numbers: dict[str, Any], sentence: str) -> None:
+    """Refused before anything starts."""
+    with pytest.raises(april.ConfigError, match=sentence):
+        april.Ranks(**numbers)
+
+
+def test_a_share_that_nobody_gets() -> None:
+    """Refused on all ranks."""
+    for outcome in run_ranks(lambda rollouts, rank: None, data={0: 0, 1: 0}, data_size=2):
+        assert type(outcome) is april.ConfigError
+        assert str(outcome) == "ranks: nobody has the data_rank 1, of data_size 2"
+
+
+def test_an_answer_on_its_way_is_not_taken_for_another_calls() -> None:
+    """Who was interrupted in a call and makes another one hears that they differ, not how the first one ended."""
+    member = Member(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
+    hear = member._frame
+    try:
+        member.arrive(0, "next_batch()")
+        member.arrive(0, "commit(0)")
+        member._thread.call(lambda: hear(say.encode(say.Step(0, "transfer", what="next_batch()"))))
+        member._thread.call(lambda: hear(say.encode(say.Answer(0, b"a batch", what="next_batch()"))))
+        member._thread.call(lambda: hear(say.encode(say.Broken("they differ", (1,)))))
+        with pytest.raises(april.RankError, match="they differ"):
+            member.next(0, 0)
+    finally:
+        member.close(None)

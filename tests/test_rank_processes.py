@@ -1,0 +1,108 @@
+"""Ranks as processes: killed, stopped, and under torchrun. Nothing hangs, and whoever is at fault is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import april
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def processes(count: int, deadline_s: float) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks, each of which has printed its share of the first batch and waits for a line."""
+    where = [f"127.0.0.1:{free_port()}", april.new_token(), str(deadline_s)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "ranks" / "one_of_several.py"), str(rank), str(count), *where],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        shares = [json.loads(line_of(process)) for process in started]
+        assert sorted(tuple(s) for share in shares for s in share) == [(g, i) for g in range(2) for i in range(3)]
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate(timeout=PATIENCE_S)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_9(victim: int) -> None:
+    """Of any rank, also of rank 0: the others say so at once, long before any deadline, and end."""
+    with processes(3, deadline_s=600.0) as ranks:
+        others = [process for rank, process in enumerate(ranks) if rank != victim]
+        go_on(others[0])  # waits in its call when it happens; the other one comes to it afterwards
+        ranks[victim].send_signal(signal.SIGKILL)
+        ranks[victim].wait(PATIENCE_S)
+        go_on(others[1])
+        for process in others:
+            assert line_of(process).startswith(f"RankError: rank {victim} is gone: the connection was closed")
+            assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stands_still(victim: int) -> None:
+    """Stopped, with its connections open: named after the deadline; when it goes on, it hears of it, too."""
+    with processes(2, deadline_s=3.0) as ranks:
+        ranks[victim].send_signal(signal.SIGSTOP)
+        other = ranks[1 - victim]
+        go_on(other)
+        assert line_of(other).startswith(f"RankError: rank {victim} is gone: nothing was heard of it for 3 s")
+        assert other.wait(PATIENCE_S) == 0
+        ranks[victim].send_signal(signal.SIGCONT)
+        go_on(ranks[victim])
+        assert line_of(ranks[victim]).startswith("RankError: rank ")
+        assert ranks[victim].wait(PATIENCE_S) == 0
+
+
+def test_torchrun_trains_one_model_under_fsdp2(tmp_path: Path) -> None:
+    """Two ranks of gloo: every response trained once, with the log-probabilities of its rank's own recomputation; the
+    weights are those of one process that is fed the same batches; a rank that fails in the end is named."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/ranks/training.py"]
+    ran = subprocess.run(
+        [sys.executable, *command, str(tmp_path)], cwd=HERE.parent, env=ENVIRONMENT, timeout=2 * PATIENCE_S,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text("utf-8")) for rank in range(2))
+    samples = sorted(map(tuple, first.pop("samples") + second.pop("samples")))
+    assert samples == [(g, i) for g in range(7) for i in range(3)]
+    assert second.pop("error") == "ZeroDivisionError: at the end"
+    assert first.pop("error") == "RankError: rank 1 has ended with an error: ZeroDivisionError: at the end"
+    assert max(first.pop("logprob_error"), second.pop("logprob_error")) <= 1e-4
+    assert first == second
+    assert (first["sums"], first["version"]) == ([3.0] * 4, [0, 4])
+    assert first["apart"] <= 1e-5 < 1e-3 < first["moved"]

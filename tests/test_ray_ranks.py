@@ -1,0 +1,296 @@
+"""Ranks that attach to the core's actor, die and come back: real threads and loops, actors without Ray."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from ray_stand_in import GO_ON, World, beside, until
+
+import april
+from april.errors import RankError
+from april.ray.rank import ActorScheduler
+
+EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)
+
+
+def nothing() -> None:
+    """A transfer that hands over nothing."""
+
+
+def settled(batches: list[april.Batch]) -> Counter[tuple[int, int]]:
+    """Samples in shares."""
+    return Counter(s.id for batch in batches for s in batch.samples)
+
+
+def equal(one: april.Batch, other: april.Batch) -> bool:
+    """The same samples, token for token."""
+    pairs = zip(one.samples, other.samples, strict=True)
+    return one.id == other.id and all(a.id == b.id and np.array_equal(a.tokens, b.tokens) for a, b in pairs)
+
+
+def both(ranks: list[ActorScheduler], call: Callable[[ActorScheduler], Any]) -> list[Any]:
+    """A call on all ranks at the same time; raises the first error."""
+    outcomes = beside(*(lambda rank=rank: call(rank) for rank in ranks))
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def to_the_end(ranks: list[ActorScheduler]) -> list[april.Batch]:
+    """All shares that are left; ends where the data does."""
+    shares: list[april.Batch] = []
+    while True:
+        found = beside(*(rank.next_batch for rank in ranks))
+        if any(isinstance(share, april.DataExhausted) for share in found):
+            assert all(isinstance(share, april.DataExhausted) for share in found)
+            return shares
+        shares += found
+        both(ranks, lambda rank: rank.weight_update(transfer=nothing))
+
+
+def test_every_rank_gets_its_share_until_the_data_ends() -> None:
+    """Each sample in one share, metrics of the whole; the same end at the same call."""
+    with World() as world:
+        ranks = [world.attach(r)[0] for r in range(2)]
+        shares = to_the_end(ranks)
+        assert settled(shares) == EVERYTHING
+        assert all(a.metrics == b.metrics for a, b in zip(shares[::2], shares[1::2], strict=True))
+        shares[0].samples[0].tokens[0] = 7  # they are the trainer's own
+        assert {rank.version.n for rank in ranks} == {4}
+        assert ranks[0].ledger()["prompts"].delivered == 8
+        ranks[1].validate()
+        for rank in ranks:
+            rank.close()
+
+
+def test_a_rank_that_was_started_anew_gets_its_share_again() -> None:
+    """It died while it trained: the others wait in weight_update, and nothing is trained twice or left out."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        first = both([zero, one], lambda rank: rank.next_batch())
+        world.kill(one, process)
+        updated: list[Any] = []
+        waits = threading.Thread(target=lambda: updated.append(zero.weight_update(transfer=nothing)))
+        waits.start()
+        again, _ = world.attach(1)
+        assert equal(again.next_batch(), first[1])
+        assert again.weight_update(transfer=nothing) == (0, 1)
+        waits.join()
+        assert updated == [(0, 1)]
+        assert settled(first + to_the_end([zero, again])) == EVERYTHING
+        assert again.ledger()["tokens"].balanced
+
+
+def test_a_rank_that_died_after_the_update_goes_on_with_the_next_batch() -> None:
+    """What was trained and committed is not handed out again."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        first = both([zero, one], lambda rank: rank.next_batch())
+        both([zero, one], lambda rank: rank.weight_update(transfer=nothing))
+        world.kill(one, process)
+        again, _ = world.attach(1)
+        shares = to_the_end([zero, again])
+        assert min(batch.id for batch in shares) == first[0].id + 1
+        assert settled(first + shares) == EVERYTHING
+
+
+def test_a_rank_that_died_in_the_wait_for_a_batch() -> None:
+    """The batch was delivered while nobody was there: it gets its share when it asks for it."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        GO_ON.clear()
+        shares: list[april.Batch] = []
+        waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
+        waits.start()
+        one._member.arrive(0, "next_batch()")
+        center = world.core.made._center
+        center._thread.run(lambda: until(lambda: center._meeting.began))
+        world.kill(one, process)
+        GO_ON.set()
+        waits.join()
+        again, _ = world.attach(1)
+        shares.append(again.next_batch())
+        assert [share.id for share in shares] == [0, 0]
+        both([zero, again], lambda rank: rank.weight_update(transfer=nothing))
+        assert settled([*shares, *to_the_end([zero, again])]) == EVERYTHING
+
+
+def test_rank_0_may_die_like_any_other() -> None:
+    """It has nothing that the others have not."""
+    with World() as world:
+        (zero, process), (one, _) = world.attach(0), world.attach(1)
+        first = both([zero, one], lambda rank: rank.next_batch())
+        world.kill(zero, process)
+        again, _ = world.attach(0)
+        assert equal(again.next_batch(), first[0])
+        both([again, one], lambda rank: rank.weight_update(transfer=nothing))
+        assert settled(first + to_the_end([again, one])) == EVERYTHING
+
+
+def test_batches_that_are_out_are_all_handed_out_again() -> None:
+    """Two were delivered and none is trained: the new rank gets both, in their order, then is where the other is."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        first = both([zero, one], lambda rank: rank.next_batch())
+        second = both([zero, one], lambda rank: rank.next_batch())
+        world.kill(one, process)
+        again, _ = world.attach(1)
+        assert equal(again.next_batch(), first[1])
+        assert equal(again.next_batch(), second[1])
+        for _ in range(2):
+            both([zero, again], lambda rank: rank.weight_update(transfer=nothing))
+        assert settled(first + second + to_the_end([zero, again])) == EVERYTHING
+
+
+def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all() -> None:
+    """The version stays, and the update can be made again when it is back."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        both([zero, one], lambda rank: rank.next_batch())
+        inside, on = threading.Event(), threading.Event()
+
+        def hangs() -> None:
+            inside.set()
+            on.wait()
+
+        dies = threading.Thread(target=lambda: beside(lambda: one.weight_update(transfer=hangs)))
+        dies.start()
+        outcome: list[Any] = []
+        waits = threading.Thread(target=lambda: outcome.extend(beside(lambda: zero.weight_update(transfer=nothing))))
+        waits.start()
+        inside.wait()
+        world.kill(one, process)
+        waits.join()
+        on.set()
+        dies.join()
+        assert "rank 1 was lost in its transfer" in str(outcome[0])
+        assert zero.version == (0, 0)
+        again, _ = world.attach(1)
+        again.next_batch()
+        with pytest.raises(RankError, match="rank 1 was lost in its transfer"):
+            again.weight_update(transfer=nothing)
+        assert both([zero, again], lambda rank: rank.weight_update(transfer=nothing)) == [(0, 1), (0, 1)]
+
+
+def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
+    """Within the deadline; a state can still be taken."""
+    with World(rank_timeout_s=0.3, rank_deadline_s=0.6) as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        both([zero, one], lambda rank: rank.next_batch())
+        world.kill(one, process)
+        with pytest.raises(RankError, match=r"rank 1 (is gone: its actor is gone|did not come to weight_update)"):
+            zero.weight_update(transfer=nothing)
+        with pytest.raises(RankError):
+            zero.next_batch()
+        assert zero.state_dict()
+
+
+def test_calls_that_differ_are_named_on_all_ranks() -> None:
+    """And on one that came back: what it calls must be what all have called."""
+    with World() as world:
+        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        both([zero, one], lambda rank: rank.next_batch())
+        world.kill(one, process)
+        again, _ = world.attach(1)
+        with pytest.raises(RankError, match=r"makes another call .* commit\(0\) in place of next_batch\(\)"):
+            again.commit(0)
+        outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
+        assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
+
+
+def test_what_rank_0_gives_reaches_the_core() -> None:
+    """Prompts of evaluations, more prompts, a state; values of an evaluation on every rank."""
+    with World(prompts=4) as world:
+        ranks = [world.attach(r)[0] for r in range(2)]
+        asked = [{"input_ids": [5, 6], "answer": 7}, [8]]
+        results = both(
+            ranks, lambda rank: rank.evaluate(asked if rank is ranks[0] else None, n_samples=2, temperature=1)
+        )
+        assert [r.rewards.tolist() for r in results] == [[[0.0, 1.0], [0.0, 1.0]]] * 2
+        both(ranks, lambda rank: rank.extend([[9, 9], [9, 8]] if rank is ranks[0] else []))
+        both(ranks, lambda rank: rank.next_batch())
+        state = ranks[1].state_dict()
+    with World(prompts=4) as world:
+        ranks = [world.attach(r)[0] for r in range(2)]
+        versions = both(ranks, lambda rank: rank.load_state_dict(state if rank is ranks[0] else {}, transfer=nothing))
+        assert versions == [(1, 0), (1, 0)]
+
+
+def test_a_rank_that_attached_anew_is_told_so_in_its_old_place() -> None:
+    """Quickly one after the other, and in a process that lives: the last one counts, and only that."""
+    with World() as world:
+        zero, _ = world.attach(0)
+        ones = [world.attach(1)[0] for _ in range(3)]
+        shares = to_the_end([zero, ones[-1]])
+        assert settled(shares) == EVERYTHING
+        for old in ones[:-1]:
+            seat = old._member
+            seat._thread.run(partial(until, lambda seat=seat: seat.broken is not None))
+            with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
+                old.next_batch()
+            assert caught.value.ranks == (1,)
+
+
+def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
+    """Its driver has ended, and Ray lets the actor's process end by itself: no thread of april's is waited for."""
+    before = set(threading.enumerate())
+    with World(ranks=1) as world:
+        rank, _ = world.attach(0)
+        rank.next_batch()
+        rank.validate()
+        joined = concurrent.futures.thread._threads_queues  # the interpreter waits for these, daemons or not
+        assert [t.name for t in threading.enumerate() if t not in before and (t in joined or not t.daemon)] == []
+
+
+def test_mistakes() -> None:
+    """Each with a sentence, before anything happens."""
+    with World() as world:
+        zero, _ = world.attach(0)
+        with pytest.raises(RankError, match="rank 2 is none of 2"):
+            world.attach(2)
+        with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
+            zero.weight_update()
+
+
+def test_a_run_that_closes_between_two_calls_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What carries calls out comes back for the next one when the run closes already, and ends with it."""
+    with World(ranks=1) as world:
+        center = world.core.made._center
+        closes = threading.Event()
+        ended, stop = center.ended, center._thread.stop
+
+        def goes_on_later(*arguments: Any, **named: Any) -> None:
+            ended(*arguments, **named)
+            closes.wait()
+
+        def stopped() -> None:
+            before = center._waiting
+            closes.set()
+            center._thread.run(lambda: until(lambda: center._waiting is not before))
+            stop()
+
+        monkeypatch.setattr(center, "ended", goes_on_later)
+        monkeypatch.setattr(center._thread, "stop", stopped)
+        world.attach(0)[0].next_batch()
+
+
+def test_a_core_that_died_is_told_of_on_all_ranks() -> None:
+    """Whoever waits for it, too."""
+    with World() as world:
+        zero, _ = world.attach(0)
+        waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
+        outcome: list[Any] = []
+        waits.start()
+        world.core.kill()
+        waits.join()
+        assert isinstance(outcome[0], RankError)
+        assert "the core is gone" in str(outcome[0])
+        world.core.loop.call_soon_threadsafe(world.core.dead.clear)

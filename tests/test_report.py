@@ -1,0 +1,226 @@
+"""The report of a run: a page from its record alone, without scripts, requests to anywhere or text that is obeyed."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from april.cli import app
+from april.record.file import RunRecord
+from april.record.lines import lines_of
+from april.record.replay import replay
+from april.report.limit import distance
+from april.report.page import page
+from april.report.run_data import RunData, mean_busy, read_run
+from april.simulate.simulation import Simulation
+from april.simulate.workload import Workload
+
+SCRIPT = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+
+
+def recorded(path: Path, mode: str = "april", steps: int = 12, train_s: float = 20.0) -> Simulation:
+    """A simulation with the record that a real run has."""
+    workload = Workload(groups=8, samples=4, engines=2, max_response_len=4000)
+    simulation = Simulation(
+        workload.core_settings(workload.modes[mode]), workload.cost, workload.lengths, engines=workload.engines,
+        prompt_len=workload.prompt_len, train_s=train_s, record=RunRecord(path),
+    )  # fmt: skip
+    simulation.run(steps)
+    simulation.close()
+    return simulation
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Simulation]:
+    """One record for the tests that only read it."""
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    return path, recorded(path)
+
+
+def rewritten(path: Path, target: Path, change: Any) -> Path:
+    """A record whose lines were changed, with checks that fit."""
+    check, out = 0, []
+    for raw in path.read_bytes().splitlines():
+        *line, _ = json.loads(raw)
+        body = json.dumps(change(line), separators=(",", ":")).encode()[:-1]
+        check = zlib.crc32(body, check)
+        out.append(b'%b,"%08x"]\n' % (body, check))
+    target.write_bytes(b"".join(out))
+    return target
+
+
+class Seen(html.parser.HTMLParser):
+    """Tags and attributes of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+
+def test_what_is_read_is_what_happened(run: tuple[Path, Simulation]) -> None:
+    """Batches, tokens, lengths and busy places of the record against the simulation's own account."""
+    path, simulation = run
+    data, steps = read_run(path), simulation.result.steps
+    assert data.end == "the run was closed"
+    assert [b.metrics["trained_tokens"] for b in data.batches] == [s.trained_tokens for s in steps]
+    assert [b.lengths for b in data.batches] == [s.lengths for s in steps]
+    assert [b.ages for b in data.batches] == [s.token_ages for s in steps]
+    assert [b.time_s for b in data.batches] == pytest.approx([s.end_s for s in steps], abs=1e-5)
+    assert len(data.updates_s) in (len(steps) - 1, len(steps))
+    done = (data.ended_s <= steps[-1].end_s + 1e-5) & (data.generated > 0)
+    assert data.generated[done].sum() == sum(s.generated_tokens for s in steps)
+    edges = np.array([0.0, *(s.end_s for s in steps)])
+    busy = mean_busy(data.began_s, data.ended_s, edges) * np.diff(edges)
+    assert busy == pytest.approx([s.busy_slot_s for s in steps], rel=1e-3)
+    assert set(data.costs) == {"engine0", "engine1"}
+    assert replay(path).decisions.digest  # the same record is replayed as ever
+
+
+def test_the_age_of_a_request_is_that_of_its_sample(run: tuple[Path, Simulation]) -> None:
+    """Weight updates since the first token of its response, when it was sent."""
+    data = read_run(run[0])
+    first: dict[tuple[int, int], float] = {}
+    ages = []
+    lines = lines_of(run[0], ["AttemptEnded"])
+    assert next(lines).what == "Record"
+    for line in lines:
+        _, group, index, _, age, began, _, generated = line.parts["ran"]
+        if (group, index) in first:
+            ages.append(age)
+            assert age == sum(first[group, index] < at <= began for at in data.updates_s)
+        elif generated:
+            first[group, index] = began
+            assert age == 0
+    assert {1, 2} <= set(ages)
+
+
+def test_mean_busy_by_hand() -> None:
+    """Two requests, of which one begins before and one ends after what is looked at."""
+    busy = mean_busy(np.array([0.0, 2.0]), np.array([3.0, 9.0]), np.array([1.0, 2.0, 4.0, 8.0]))
+    assert busy.tolist() == [1.0, 1.5, 1.0]
+
+
+def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> None:
+    """Its parts are all of the time, and the simulation's own fraction of the limit is met."""
+    path, simulation = run
+    data = read_run(path)
+    found = distance(data, data.batches[0].time_s, data.batches[-1].time_s)
+    assert found is not None
+    whole = found.at_limit + found.reprefill + sum(found.causes.values()) + found.unexplained
+    assert whole == pytest.approx(1.0)
+    assert {"bubble", "boundary"} <= found.causes.keys()
+    workload = Workload(groups=8, samples=4, engines=2, max_response_len=4000)
+    tokens = sum(s.generated_tokens for s in simulation.result.steps[1:])
+    lengths = [length for s in simulation.result.steps for length in s.lengths]
+    seconds = data.batches[-1].time_s - data.batches[0].time_s
+    least = workload.limit_s(lengths, data.places) * tokens / sum(lengths)
+    assert found.at_limit == pytest.approx(least / seconds, rel=0.06)
+    data.costs.clear()
+    assert distance(data, 0.0, 1.0) is None
+
+
+def test_the_page_is_whole_and_asks_for_nothing(run: tuple[Path, Simulation]) -> None:
+    """No script, no address, no colour that is not the page's own; ids are used once."""
+    text = page([read_run(run[0])])
+    seen = Seen(text)
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(seen.tags)
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert all(value.startswith("#") for name, value in seen.attributes if name in ("href", "xlink:href", "src"))
+    assert "url(http" not in text
+    assert "default-src 'none'" in text
+    ids = [value for name, value in seen.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert not re.search(r"#0[123]\d{2}00", text)
+    for words in ("Busy places", "at the limit", "re-prefill", "bubble", "Off-policy", "in batches", "engine1"):
+        assert words.lower() in text.lower(), words
+
+
+def test_text_of_others_is_only_text(run: tuple[Path, Simulation], tmp_path: Path) -> None:
+    """An engine, a failure and a sentence that are HTML."""
+
+    def hostile(line: list[Any]) -> list[Any]:
+        time_s, what, parts, digest = line
+        if "ran" in parts:
+            parts["ran"][0] = SCRIPT
+        if what == "Batch":
+            parts["bottleneck"] = SCRIPT
+        if what == "Record":
+            parts["began"] = parts["april"] = SCRIPT
+        return [time_s, "AttemptFailed" if what == "AttemptEnded" else what, parts | {"kind": SCRIPT}, digest]
+
+    path = rewritten(run[0], tmp_path / "<script>.jsonl", hostile)
+    text = page([read_run(path)])
+    seen = Seen(text)
+    assert not {"script", "img"} & set(seen.tags)
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert "&lt;script&gt;" in text
+
+
+def test_a_record_that_was_cut_is_shown_to_there(run: tuple[Path, Simulation], tmp_path: Path) -> None:
+    """A killed process leaves half a line."""
+    data = run[0].read_bytes()
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(data[: len(data) * 2 // 3])
+    seen = read_run(path)
+    assert seen.end.startswith("in the middle")
+    assert 0 < len(seen.batches) < len(read_run(run[0]).batches)
+    assert "in the middle" in page([seen])
+    lines = data.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]))
+    result = CliRunner().invoke(app, ["report", str(path), "--out", str(tmp_path / "no.html")])
+    assert result.exit_code == 1
+    assert "nothing to show" in " ".join(result.output.split())
+    first = next(i for i, line in enumerate(lines) if b'"Batch"' in line)
+    path.write_bytes(b"".join(lines[:first]))
+    assert "Busy places" in page([read_run(path)])  # killed before its first batch
+
+
+def test_the_command(run: tuple[Path, Simulation], tmp_path: Path) -> None:
+    """Two runs side by side; a file of mode 0600; a sentence for what is no record, or cannot be written."""
+    other, out = tmp_path / "other.jsonl", tmp_path / "deep" / "report.html"
+    recorded(other, "refill", steps=4)
+    result = CliRunner().invoke(app, ["report", str(run[0]), str(other), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    text = out.read_text()
+    assert "2 runs" in text
+    assert "other.jsonl" in text
+    assert len(text) < 5_000_000
+    assert out.stat().st_mode & 0o777 == 0o600
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("{}\n")
+    result = CliRunner().invoke(app, ["report", str(wrong)])
+    assert result.exit_code == 1
+    assert "is no record of april's" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["report", str(run[0]), "--out", str(wrong / "report.html")])
+    assert result.exit_code == 2
+
+
+def test_lines_of_other_events_may_be_missing(run: tuple[Path, Simulation], tmp_path: Path) -> None:
+    """A line that cannot be is named; one without what a report shows is passed over."""
+
+    def bare(line: list[Any]) -> list[Any]:
+        return [*line[:2], {k: v for k, v in line[2].items() if k != "generated"}, line[3]]
+
+    assert isinstance(read_run(rewritten(run[0], tmp_path / "bare.jsonl", bare)), RunData)
+
+    def wrong(line: list[Any]) -> list[Any]:
+        return [*line[:2], line[2] | ({"ran": [1, 2]} if "ran" in line[2] else {}), line[3]]
+
+    path = rewritten(run[0], tmp_path / "wrong.jsonl", wrong)
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert result.exit_code == 1
+    assert "cannot be: ValueError" in " ".join(result.output.split())

@@ -1,0 +1,313 @@
+"""Links over TCP: only who has the token gets in, and whatever else comes is closed in time, with one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from april.errors import ConfigError, LinkError
+from april.hosts import sockets
+from april.hosts.link import Link, memory_links
+from april.hosts.sockets import MAGIC, NONCE_BYTES, Hello, Listener, SocketLink, connect, new_token
+
+HELLO = Hello("host", "west")
+
+
+class End:
+    """What one end of a link hears."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        link.open(self.frames.put_nowait, self.lost.set_result)
+
+
+class Ears(Listener):
+    """A listener with the links that it has accepted."""
+
+    def __init__(self, token: str, **options: Any) -> None:
+        self.links: asyncio.Queue[SocketLink] = asyncio.Queue()
+        super().__init__(token, self.links.put_nowait, **options)
+
+
+def program(body: Callable[[], Awaitable[None]]) -> None:
+    """Run on a real loop, for half a minute at most; what was closed at the end may close."""
+
+    async def whole() -> None:
+        async with asyncio.timeout(30):
+            await body()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    asyncio.run(whole())
+
+
+async def joined(**options: Any) -> tuple[Ears, End, End]:
+    """A listener with both ends of a link."""
+    token = new_token()
+    ears = Ears(token, **options)
+    address = await ears.open()
+    there = await connect(address, token, HELLO, **options)
+    return ears, End(await ears.links.get()), End(there)
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    """Of any length, empty ones and those of many packets, both ways; and the listener knows who came for what."""
+
+    async def body() -> None:
+        ears, here, there = await joined()
+        assert isinstance(here.link, SocketLink)
+        assert here.link.hello == HELLO
+        frames = [b"", b"x", bytes(range(256)) * 8192, *(str(i).encode() for i in range(500))]
+        for a, b in ((here, there), (there, here)):
+            for frame in frames:
+                a.link.send(frame)
+            assert [await b.frames.get() for _ in frames] == frames
+        there.link.close()
+        assert await here.lost == "the connection was closed"
+        assert not there.lost.done()
+        here.link.close()
+        await ears.close()
+
+    program(body)
+
+
+@pytest.mark.parametrize("over", ["sockets", "memory"])
+def test_what_came_before_somebody_listened_is_kept(over: str) -> None:
+    """A link holds its frames until it is opened, and tells then that it was lost meanwhile."""
+
+    async def body() -> None:
+        a: Link
+        b: Link
+        if over == "memory":
+            a, b = memory_links()
+        else:
+            token = new_token()
+            ears = Ears(token)
+            b = await connect(await ears.open(), token, HELLO)
+            a = await ears.links.get()
+        a.send(b"one")
+        a.send(b"two")
+        a.close()
+        await asyncio.sleep(0)
+        end = End(b)
+        assert [await end.frames.get(), await end.frames.get()] == [b"one", b"two"]
+        assert "closed" in await end.lost
+        b.send(b"nobody hears it")
+        b.close()
+        if over == "sockets":
+            await ears.close()
+
+    program(body)
+
+
+def test_another_token_is_refused_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither token is in any message, and the listener goes on."""
+
+    async def body() -> None:
+        token, other = new_token(), new_token()
+        ears = Ears(token)
+        address = await ears.open()
+        with pytest.raises(LinkError, match="is the token the same on both sides") as caught:
+            await connect(address, other, HELLO)
+        assert len(caplog.records) == 1
+        assert "its token is another one" in caplog.text
+        for secret in (token, other):
+            assert secret not in caplog.text + str(caught.value) + repr(vars(ears))
+        link = await connect(address, token, HELLO)
+        (await ears.links.get()).close()
+        link.close()
+        await ears.close()
+
+    with caplog.at_level(logging.WARNING):
+        program(body)
+
+
+GREETING = MAGIC + bytes(NONCE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not speak as this april does"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "does not speak as this april does"),
+        (b"", "has not finished its greeting"),
+        (MAGIC, "has not finished its greeting"),
+        (GREETING + b"\0\0\0\x40half", "has not finished its greeting"),
+        (GREETING + b"\xff\xff\xff\xff", "a message of 4,294,967,295 bytes"),
+        (GREETING + b"\0\0\x10\x01", "a message of 4,097 bytes"),
+        (GREETING + b"\0\0\0\0", "its token is another one"),
+        (GREETING + b"\0\0\0\x20" + bytes(32), "its token is another one"),
+    ],
+    ids=["http", "tls", "silence", "half a greeting", "half a frame", "huge", "too long", "no proof", "wrong proof"],
+)
+def test_strangers_are_closed_with_one_line(sent: bytes, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever somebody without the token sends: it is closed within the deadline, and nobody is accepted."""
+
+    async def body() -> None:
+        ears = Ears(new_token(), within_s=0.05 if "has not finished" in why else 20.0)
+        host, port = sockets.split_address(await ears.open())
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(sent)
+        told = b""
+        with contextlib.suppress(ConnectionResetError):
+            told = await reader.read()  # ends when the listener closes it
+        assert len(told) in (0, len(GREETING)), "a stranger is told a challenge and nothing else"
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert ears.links.empty()
+        (record,) = caplog.records
+        assert why in record.getMessage()
+        await ears.close()
+
+    with caplog.at_level(logging.WARNING):
+        program(body)
+
+
+def test_an_echo_proves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Who sends everything back has no token: a side's proof is not that of the other side."""
+
+    async def body() -> None:
+        ears = Ears(new_token())
+        reader, writer = await asyncio.open_connection(*sockets.split_address(await ears.open()))
+        writer.write(await reader.readexactly(len(GREETING)))
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert "it repeats what it is told" in caplog.text
+        await ears.close()
+
+    program(body)
+
+
+def test_who_connects_asks_for_the_proof_too() -> None:
+    """A listener without the token, which echoes or says nothing, is given up by its deadline."""
+
+    async def body() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 12):
+                writer.write(data)
+            writer.close()
+
+        async def accept_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(GREETING)
+            await reader.readexactly(len(GREETING) + 4)
+            writer.write(b"\0\0\0\x20" + bytes(32))
+            await reader.read()
+            writer.close()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        for server, why in ((echo, "repeats what it is told"), (accept_all, "its token"), (silent, "not finished")):
+            listening = await asyncio.start_server(server, "127.0.0.1", 0)
+            port = listening.sockets[0].getsockname()[1]
+            within_s = 0.2 if server is silent else 20.0
+            with pytest.raises(LinkError, match=why):
+                await connect(f"127.0.0.1:{port}", new_token(), HELLO, within_s=within_s)
+            listening.close()
+            await listening.wait_closed()
+
+    program(body)
+
+
+def test_a_frame_that_is_too_long_ends_the_link(caplog: pytest.LogCaptureFixture) -> None:
+    """The sender hears it before it is sent; a peer that sends it all the same is closed, and nothing is kept of it."""
+
+    async def body() -> None:
+        ears, here, there = await joined(limit=1 << 12)
+        with pytest.raises(LinkError, match=r"4,097 bytes is longer than the 4,096"):
+            here.link.send(bytes(4097))
+        here.link.send(bytes(4096))
+        assert len(await there.frames.get()) == 4096
+        assert isinstance(here.link, SocketLink)
+        here.link._transport.write(b"\xff\xff\xff\xff")
+        assert await there.lost == "a message of 4,294,967,295 bytes, and 4,096 are the most"
+        assert "closed" in await here.lost
+        assert len(caplog.records) == 1
+        here.link.close()
+        await ears.close()
+
+    program(body)
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_message() -> None:
+    """The half is not delivered, and the reason says so."""
+
+    async def body() -> None:
+        ears, here, there = await joined()
+        assert isinstance(there.link, SocketLink)
+        there.link._transport.write(b"\0\0\0\x08half")
+        there.link.close()
+        assert await here.lost == "the connection was closed in the middle of a message"
+        assert here.frames.empty()
+        await ears.close()
+
+    program(body)
+
+
+def test_nobody_there() -> None:
+    """A sentence that names the address."""
+
+    async def body() -> None:
+        ears = Ears(new_token())
+        address = await ears.open()
+        await ears.close()
+        with pytest.raises(LinkError, match=f"cannot join {address}: "):
+            await connect(address, new_token(), HELLO)
+        again = Ears(new_token())
+        held = await again.open()
+        with pytest.raises(LinkError, match=f"cannot listen at {held}: "):
+            await Ears(new_token()).open(held)
+        await again.close()
+
+    program(body)
+
+
+@pytest.mark.parametrize("token", ["", "swordfish", "0" * 63, "0" * 66, "x" * 64, None, 7])
+def test_a_token_has_its_form(token: Any) -> None:
+    """Refused without showing it."""
+    with pytest.raises(ConfigError, match="expected 64 hexadecimal digits") as caught:
+        Listener(token, lambda link: None)
+    assert not token or str(token) not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1", None])
+def test_an_address_has_its_form(address: Any) -> None:
+    """Refused with an example of one."""
+    with pytest.raises(ConfigError, match="expected \"host:port\""):
+        sockets.split_address(address)
+    assert sockets.split_address("[::1]:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_who_comes_while_the_listener_closes(turns: int) -> None:
+    """However far a connection has come: it is closed, not left open on a loop that ends, and nothing is accepted."""
+
+    async def body() -> None:
+        ears = Ears(new_token())
+        host, port = sockets.split_address(await ears.open())
+        with socket.create_connection((host, port)) as stranger:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await ears.close()
+            stranger.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 10):
+                    pass
+        assert ears.links.empty()
+
+    asyncio.run(body())
+    gc.collect()
