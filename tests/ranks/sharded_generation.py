@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rank_ends import end_rank
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from april.core.sampling import SamplingParams
@@ -105,3 +106,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -29,6 +29,7 @@ import april
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rank_ends import end_rank
 from tiny_models import VOCAB_SIZE, tiny_model
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -234,3 +235,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

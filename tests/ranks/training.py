@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rank_ends import end_rank
 from tiny_models import tiny_model
 
 import april
@@ -110,3 +111,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -20,6 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import april
 from april.adapters.trl import rollout
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from rank_ends import end_rank
+
 GROUPS, ROWS = 3, 24
 """3 groups of 4: each of two ranks trains 6 rows, half of the second group."""
 SETTINGS: dict[str, Any] = {**short_runs.SETTINGS, "over_sampling_batch_size": 6}
@@ -176,3 +180,4 @@ if __name__ == "__main__":
     report = {"resumed": resumed, "fails": fails, "servers": servers}[part](where)
     (where / f"rank{os.environ['RANK']}.json").write_text(json.dumps(report), "utf-8")
     torch.distributed.destroy_process_group()
+    end_rank()
