@@ -18,7 +18,7 @@ from typing import Any, Self
 from april.config.engine_fit import why_unfit
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
-from april.config.values import MOST, without_contents
+from april.config.values import MOST, shown, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
@@ -530,9 +530,9 @@ def check_functions(
     """Refuse functions that cannot be called, or that contradict each other or the configuration."""
     if reward is not None and group_reward is not None:
         raise ConfigError("give reward or group_reward, not both")
-    if group_reward is not None and config.group_quorum < 1:
+    if group_reward is not None and config.delivers_parts:
         raise ConfigError(
-            f"group_reward scores whole groups, and group_quorum={config.group_quorum:g} delivers parts of them; give "
+            f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; give "
             "reward, or set group_quorum: 1"
         )
     check_function("rollout", rollout, ("prompt", "llm"))

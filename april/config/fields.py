@@ -137,7 +137,10 @@ def flag_options(setting: Setting) -> dict[str, Any]:
         options["metavar"] = "{" + ",".join(possible) + "}"
     else:
         leaves = set(_leaves(annotation))
-        options["metavar"] = "INT" if leaves == {int} else "FLOAT" if leaves == {float} else "TEXT"
+        words = [str(word) for leaf in leaves if get_origin(leaf) is Literal for word in get_args(leaf)]
+        numbers = {leaf for leaf in leaves if get_origin(leaf) is not Literal}
+        kind_of = "INT" if numbers == {int} else "FLOAT" if numbers == {float} else "TEXT"
+        options["metavar"] = "|".join([kind_of, *words])
     return options | {"type": _reader(annotation)}
 
 

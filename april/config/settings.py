@@ -18,10 +18,12 @@ from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngin
 from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
 from april.config.unsupported_options import UNSUPPORTED
 from april.config.values import (
+    AUTO,
     Model,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
+    OrAuto,
     PositiveInt,
     Seconds,
     Seed,
@@ -29,15 +31,13 @@ from april.config.values import (
     without_contents,
 )
 from april.core.sampling import SamplingParams, wrong_stop_strings
-from april.core.settings import CoreSettings, quorum_of
-from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill
+from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill, Work
 from april.errors import ConfigError
 from april.extras import install
 
 MOST_ASKED = 1_000_000
 """How often the same abort may be asked for."""
-LEAST_QUORUM = 3
-"""Finished responses of a group: with one of them left out, two make a baseline."""
 RETRY_PAUSE_S = 4.0
 """Before a reward function or filter that failed is asked again, the first time; 8 times as long the next time."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
@@ -75,14 +75,15 @@ class Config(Model):
     """N: prompt groups per batch."""
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
-    over_sampling_batch_size: PositiveInt | None = None
-    """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work."""
+    over_sampling_batch_size: OrAuto[PositiveInt] | None = None
+    """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work. auto: april
+    chooses it, within max_staleness and max_off_policy_share."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
-    group_quorum: Annotated[float, Field(gt=0, le=1), Number] = 1.0
+    group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
     """Share of a group's responses that must be finished before any of them is delivered. 1: groups are delivered
     whole. Below: a batch is N * n responses, and the rest of a group follows when it is finished, with the same
-    baseline."""
+    baseline. auto: april chooses it, and a batch is N * n responses."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     """What a response that cannot go on costs: its group, nothing (a fresh one takes its place), or itself (the group
     goes on with fewer)."""
@@ -96,13 +97,15 @@ class Config(Model):
     refill: Refill = Refill.NONE
     """When new work starts between two deliveries: once (none), per finished group, or per finished sample, which
     generation: continuous does where this is left out."""
-    max_in_flight: PositiveInt | None = None
+    max_in_flight: OrAuto[PositiveInt] | None = None
     """Samples generated at the same time, on all engines together; None: max(N, N') * n, and no more than the engines'
-    slots."""
+    slots. auto: april chooses it, with refill: sample; where N' is auto as well, whether to refill too."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
     """Most weight updates between a token and the training of its batch; also most batches that may be out, delivered
     and not trained."""
+    max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
+    """Of the trained tokens, most that older weights made, in what auto chooses; 1: no matter how many."""
     on_stale: OnStale = OnStale.FINISH
     """What happens to a sample that exceeds it. Steps wait so that none does, except with drop."""
     max_age: PositiveInt | None = None
@@ -162,13 +165,14 @@ class Config(Model):
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Whether something is wrong, and what; each may take for granted that those before it are right."""
-        n, over = self.rollout_batch_size, self.over_sampling_batch_size or self.rollout_batch_size
+        n, over = self.rollout_batch_size, self._number(self.over_sampling_batch_size) or self.rollout_batch_size
+        yield from self._wrong_auto()
         yield over > n and not self.partial_rollout, (
             "{over_sampling_batch_size=} starts more groups than {rollout_batch_size=}, and {partial_rollout=} would "
             "throw their tokens away; set {partial_rollout: true}"
         )
-        quorum = quorum_of(self.group_quorum, self.n_samples_per_prompt)
-        yield self.group_quorum < 1 and quorum < LEAST_QUORUM, (
+        quorum = quorum_of(self._number(self.group_quorum) or 1.0, self.n_samples_per_prompt)
+        yield self.delivers_parts and quorum < LEAST_QUORUM, (
             f"{{group_quorum=}} makes groups of {{n_samples_per_prompt=}} count with {quorum} finished responses, and "
             f"a baseline needs {LEAST_QUORUM}; raise one of them"
         )
@@ -220,15 +224,60 @@ class Config(Model):
             "positive temperature, or {allow_mismatch: true}"
         )
 
+    def _wrong_auto(self) -> Iterator[tuple[bool, str]]:
+        """Of what april is to choose."""
+        chosen = next((name for name in Work if getattr(self, name) == AUTO), None)
+        yield chosen is None and self.max_off_policy_share < 1, (
+            "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: auto}"
+        )
+        yield chosen is not None and not self.partial_rollout, (
+            f"{{{chosen}=}} chooses how much is left over for the next step, and {{partial_rollout=}} would throw its "
+            "tokens away; set {partial_rollout: true}"
+        )
+        over, refills = self.over_sampling_batch_size == AUTO, self.refill is not Refill.NONE
+        yield chosen is not None and self.refill is Refill.GROUP, (
+            f"{{{chosen}=}} chooses between what {{refill: none}} and {{refill: sample}} can have, not {{refill=}}"
+        )
+        both = over and self.max_in_flight == AUTO
+        yield over and (refills if not both else self.generation is GenerationMode.CONTINUOUS), (
+            "{over_sampling_batch_size=} says nothing with {refill=}, where {max_in_flight} is what counts; leave it out "
+            "and set {max_in_flight: auto}"
+        )
+        yield self.max_in_flight == AUTO and not over and not refills, (
+            "{max_in_flight=} says nothing with {refill=}, where the groups in work are what counts; set {refill: "
+            "sample}, or {over_sampling_batch_size: auto} as well, and april chooses that too"
+        )
+
+    @staticmethod
+    def _number(value: Any) -> Any:
+        """A setting as given; None for auto."""
+        return None if value == AUTO else value
+
+    @property
+    def auto(self) -> tuple[Work, ...]:
+        """What april changes while the run goes on."""
+        found = {name for name in Work if getattr(self, name) == AUTO}
+        if Work.OVER_SAMPLING in found:
+            if Work.IN_FLIGHT in found:
+                found.add(Work.REFILL)
+            if self.max_in_flight is None:  # it follows N'
+                found.add(Work.IN_FLIGHT)
+        return tuple(name for name in Work if name in found)
+
+    @property
+    def delivers_parts(self) -> bool:
+        """Whether a batch may have some responses of a group and not the others."""
+        return self.group_quorum != 1
+
     @property
     def groups_in_work(self) -> int:
-        """N' as given, or N; N without partial_rollout, as portions may come to more than N."""
-        return (self.over_sampling_batch_size if self.partial_rollout else None) or self.rollout_batch_size
+        """N' as given, or N, with which auto begins; N without partial_rollout, as portions may come to more than N."""
+        return (self._number(self.over_sampling_batch_size) if self.partial_rollout else None) or self.rollout_batch_size
 
     @property
     def leaves_partials(self) -> bool:
         """Whether requests are cut: steps may start more groups than they deliver, or a weight update finds some."""
-        if self.generation is GenerationMode.CONTINUOUS:
+        if self.generation is GenerationMode.CONTINUOUS or self.auto:
             return True
         return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
 
@@ -247,7 +296,7 @@ class Config(Model):
         """The in-flight cap as given, or max(N, N') * n (N' < N: the portions that reach N)."""
         n, over = self.rollout_batch_size, self.groups_in_work
         groups = over if over >= n else -(-n // over) * over
-        return self.max_in_flight or groups * self.n_samples_per_prompt
+        return self._number(self.max_in_flight) or groups * self.n_samples_per_prompt
 
     @classmethod
     def from_mapping(cls, values: Any) -> Self:
@@ -282,7 +331,8 @@ class Config(Model):
             over_sampling_batch_size=self.groups_in_work,
             max_response_len=self.max_response_len,
             max_in_flight=self.samples_in_flight,
-            group_quorum=self.group_quorum,
+            group_quorum=self._number(self.group_quorum) or 1.0,
+            auto=self.auto,
             on_failed_sample=self.on_failed_sample,
             min_group_size=self.min_group_size or -(-self.n_samples_per_prompt // 2),
             generation=self.generation,

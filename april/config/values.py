@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 def _no_bool(value: Any) -> Any:
@@ -54,6 +55,25 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
+
+
+T = TypeVar("T")
+AUTO: Literal["auto"] = "auto"
+"""In place of a number: april finds it out while the run goes on."""
+
+
+class _OneOrAuto:
+    """A union whose mistakes are those of its first member: pydantic's would name both."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, inner: AUTO if value == AUTO else inner(value), handler.generate_schema(get_args(source)[0]),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value),
+        )  # fmt: skip
+
+
+OrAuto = Annotated[T | Literal["auto"], _OneOrAuto]
 
 
 class Model(BaseModel):

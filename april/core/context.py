@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from april.core.abort_controller import AbortController
 from april.core.attempt_book import AttemptBook
@@ -11,6 +12,7 @@ from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
 from april.core.evaluation import Evaluation
+from april.core.events import WorkChanged
 from april.core.history import History
 from april.core.leases import Leases
 from april.core.ledger import Ledger
@@ -21,7 +23,7 @@ from april.core.places import Places
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.timers import Timer, TimerKind
 from april.core.transitions import LEGAL, State, Stateful
-from april.core.types import SETTLED, Attempt, Group, GroupState, Sample, SampleId, SampleState
+from april.core.types import SETTLED, Attempt, Group, GroupState, Sample, SampleId, SampleState, Work
 from april.core.versions import VersionClock
 from april.errors import InvariantError
 
@@ -64,6 +66,19 @@ class CoreContext:
         self.evaluations: dict[int, Evaluation] = {}
         self.evaluation_groups: dict[int, Group] = {}
         """By number, as long as their functions run."""
+
+    def change(self, event: WorkChanged) -> None:
+        """How much is in work from now on; groups that were drawn before keep their quorum.
+
+        Raises:
+            InvariantError: one of these settings was said to be the same for the whole run.
+        """
+        work = {name: value for name in Work if (value := getattr(event, name)) is not None}
+        if fixed := work.keys() - set(self.settings.auto):
+            raise InvariantError(f"{', '.join(sorted(fixed))} cannot change while a run goes on")
+        changed = {str(name): value for name, value in work.items()}
+        self.settings = self.over_sampler.settings = self.buffer.settings = replace(self.settings, **changed)
+        self.places.change(self.settings.max_in_flight)
 
     def group(self, number: int) -> Group | None:
         """A held group, of training or of an evaluation."""

@@ -11,7 +11,7 @@ from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
 from april.core.timers import Timer
-from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, SampleId
+from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, Refill, SampleId
 from april.core.versions import PolicyVersion
 
 
@@ -362,6 +362,16 @@ class StalenessLowered:
     bound: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkChanged:
+    """How much is to be in work from now on, of what ``CoreSettings.auto`` names; None: as it is."""
+
+    over_sampling_batch_size: int | None = None
+    refill: Refill | None = None
+    max_in_flight: int | None = None
+    group_quorum: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SourceExtended:
     """There are prompts again."""
@@ -403,5 +413,6 @@ Event = (
     | EvaluationCancelled
     | BatchCommitted
     | StalenessLowered
+    | WorkChanged
     | SourceExtended
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from april.core.events import SourceExtended
 from april.core.settings import CoreSettings
 from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
@@ -17,7 +18,7 @@ class OverSampler:
     """Queue of the calls and of the samples to be started that wait for a place; the rules for drawing prompts."""
 
     def __init__(self, settings: CoreSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._batch, self._per_group = settings.target, settings.units_per_group
         self._heap: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self._tickets = 0
@@ -38,6 +39,10 @@ class OverSampler:
         work.ticket = self._tickets
         self.waiting += 1
         heapq.heappush(self._heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
+
+    def extended(self, event: SourceExtended) -> None:
+        """There are prompts again."""
+        self.exhausted = False
 
     def forget(self, work: Sample | GenerateCall) -> None:
         """Take something out of the queue, if it is there; its entry becomes void."""
@@ -80,7 +85,7 @@ class OverSampler:
         """
         if self.exhausted or self.asked:
             return 0
-        s, units = self._settings, self._per_group
+        s, units = self.settings, self._per_group
         missing = max(-(-(self._batch - ready - in_work) // units), 0)
         missing = min(missing, fits()) if missing else 0
         if s.refill is Refill.SAMPLE:

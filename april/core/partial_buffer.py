@@ -22,7 +22,7 @@ class PartialBuffer:
     """Groups by number, in the order in which they were drawn."""
 
     def __init__(self, settings: CoreSettings, leases: Leases) -> None:
-        self._settings = settings
+        self.settings = settings
         self._leases = leases
         self.groups: dict[int, Group] = {}
         self.limit = Idle.BOUND
@@ -41,17 +41,17 @@ class PartialBuffer:
     def add(self, group: Group) -> None:
         """A prompt was drawn."""
         self.groups[group.id] = group
-        self.units += 1 if self._settings.whole_groups else group.held
+        self.units += 1 if self.settings.whole_groups else group.held
 
     def remove(self, group: Group) -> None:
         """A group was settled."""
         del self.groups[group.id]
-        self.units -= self._settings.whole_groups
+        self.units -= self.settings.whole_groups
 
     def changes(self, group: Group, by: int) -> None:
         """So many more or fewer samples of a group are held."""
         group.held += by
-        if not self._settings.whole_groups:
+        if not self.settings.whole_groups:
             self.units += by
 
     def samples(self) -> Iterator[Sample]:
@@ -63,7 +63,7 @@ class PartialBuffer:
 
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
-        most = self._settings.max_held_tokens
+        most = self.settings.max_held_tokens
         if most is not None and held_tokens >= most:
             self.limit = Idle.HELD
             return 0
@@ -85,7 +85,7 @@ class PartialBuffer:
 
     def _most(self) -> tuple[int, Idle]:
         """The same, and what makes it the most."""
-        s = self._settings
+        s = self.settings
         if self._overbooked:
             return self._wanted, Idle.OVER_SAMPLING
         bound = min(self._leases.bound, s.max_age)
@@ -95,13 +95,13 @@ class PartialBuffer:
 
     @property
     def _wanted(self) -> int:
-        s = self._settings
+        s = self.settings
         return s.groups_at_a_time if s.on_stale is OnStale.DROP else s.groups_wanted
 
     @property
     def _overbooked(self) -> bool:
         """The settings want more in work than can be delivered in time: what they lose by that they want to lose."""
-        s = self._settings
+        s = self.settings
         return s.on_stale is not OnStale.FINISH and self._wanted > (s.delivery_bound + 1) * s.rollout_batch_size
 
     def age(self, sample: Sample) -> int:
@@ -112,7 +112,7 @@ class PartialBuffer:
     @property
     def horizon(self) -> int:
         """Slack from which on a group sets no deadline; with ``on_stale: drop`` only the last chance does."""
-        s = self._settings
+        s = self.settings
         if s.on_stale is OnStale.DROP:
             return 1
         # what is held is delivered within so many steps, whatever max_staleness is
@@ -125,11 +125,11 @@ class PartialBuffer:
     def bound(self, unit: Unit) -> int:
         """Most weight updates between its oldest token and its training: that of when it was drawn."""
         group = unit if isinstance(unit, Group) else unit.group
-        return min(group.bound, self._settings.max_staleness)
+        return min(group.bound, self.settings.max_staleness)
 
     def slacks(self) -> Iterator[tuple[Unit, int]]:
         """Each unit with the number of batches after which it must have been delivered."""
-        s = self._settings
+        s = self.settings
         for group in self:
             in_time = s.max_age - self._leases.age(group.drawn_under)
             for unit in (group,) if s.whole_groups else group.members:
@@ -143,10 +143,10 @@ class PartialBuffer:
 
     def goes_first(self, unit: Unit) -> int:
         """Order of complete units that the step does not owe: where steps do not wait, what is too old soonest."""
-        return 0 if self._settings.on_stale is OnStale.FINISH else self.slack(unit)
+        return 0 if self.settings.on_stale is OnStale.FINISH else self.slack(unit)
 
     def too_old(self) -> list[Sample]:
         """Samples that exceed max_staleness, where the policy acts on held samples (restart, drop)."""
-        if self._settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
+        if self.settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
             return []
         return [s for s in self.samples() if self.age(s) > self.bound(s)]

@@ -12,19 +12,29 @@ from april.core.types import Sample, SampleId
 
 
 class Places:
-    """``max_in_flight`` of them."""
+    """``total`` of them: ``max_in_flight``."""
 
     def __init__(self, total: int, attempts: AttemptBook) -> None:
-        self._total = total
+        self.total = self.most = total
+        """``most``: so many may be taken. What was sent before there were fewer places is not cut for that."""
         self._attempts = attempts
         self.reserved: set[SampleId] = set()
         """Samples whose function was started and has asked for nothing yet."""
 
     @property
     def free(self) -> int:
-        """How many requests may be sent, or functions started."""
+        """How many requests may be sent, or functions started; below 0 while more are taken than there are now."""
+        return self.total - self.taken
+
+    @property
+    def taken(self) -> int:
+        """How many are in use."""
         attempts = self._attempts
-        return self._total - len(attempts.in_flight) - len(attempts.of_evaluations) - len(self.reserved)
+        return len(attempts.in_flight) + len(attempts.of_evaluations) + len(self.reserved)
+
+    def change(self, total: int) -> None:
+        """So many there are from now on."""
+        self.total, self.most = total, max(total, self.taken)
 
     def reserve(self, sample: Sample) -> None:
         """Its function is started."""

@@ -11,12 +11,13 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from april.core.completion_monitor import Unit
+from april.core.events import WorkChanged
 from april.core.ledger import Ledger
 from april.core.numbers import count_of, wrong_ids, wrong_reward
 from april.core.partial_buffer import PartialBuffer
 from april.core.restored_samples import array_of, restored_sample, version_of
 from april.core.sealed import State
-from april.core.settings import CoreSettings
+from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.types import (
     MOST_SAMPLES,
     NO_DEADLINE,
@@ -27,9 +28,11 @@ from april.core.types import (
     OnLongPrompt,
     OnStale,
     Prompt,
+    Refill,
     Sample,
     SampleId,
     SampleState,
+    Work,
 )
 from april.core.versions import FIRST_VERSION, VersionClock
 from april.errors import CheckpointError, InvariantError
@@ -48,6 +51,7 @@ def settings_out(core: RolloutCore) -> State:
     s = core.settings
     values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
     plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
+    plain["auto"] = [str(name) for name in s.auto]
     return {**plain, "max_context": core.engines.max_context, "logprob_kind": core.engines.logprob_kind}
 
 
@@ -72,6 +76,7 @@ def restore(core: RolloutCore, state: State) -> None:
     require_fresh(core)
     try:
         _refuse_settings(core, state)
+        _take_over_work(core, state["settings"])
         _restore(core, state)
     except CheckpointError:
         raise
@@ -93,6 +98,28 @@ def _refuse_settings(core: RolloutCore, state: State) -> None:
     for name, (saved, now) in changed_settings(core, state).items():
         if name in REFUSED:
             raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
+
+
+def _take_over_work(core: RolloutCore, saved: State) -> None:
+    """How much was in work, where that was a matter of the run then and is now."""
+    s = core.settings
+    both = set(s.auto).intersection(map(Work, saved.get("auto", ())))
+    over, in_flight = (
+        max(1, count_of(saved[name])) if name in both else None for name in (Work.OVER_SAMPLING, Work.IN_FLIGHT)
+    )
+    if over is not None and s.on_stale is OnStale.FINISH:  # more could not be delivered in time
+        over = min(over, (s.delivery_bound + 1) * s.rollout_batch_size)
+    quorum = float(saved[Work.QUORUM]) if Work.QUORUM in both else None
+    if quorum is not None and not (0.0 < quorum <= 1.0 and quorum_of(quorum, s.n_samples_per_prompt) >= LEAST_QUORUM):
+        raise ValueError(f"a quorum of {quorum}")
+    core.context.change(
+        WorkChanged(
+            over_sampling_batch_size=over,
+            refill=Refill(saved[Work.REFILL]) if Work.REFILL in both else None,
+            max_in_flight=in_flight,
+            group_quorum=quorum,
+        )
+    )
 
 
 def _restore(core: RolloutCore, state: State) -> None:

@@ -74,9 +74,9 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Engines have joined or left: what passed before did so with the places that there were then."""
+        """Other engines, or another number of places: what passed before did so with the places there were then."""
         core, before = self._core, self.places
-        most = core.settings.max_in_flight
+        most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
         self._turnover = core.engines.turnover
         if self._began is not None:
@@ -107,10 +107,11 @@ class RunTimes:
             self._began = self._since = now_s
         else:
             return
-        if core.engines.turnover != self._turnover:
+        if core.engines.turnover != self._turnover or self._places.total != self._most:
             self._engines_changed()
         attempts, updates = core.context.attempts, core.updates
-        self._busy, self._evaluating = len(core.attempts), len(attempts.of_evaluations)
+        self._evaluating = min(len(attempts.of_evaluations), self.places)
+        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more, where there were more places
         free = self.places - self._busy - self._evaluating
         self._reserved = min(len(self._places.reserved), free) if self._places.reserved else 0
         self._free = free - self._reserved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class CoreSettings:
     abort_resend_s: float = 1.0
     outage_deadline_s: float = 600.0
     """Longest wait while no engine is well and has the current weights, after which the step fails."""
+    auto: tuple[Work, ...] = ()
+    """Settings that change while the run goes on; what the others say holds for all of it."""
     run_seed: int = 0
     run_id: int = 0
     """Makes attempt ids unique between runs; decides nothing."""
@@ -56,7 +58,7 @@ class CoreSettings:
     @property
     def whole_groups(self) -> bool:
         """Whether a batch counts groups; else it counts samples."""
-        return self.group_quorum == 1.0
+        return self.group_quorum == 1.0 and Work.QUORUM not in self.auto
 
     @property
     def units_per_group(self) -> int:
@@ -89,6 +91,10 @@ class CoreSettings:
     def delivery_bound(self) -> int:
         """With on_stale: finish, weight updates within which every group is delivered."""
         return min(self.max_staleness, self.max_age)
+
+
+LEAST_QUORUM = 3
+"""Finished responses of a group: with one of them left out, two make a baseline."""
 
 
 def quorum_of(share: float, n_samples: int) -> int:

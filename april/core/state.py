@@ -72,10 +72,9 @@ class RolloutCore:
         check: bool = False,
     ) -> None:
         self.context = context = CoreContext(settings, engines, clock or VersionClock())
-        self.settings, self.clock, self.engines = settings, context.clock, context.engines
-        self.over_sampler, self.monitor, self.aborts, self.buffer = (
-            context.over_sampler, context.monitor, context.aborts, context.buffer,
-        )  # fmt: skip
+        self.clock, self.engines = context.clock, context.engines
+        self.over_sampler, self.monitor = context.over_sampler, context.monitor
+        self.aborts, self.buffer = context.aborts, context.buffer
         self.attempts = context.attempts.in_flight
         self.counters, self.leases, self.leased = context.counters, context.leases, context.leases.batches
         self.step: Step | None = None
@@ -85,11 +84,8 @@ class RolloutCore:
         """The trainer waits for a batch."""
         self.held = False
         """Somebody has asked for a pause."""
-        # nothing is drawn after the beginning of a step, except for groups that were given up
-        self._draws_once = settings.refill is Refill.NONE
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
-        self._check = check
-        self._pause_asked = False
+        self._check, self._pause_asked = check, False
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
@@ -139,8 +135,14 @@ class RolloutCore:
             ev.EvaluationCancelled: self._evaluations.cancelled,
             ev.BatchCommitted: self._batch_committed,
             ev.StalenessLowered: self._staleness_lowered,
-            ev.SourceExtended: self._source_extended,
+            ev.WorkChanged: context.change,
+            ev.SourceExtended: self.over_sampler.extended,
         }
+
+    @property
+    def settings(self) -> CoreSettings:
+        """As they are now."""
+        return self.context.settings
 
     @property
     def tokens(self) -> Ledger:
@@ -376,7 +378,8 @@ class RolloutCore:
             self._start_waiting(training=True)
         step = self.step
         assert step is not None
-        if step.filled and self._draws_once and self.buffer.units >= self.settings.target:
+        # without refill nothing is drawn after the beginning of a step, except for groups that were given up
+        if step.filled and self.settings.refill is Refill.NONE and self.buffer.units >= self.settings.target:
             return
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
@@ -462,9 +465,6 @@ class RolloutCore:
             elif sample.state is not SampleState.DROPPED:  # with a sibling, a moment ago
                 self.counters["prompts_too_long"] += 1
                 self._failures.give_up(sample.group, DropReason.TOO_LONG, why)
-
-    def _source_extended(self, event: ev.SourceExtended) -> None:
-        self.over_sampler.exhausted = False
 
     # ---------------------------------------------------------------- functions that were written wrongly
 

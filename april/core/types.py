@@ -199,6 +199,15 @@ class GenerationMode(StrEnum):
     """Nothing: generation goes on while the trainer trains; only a weight update cuts, and continues, requests."""
 
 
+class Work(StrEnum):
+    """Settings that say how much is in work, which may change between two batches; their names in the configuration."""
+
+    OVER_SAMPLING = "over_sampling_batch_size"
+    REFILL = "refill"
+    IN_FLIGHT = "max_in_flight"
+    QUORUM = "group_quorum"
+
+
 class Refill(StrEnum):
     """When new work starts inside a step."""
 

@@ -120,8 +120,8 @@ def validate(core: RolloutCore) -> None:
         fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
-    if len(core.context.attempts) + len(reserved) > core.settings.max_in_flight:
-        fail(f"more than max_in_flight={core.settings.max_in_flight} in flight")
+    if (places := core.context.places).taken > max(places.total, places.most):
+        fail(f"more than max_in_flight={places.total} in flight, and than the {places.most} of before it was lowered")
     if core.over_sampler.waiting != queued:
         fail(f"{core.over_sampler.waiting} in the queue, {queued} wait")
     units = [unit for group in core.buffer for unit in ((group,) if whole else group.members)]

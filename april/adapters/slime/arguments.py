@@ -8,6 +8,7 @@ from typing import Any
 
 from april.adapters.slime.advantages import HOOK, method_of
 from april.config.settings import Config
+from april.config.values import shown
 from april.core.types import GenerationMode, OnFailedSample
 from april.errors import ConfigError
 
@@ -72,8 +73,8 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
     config = Config(**values, **own)
     if config.generation is GenerationMode.CONTINUOUS:
         _refuse_continuous(args, own_function)
-    if config.group_quorum < 1:
-        _refuse_parts_of_groups(args, config.group_quorum)
+    if config.delivers_parts:
+        _refuse_parts_of_groups(args, shown(config.group_quorum))
     elif config.on_failed_sample is OnFailedSample.SHRINK:
         raise ConfigError(
             "april.on_failed_sample=shrink: a batch would have fewer than --rollout-batch-size * "
@@ -144,8 +145,8 @@ def _refuse_continuous(args: Any, own_function: bool) -> None:
         )
 
 
-def _refuse_parts_of_groups(args: Any, quorum: float) -> None:
-    parts = f"april.group_quorum={quorum:g} delivers groups in parts"
+def _refuse_parts_of_groups(args: Any, quorum: str) -> None:
+    parts = f"april.group_quorum={quorum} delivers groups in parts"
     for flag in WHOLE_GROUPS:
         if getattr(args, flag, None):
             raise ConfigError(f"--{flag.replace('_', '-')} goes by whole groups, and {parts}; leave out one of them")

@@ -99,7 +99,7 @@ def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: 
         servers: whether there is a directory through which servers get weights.
         filters: whether groups may be rejected.
     """
-    early = "group_quorum below 1" if config.group_quorum < 1 else "filter" if filters else ""
+    early = "group_quorum below 1" if config.delivers_parts else "filter" if filters else ""
     for sentence in chain(
         _objections(trainer, config, servers),
         _objections_to_batches(trainer, config, filters),
@@ -111,12 +111,12 @@ def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: 
 def _objections_to_batches(trainer: Any, config: Config, filters: bool) -> Iterator[str]:
     if filters and config.on_data_end is not OnDataEnd.WRAP:
         yield "filter: rejected groups are replaced by more prompts than a pass may have; set on_data_end: wrap"
-    if config.group_quorum == 1 and config.on_failed_sample is OnFailedSample.SHRINK:
+    if not config.delivers_parts and config.on_failed_sample is OnFailedSample.SHRINK:
         yield (
             "on_failed_sample=shrink: a smaller group leaves TRL with fewer rows than a generation batch has; use "
             "replace or drop_group, or a group_quorum below 1, with which batches have that number of whatever groups"
         )
-    if config.group_quorum < 1 and trainer.multi_objective_aggregation != "sum_then_normalize":
+    if config.delivers_parts and trainer.multi_objective_aggregation != "sum_then_normalize":
         yield (
             f"multi_objective_aggregation={trainer.multi_objective_aggregation} normalises each reward function over "
             "whole groups, and with group_quorum below 1 a batch has parts of groups; use sum_then_normalize"

@@ -177,7 +177,7 @@ class Rollout:
     def put_advantages(self, trainer: Any, output: dict[str, Any]) -> None:
         """With a quorum, those of the batch that TRL has just scored, into what its loss gets."""
         batch = self._last_batch
-        if batch is not None and self.config.group_quorum < 1:
+        if batch is not None and self.config.delivers_parts:
             put_advantages(trainer, batch, output)
             self._warned = self._warned or warn_of_other_rewards(trainer, batch)
 
@@ -227,7 +227,7 @@ class Rollout:
 
     def _rewards(self, trainer: Any) -> dict[str, Any]:
         """What april must know of rewards: for baselines those of single responses, for a filter those of groups."""
-        if self.config.group_quorum < 1:
+        if self.config.delivers_parts:
             return {"reward": sample_reward(trainer)}
         return {"reward": _scored_by_trl} if self._filter is None else {"group_reward": group_reward(trainer)}
 
