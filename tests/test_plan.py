@@ -18,7 +18,7 @@ from april.errors import RecordError
 from april.record.file import RunRecord
 from april.simulate import plan as planning
 from april.simulate.observed import workload_of
-from april.simulate.plan import BRIEF, SAME, Row, choose, coarse, expect, front, neighbours, plan
+from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, expect, front, neighbours, plan
 from april.simulate.plan_show import settings
 from april.simulate.simulation import Simulation
 from april.simulate.trainer import Placement
@@ -58,27 +58,27 @@ def test_the_front_has_nothing_that_another_beats() -> None:
 def test_candidates_keep_the_bound() -> None:
     """What the configuration refuses under a small max_staleness is none, nor is a quorum without more in work."""
     tight = replace(SMALL, max_staleness=1)
-    assert max(s.over for s in coarse(SMALL)) == 24
-    assert max(s.over for s in coarse(tight)) == 16
+    assert max(s.over for s in coarse(SMALL, Space.whole(SMALL))) == 24
+    assert max(s.over for s in coarse(tight, Space.whole(tight))) == 16
     for workload in (SMALL, tight):
-        for schedule in coarse(workload):
+        for schedule in coarse(workload, Space.whole(workload)):
             workload.core_settings(schedule)
             assert schedule.quorum == 1.0 or schedule.over > workload.groups or schedule.refill is Refill.SAMPLE
-    first, *_ = coarse(SMALL)
+    first, *_ = coarse(SMALL, Space.whole(SMALL))
     assert (first.over, first.refill, first.quorum) == (8, Refill.NONE, 1.0)
     separate = replace(SMALL, train_time="1x")
-    assert {s.continuous for s in coarse(separate)} == {None, 5}
+    assert {s.continuous for s in coarse(separate, Space.whole(separate))} == {None, 5}
 
 
 def test_neighbours_are_half_way_and_new() -> None:
     """To both sides, and with the other quorums; none twice."""
-    tried = coarse(SMALL)
+    tried, some = coarse(SMALL, Space.whole(SMALL)), Space.whole(SMALL, (1.0, 0.75))
     best = SMALL.one_shot(12)
-    found = neighbours(SMALL, best, tried, (1.0, 0.75))
+    found = neighbours(SMALL, best, tried, some)
     assert [(s.over, s.quorum) for s in found] == [(11, 1.0), (14, 1.0), (12, 0.75)]
-    assert neighbours(SMALL, best, [*tried, *found], (1.0, 0.75)) == [SMALL.one_shot(13)]
+    assert neighbours(SMALL, best, [*tried, *found], some) == [SMALL.one_shot(13)]
     refill = next(s for s in tried if s.refill is Refill.SAMPLE and s.in_flight == 32)
-    assert [s.in_flight for s in neighbours(SMALL, refill, tried, (1.0,))] == [24, 40]
+    assert [s.in_flight for s in neighbours(SMALL, refill, tried, Space.whole(SMALL, (1.0,)))] == [24, 40]
 
 
 def landscape(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
@@ -101,7 +101,7 @@ def test_the_search_goes_up_the_hill(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(SMALL, progress=lambda done, total: told.append((done, total)))
     assert (found.best.schedule.over, found.best.schedule.quorum) == (13, 0.75)
     assert found.best.long
-    assert found.sync.schedule.over == 8
+    assert found.base.schedule.over == 8
     assert len(runs) < 32
     assert told[-1] == (len(runs), len(runs))
     assert all(done <= total for done, total in told)
@@ -182,7 +182,7 @@ def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
 
 def test_settings_say_what_was_chosen() -> None:
     """Each schedule as the configuration that runs it."""
-    for schedule in (*coarse(SMALL), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
+    for schedule in (*coarse(SMALL, Space.whole(SMALL)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
         config = april.Config(**yaml.safe_load(settings(SMALL, replace(row(8, 1.0, 0.0), schedule=schedule))))
         core = config.core_settings(has_reward=False, group_reward=False, run_id=0)
         other = SMALL.core_settings(schedule)

@@ -34,6 +34,8 @@ class TrainerTime(StrEnum):
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 UPDATES, EVALUATES, WAITS = TrainerTime.UPDATES, TrainerTime.EVALUATES, TrainerTime.WAITS
 AHEAD, TRAINS, OTHER = TrainerTime.AHEAD, TrainerTime.TRAINS, TrainerTime.OTHER
+TRAINER_PARTS = (UPDATES, EVALUATES, TRAINS, OTHER)
+"""Time in which the trainer does something else than wait for rollouts."""
 
 UPDATE_PARTS = {
     Phase.IDLE: "update_stop_s",  # it waits for an evaluation

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from april.core.run_times import TRAINER_PARTS
 from april.core.types import GenerationMode
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
@@ -16,8 +17,6 @@ from april.simulate.workload import Workload
 
 FEWEST = 32
 """Finished responses without which a distribution of lengths is a guess."""
-TRAINER_PARTS = ("train_s", "update_s", "evaluation_s", "other_s")
-"""Time in which the trainer does something else than wait for rollouts."""
 
 
 def workload_of(path: Path) -> Workload:
@@ -43,6 +42,7 @@ def workload_of(path: Path) -> Workload:
     return Workload(
         model="", gpu="", engines=engines, groups=settings.rollout_batch_size, samples=settings.n_samples_per_prompt,
         max_response_len=settings.max_response_len, prompt_len=max(1, round(float(np.median(first)))),
+        over=min(2, settings.max_staleness + 1) * settings.rollout_batch_size,
         max_staleness=settings.max_staleness, on_stale=settings.on_stale,
         train_time=f"{train_s:.6f}" if train_s else None,
         placement=(Placement.COLOCATED if colocated else Placement.SEPARATE) if train_s else None,

@@ -12,9 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from april.core.types import Refill
+from april.core.types import Refill, Work
 from april.simulate.measure import measure
-from april.simulate.workload import Schedule, Workload
+from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """N'/N of the coarse grid's candidates that add nothing within a step."""
@@ -27,6 +27,9 @@ BRIEF, LONG = (14, 6), (40, 12)
 """Steps, and how many of the first are left out."""
 NEAR = 0.04
 """How much slower a candidate may look in its brief run and still be run for longer."""
+ENOUGH = 256
+"""Responses of a batch for which those steps are right; with smaller ones there are more, up to MORE times as many."""
+MORE = 8
 SAME = 0.01
 """Speeds that differ by less count as the same; the younger tokens win then."""
 FINALISTS = 4
@@ -54,7 +57,7 @@ class Row:
     staleness_max: int
     step_s: float
     held_tokens: float
-    long: bool
+    long: bool = False
 
     @property
     def name(self) -> str:
@@ -72,28 +75,68 @@ class Plan:
     Attributes:
         rows: fastest first.
         best: the fastest within the limit of the off-policy share; of those as fast, the youngest.
-        sync: N' = N, what it is compared with.
+        base: what it is compared with.
     """
 
     rows: list[Row]
     best: Row
-    sync: Row
+    base: Row
 
 
-def coarse(workload: Workload, quorums: Sequence[float] = QUORUMS) -> list[Schedule]:
-    """The first candidates under ``max_staleness``, with the largest and the smallest quorum; sync first."""
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        base: what the others are compared with, and where everything else is as in the others.
+        free: what may differ from it.
+        quorums: values of ``group_quorum``.
+        places: most samples in flight.
+        continuous: generation modes, as in :class:`.workload.Schedule`.
+    """
+
+    base: Schedule
+    free: tuple[Work, ...] = tuple(Work)
+    quorums: Sequence[float] = QUORUMS
+    places: int = MOST_IN_FLIGHT
+    continuous: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
+        """Everything that can be done with a workload, beside the synchronous way."""
+        modes = (None, workload.max_staleness) if workload.separate else (None,)
+        return cls(base=workload.one_shot(workload.groups), quorums=quorums, continuous=modes)
+
+    def quorums_beside(self, quorum: float) -> Sequence[float]:
+        """Those that may be chosen; ``quorum`` alone where that is not free."""
+        return self.quorums if Work.QUORUM in self.free else (quorum,)
+
+    def may_be(self, refill: Refill) -> bool:
+        """Whether this way of filling places may be chosen, with its own number of groups or places."""
+        size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
+        return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
+
+    def within(self, schedule: Schedule) -> Schedule:
+        """With no more in flight than there are places."""
+        return replace(schedule, in_flight=min(schedule.in_flight, self.places))
+
+
+def coarse(workload: Workload, space: Space) -> list[Schedule]:
+    """The first candidates under ``max_staleness``, with the largest and the smallest quorum; the base first."""
     n, full = workload.groups, workload.groups * workload.samples
-    found = [workload.one_shot(round(n * ratio)) for ratio in RATIOS]
-    refills = [Schedule(n, Refill.SAMPLE, round(full * share)) for share in PLACES]
-    if workload.separate:
-        refills += [replace(schedule, continuous=workload.max_staleness) for schedule in refills]
-    ends = dict.fromkeys((1.0, min(quorums)))
-    return _possible(workload, [replace(s, quorum=quorum) for quorum in ends for s in (*found, *refills)])
+    found = [space.base]
+    if space.may_be(Refill.NONE) and None in space.continuous:
+        found += [workload.one_shot(round(n * ratio)) for ratio in RATIOS]
+    if space.may_be(Refill.SAMPLE):
+        refills = [Schedule(n, Refill.SAMPLE, round(full * share)) for share in PLACES]
+        found += [replace(schedule, continuous=mode) for mode in space.continuous for schedule in refills]
+    quorums = space.quorums_beside(space.base.quorum)
+    ends = dict.fromkeys((max(quorums), min(quorums)))
+    beside = [replace(space.within(s), quorum=quorum) for quorum in ends for s in found]
+    return _possible(workload, [space.base, *beside])
 
 
-def neighbours(
-    workload: Workload, best: Schedule, tried: Iterable[Schedule], quorums: Sequence[float]
-) -> list[Schedule]:
+def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
     """What lies between ``best`` and those next to it, and the same with other quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
@@ -103,8 +146,8 @@ def neighbours(
         middle = (other + _size(best)) // 2
         if abs(middle - _size(best)) >= least and abs(middle - other) >= least:
             out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
-    out = [replace(schedule, quorum=best.quorum) for schedule in out]
-    out += [replace(best, quorum=quorum) for quorum in quorums]
+    out = [replace(space.within(schedule), quorum=best.quorum) for schedule in out]
+    out += [replace(best, quorum=quorum) for quorum in space.quorums_beside(best.quorum)]
     return [schedule for schedule in _possible(workload, out) if schedule not in tried]
 
 
@@ -162,15 +205,15 @@ def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row
     return Row(
         schedule=schedule, tokens_per_s=batch / step_s, step_s=step_s,
         off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
-        held_tokens=f["held_tokens_mean"], long=(steps, ramp) == LONG,
+        held_tokens=f["held_tokens_mean"],
     )  # fmt: skip
 
 
 def plan(
     workload: Workload,
+    space: Space | None = None,
     *,
     max_off_policy_share: float = 1.0,
-    quorums: Sequence[float] = QUORUMS,
     processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
@@ -178,8 +221,8 @@ def plan(
 
     Args:
         workload: its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` do not matter.
+        space: what may be chosen; None: everything.
         max_off_policy_share: of the trained tokens, at most.
-        quorums: values of ``group_quorum`` that may be chosen.
         processes: that simulate at the same time.
         progress: told how many simulations of how many are done.
 
@@ -189,35 +232,37 @@ def plan(
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
         raise ValueError(f"max_off_policy_share={max_off_policy_share:g} is a share, from 0 to 1")
+    space = space or Space.whole(workload)
     rows: dict[Schedule, Row] = {}
     share = max_off_policy_share
+    times = max(1, min(MORE, ENOUGH // (workload.groups * workload.samples)))
 
     def run_all(schedules: Sequence[Schedule], steps: tuple[int, int], more: int) -> None:
         total = len(done) + len(schedules) + more
-        for row in run(workload, schedules, steps):
-            rows[row.schedule] = row
+        for row in run(workload, schedules, (times * steps[0], times * steps[1])):
+            rows[row.schedule] = replace(row, long=steps == LONG)
             done.append(row)
             progress(len(done), total)
 
     done: list[Row] = []
     with _pool(processes) as run:
-        schedules = coarse(workload, quorums)
+        schedules = coarse(workload, space)
         run_all(schedules, BRIEF, FINALISTS + 1 + ROUNDS * 4)
         for left in range(ROUNDS - 1, -1, -1):
             best = choose(list(rows.values()), share)
-            run_all(neighbours(workload, best.schedule, rows, quorums), BRIEF, FINALISTS + 1 + left * 4)
+            run_all(neighbours(workload, best.schedule, rows, space), BRIEF, FINALISTS + 1 + left * 4)
         run_all(_finalists(schedules[0], list(rows.values()), share), LONG, 0)
     best = choose([row for row in rows.values() if row.long], share)
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
 
 
-def _finalists(sync: Schedule, rows: list[Row], share: float) -> list[Schedule]:
-    """The synchronous one, and those that may be the best, the most promising first."""
+def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:
+    """The base, and those that may be the best, the most promising first."""
     likely = choose(rows, share)
     near = [r for r in rows if r.off_policy_share <= share * (1.0 + NEAR)]
     near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]
     ordered = [likely, *front(near), *sorted(near, key=lambda r: -r.tokens_per_s)]
-    return list(dict.fromkeys([sync, *(row.schedule for row in ordered)]))[: FINALISTS + 1]
+    return list(dict.fromkeys([base, *(row.schedule for row in ordered)]))[: FINALISTS + 1]
 
 
 class _pool:

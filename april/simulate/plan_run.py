@@ -51,9 +51,9 @@ def plan_file(
             progress=lambda done, total: shown.update(bar, completed=done, total=total),
         )  # fmt: skip
     console.print(plan_table(found))
-    best, sync = found.best, found.sync
+    best, base = found.best, found.base
     console.print(
-        f"{best.name}: {best.tokens_per_s / sync.tokens_per_s:.2f}x of N' = N, {best.off_policy_share:.0%} of the "
+        f"{best.name}: {best.tokens_per_s / base.tokens_per_s:.2f}x of N' = N, {best.off_policy_share:.0%} of the "
         f"trained tokens from older weights, at most {best.staleness_max} updates old", soft_wrap=True,
     )  # fmt: skip
     if best.off_policy_share > max_off_policy_share:

@@ -23,12 +23,12 @@ def plan_table(plan: Plan) -> Table:
     out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
-    rows = [row for row in front(plan.rows) if row is not plan.sync][:SHOWN]
-    rows = sorted({id(row): row for row in (*rows, plan.best, plan.sync)}.values(), key=lambda r: -r.tokens_per_s)
+    rows = [row for row in front(plan.rows) if row is not plan.base][:SHOWN]
+    rows = sorted({id(row): row for row in (*rows, plan.best, plan.base)}.values(), key=lambda r: -r.tokens_per_s)
     for row in rows:
         out.add_row(
             f"{'> ' if row is plan.best else '  '}{row.name}", f"{row.tokens_per_s:,.0f}",
-            f"{row.tokens_per_s / plan.sync.tokens_per_s:.2f}x", f"{row.off_policy_share:.0%}",
+            f"{row.tokens_per_s / plan.base.tokens_per_s:.2f}x", f"{row.off_policy_share:.0%}",
             f"{row.staleness_mean:.2f}/{row.staleness_max}", f"{row.step_s:.1f}",
             style="bold" if row is plan.best else None,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dic
         "train_s": workload.train_s,
         "length_mean": float(workload.length_sample.mean()),
         "best": plain(plan.best),
-        "sync": plain(plan.sync),
+        "sync": plain(plan.base),
         "rows": [plain(row) for row in plan.rows],
     }
 
@@ -78,7 +78,7 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    base = plan.sync.tokens_per_s
+    base = plan.base.tokens_per_s
     kinds: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
         ("N' groups once per step", "o", "#1b6ca8", lambda r: r.schedule.refill is Refill.NONE),
         ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),

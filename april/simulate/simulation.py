@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from april.auto.auto_work import AutoWork
+from april.auto.question import Answer, Question
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.event_pump import EventPump
+from april.core.request_log import RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -25,6 +28,7 @@ from april.core.state import RolloutCore
 from april.core.types import Prompt, SampleId
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.fitted_cost import Requests, fit
 from april.engines.simulated.response_lengths import ResponseLengths, uniforms
 from april.errors import InvariantError, RolloutError
 from april.record.file import RunRecord
@@ -102,6 +106,9 @@ class Simulation:
         host_latency_s: of what crosses from one process to another.
         prompt_len: tokens of every prompt.
         train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
+        choose: answers, in no time, what is best; needed where settings are ``auto``.
+        max_off_policy_share: of what it chooses.
+        most_in_flight: slots of all engines, where max_in_flight may change.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
         check: cross-check the core's books after every event.
         record: where to record it, as a real run is.
@@ -120,6 +127,9 @@ class Simulation:
         prompt_len: int = 128,
         train_s: float = 0.0,
         fetch_ahead: int = 0,
+        choose: Callable[[Question], Answer] | None = None,
+        max_off_policy_share: float = 1.0,
+        most_in_flight: int | None = None,
         failing: float = 0.0,
         check: bool = False,
         record: RunRecord | None = None,
@@ -131,7 +141,9 @@ class Simulation:
             raise ValueError(f"failing={failing:g} is a share of the samples, at least 0 and below 1")
         if failing:  # the failed are asked again at once
             settings = replace(settings, has_reward=True, retry_pause_s=0.0)
-        slots = -(-settings.max_in_flight // engines)
+        if settings.auto and choose is None:
+            raise ValueError(f"{', '.join(settings.auto)} is auto, and nobody chooses; give choose")
+        slots = -(-(most_in_flight or settings.max_in_flight) // engines)
         context = prompt_len + settings.max_response_len
         names = [f"host{i % hosts}/engine{i}" if hosts else f"engine{i}" for i in range(engines)]
         self.core = RolloutCore(settings, [EngineLimits(n, context, slots) for n in names], check=check)
@@ -152,7 +164,9 @@ class Simulation:
                 now=lambda: self.now, post=lambda event: self._pump.post(event), turn=self.turn,
             )  # fmt: skip
         self._recorder = None if record is None else Recorder(record, self.core, lambda: self.now)
-        self._pump = EventPump(self._recorder or self.core, {
+        self._requests = RequestLog(self.core, lambda: self.now, self._recorder)
+        self._auto, self._choose = AutoWork(self.core, max_off_policy_share) if choose else None, choose
+        self._pump = EventPump(self._requests if choose else self._recorder or self.core, {
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
@@ -182,12 +196,23 @@ class Simulation:
                 self._ask_or_wait()
             self._batch, self._asked = None, False
             self._record(batch)
+            self._ask_for_better()
             self._trainer.take(batch, self.now)
             if self._trainer.ends_s <= self.now and not self._updating:  # training takes no time
                 self._update_weights()
                 self._times.look(self.now)
         self.result.digest = self._digest.hexdigest()
         return self.result
+
+    def _ask_for_better(self) -> None:
+        """Whether something else should be in work."""
+        auto = self._auto
+        if auto is None or self._choose is None or not auto.asks:
+            return
+        fitted = (fit(Requests.of(ended)) for _, ended in self._requests)
+        question = auto.question(found.cost for found in fitted if found is not None)
+        if question is not None and (change := auto.answered(self._choose(question))) is not None:
+            self.turn(lambda: self._pump.post(change))
 
     def close(self) -> None:
         """The end of its record, if it has one."""
@@ -277,8 +302,12 @@ class Simulation:
 
     def _deliver(self, command: do.Deliver) -> None:
         self._batch, self._waited = command.batch, self._times.delivered(self.now)
+        whole = replace(command.batch, metrics={**command.batch.metrics, **self._waited})
         if self._recorder is not None:
-            self._recorder.delivered(replace(command.batch, metrics={**command.batch.metrics, **self._waited}))
+            self._recorder.delivered(whole)
+        if self._auto is not None:
+            self._auto.delivered(whole)
+            self._waited |= self._auto.metrics()
         self.engines.delivered(sample.id for sample in command.batch.samples)
 
     def _update_ended(self, command: do.UpdateEnded) -> None:

@@ -1,0 +1,98 @@
+"""The best settings for a run as it is: ``python -m april.simulate.choose`` answers a question from stdin on stdout.
+
+A process of its own, as simulating takes seconds of CPU that the run's own process does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+from april.auto.question import Answer, InWork, Question
+from april.core.types import Refill, Work
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import TraceLengths
+from april.simulate.plan import QUORUMS, Row, Space, plan
+from april.simulate.trainer import Placement
+from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
+
+GAIN = 0.03
+"""By less than this faster than what is in work is not worth a change."""
+MARGIN = 0.97
+"""What is chosen anew keeps so far below the limit of the off-policy share, at which what is in work is left: or the
+noise of a simulation would take turns with itself."""
+NICE = 10
+"""Priority behind the run's own processes."""
+
+
+def choose(question: Question) -> Answer:
+    """What is best within the limits of the question.
+
+    Raises:
+        ValueError: there is nothing to simulate.
+        RolloutError: the core gave up.
+    """
+    q = question
+    workload = workload_of(q)
+    share = MARGIN if q.max_off_policy_share < 1.0 else 1.0
+    found = plan(workload, space_of(q), max_off_policy_share=share * q.max_off_policy_share)
+    best, base = found.best, found.base
+    within = base.off_policy_share <= q.max_off_policy_share
+    if within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
+        best = base
+    return Answer(
+        best=q.now if best is base else _in_work(q, best),
+        tokens_per_s=best.tokens_per_s, off_policy_share=best.off_policy_share,
+        speed_up=best.tokens_per_s / base.tokens_per_s, share_now=base.off_policy_share,
+    )  # fmt: skip
+
+
+def workload_of(q: Question) -> Workload:
+    """What is simulated. Raises ValueError."""
+    placement = Placement.SEPARATE if q.continuous else Placement.COLOCATED
+    return Workload(
+        model="", gpu="", engines=q.engines, groups=q.groups, samples=q.samples, prompt_len=q.prompt_len,
+        over=min(2, q.max_staleness + 1) * q.groups,
+        max_response_len=q.max_response_len, max_staleness=q.max_staleness, on_stale=q.on_stale,
+        train_time=f"{q.train_s:.6f}" if q.train_s else None, placement=placement if q.train_s else None,
+        measured_cost=DecodeCost(*q.cost), measured_lengths=TraceLengths(q.lengths),
+    )  # fmt: skip
+
+
+def space_of(q: Question) -> Space:
+    """What may be chosen."""
+    mode = q.max_staleness if q.continuous else None
+    places = min(q.places, MOST_IN_FLIGHT)
+    if Work.IN_FLIGHT not in q.free:
+        places = min(places, q.now.max_in_flight)
+    now = q.now
+    base = Schedule(
+        over=now.over_sampling_batch_size, refill=now.refill, in_flight=min(now.max_in_flight, places),
+        continuous=mode, quorum=now.group_quorum,
+    )  # fmt: skip
+    # a group of few samples has few quorums, as three must be finished
+    quorums = [quorum for quorum in QUORUMS if quorum * q.samples >= 3.0] or [1.0]
+    return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,))
+
+
+def _in_work(q: Question, row: Row) -> InWork:
+    s = row.schedule
+    chosen = InWork(
+        over_sampling_batch_size=s.over if s.refill is Refill.NONE else q.groups,
+        refill=s.refill, max_in_flight=s.in_flight, group_quorum=s.quorum,
+    )  # fmt: skip
+    fixed = {str(name): getattr(q.now, name) for name in Work if name not in q.free}
+    return replace(chosen, **fixed)
+
+
+def main() -> None:
+    """One question, one answer."""
+    with suppress(OSError):
+        os.nice(NICE)
+    sys.stdout.buffer.write(choose(Question.decode(sys.stdin.buffer.read())).encode())
+
+
+if __name__ == "__main__":
+    main()
