@@ -532,8 +532,8 @@ def check_functions(
         raise ConfigError("give reward or group_reward, not both")
     if group_reward is not None and config.delivers_parts:
         raise ConfigError(
-            f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; give "
-            "reward, or set group_quorum: 1"
+            f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; "
+            "give reward, or set group_quorum: 1"
         )
     check_function("rollout", rollout, ("prompt", "llm"))
     if reward is not None:

@@ -89,10 +89,10 @@ def simulation(
     settings = w.core_settings(schedule)
     if chooser is not None:
         auto = tuple(Work) if schedule.continuous is None else (Work.IN_FLIGHT, Work.QUORUM)
-        settings = replace(settings, auto=auto)
+        settings = replace(settings, auto=auto, max_off_policy_share=LIMIT)
     return Simulation(
         settings, w.cost, case.lengths, engines=w.engines, prompt_len=w.prompt_len, train_s=w.train_s, choose=chooser,
-        max_off_policy_share=LIMIT, most_in_flight=most,
+        most_in_flight=most,
     )  # fmt: skip
 
 

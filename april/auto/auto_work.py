@@ -29,11 +29,10 @@ class AutoWork:
 
     Args:
         core: whose settings change; some of them are ``auto``.
-        max_off_policy_share: of the trained tokens.
     """
 
-    def __init__(self, core: RolloutCore, max_off_policy_share: float) -> None:
-        self._core, self._most = core, max_off_policy_share
+    def __init__(self, core: RolloutCore) -> None:
+        self._core, self._most = core, core.settings.max_off_policy_share
         self._lengths = LengthWindow()
         self._prompts: deque[float] = deque(maxlen=16)
         self._train_s: deque[float] = deque(maxlen=16)

@@ -228,7 +228,8 @@ class Config(Model):
         """Of what april is to choose."""
         chosen = next((name for name in Work if getattr(self, name) == AUTO), None)
         yield chosen is None and self.max_off_policy_share < 1, (
-            "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: auto}"
+            "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: "
+            "auto}, or leave it out"
         )
         yield chosen is not None and not self.partial_rollout, (
             f"{{{chosen}=}} chooses how much is left over for the next step, and {{partial_rollout=}} would throw its "
@@ -240,8 +241,8 @@ class Config(Model):
         )
         both = over and self.max_in_flight == AUTO
         yield over and (refills if not both else self.generation is GenerationMode.CONTINUOUS), (
-            "{over_sampling_batch_size=} says nothing with {refill=}, where {max_in_flight} is what counts; leave it out "
-            "and set {max_in_flight: auto}"
+            "{over_sampling_batch_size=} says nothing with {refill=}, where {max_in_flight} is what counts; leave it "
+            "out and set {max_in_flight: auto}"
         )
         yield self.max_in_flight == AUTO and not over and not refills, (
             "{max_in_flight=} says nothing with {refill=}, where the groups in work are what counts; set {refill: "
@@ -272,7 +273,8 @@ class Config(Model):
     @property
     def groups_in_work(self) -> int:
         """N' as given, or N, with which auto begins; N without partial_rollout, as portions may come to more than N."""
-        return (self._number(self.over_sampling_batch_size) if self.partial_rollout else None) or self.rollout_batch_size
+        given = self._number(self.over_sampling_batch_size) if self.partial_rollout else None
+        return given or self.rollout_batch_size
 
     @property
     def leaves_partials(self) -> bool:
@@ -333,6 +335,7 @@ class Config(Model):
             max_in_flight=self.samples_in_flight,
             group_quorum=self._number(self.group_quorum) or 1.0,
             auto=self.auto,
+            max_off_policy_share=self.max_off_policy_share,
             on_failed_sample=self.on_failed_sample,
             min_group_size=self.min_group_size or -(-self.n_samples_per_prompt // 2),
             generation=self.generation,

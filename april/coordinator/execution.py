@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from april.auto.auto_run import AutoRun
 from april.coordinator.asked_host import AskedHost
 from april.coordinator.messages import Order
 from april.coordinator.results import delivery
@@ -47,7 +49,8 @@ class Execution:
         self.failed: BaseException | None = None
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
-        self._pump = EventPump(self.core, {
+        self._auto = AutoRun(self.core, _now, lambda event: self.post(event)) if settings.auto else None
+        self._pump = EventPump(self._auto or self.core, {
             **host.executors,
             do.DrawPrompts: lambda c: self._order("draw", c.count),
             do.StartTimer: self._start_timer,
@@ -95,6 +98,8 @@ class Execution:
 
     def close(self) -> None:
         """Nobody carries out orders any more."""
+        if self._auto is not None:
+            self._auto.close()
         self._order("closed")
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
@@ -160,9 +165,12 @@ class Execution:
             self.host.end_what_runs_on()
         times = self._times.delivered(_now())
         log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
+        batch = replace(batch, metrics={**batch.metrics, **times})
+        if self._auto is not None:
+            batch = self._auto.delivered(batch)
         rollouts, settled = self.host.delivered(batch)
         self.last_batch = batch.id
-        self._order("deliver", delivery(batch, rollouts, settled, times))
+        self._order("deliver", delivery(batch, rollouts, settled))
 
     def _paused(self, command: do.Paused) -> None:
         self.host.end_what_runs_on()

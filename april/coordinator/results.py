@@ -70,12 +70,10 @@ def done(complete: GenerateCall) -> Done:
     )
 
 
-def delivery(
-    batch: Batch, rollouts: Sequence[Rollout], settled: Iterable[str], times: dict[str, float]
-) -> Delivery:
+def delivery(batch: Batch, rollouts: Sequence[Rollout], settled: Iterable[str]) -> Delivery:
     """A batch as the trainer is told of it; it has the trajectories itself.
 
-    ``rollouts``: that made its samples. ``settled``: prompts that it ends. ``times``: further metrics.
+    ``rollouts``: that made its samples. ``settled``: prompts that it ends.
     """
     masked: dict[Rollout, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
     for sample, rollout in zip(batch.samples, rollouts, strict=True):
@@ -87,7 +85,7 @@ def delivery(
         batch=batch.id,
         rollouts=tuple(rollouts),
         settled=tuple(settled),
-        metrics=metrics | times,
+        metrics=metrics,
         masked=masked,
         rewards=batch.rewards,
         baseline_rewards=first_others_of(batch.sample_indices, [s.cohort for s in batch.samples]),

@@ -51,6 +51,8 @@ class CoreSettings:
     """Longest wait while no engine is well and has the current weights, after which the step fails."""
     auto: tuple[Work, ...] = ()
     """Settings that change while the run goes on; what the others say holds for all of it."""
+    max_off_policy_share: float = 1.0
+    """Of the trained tokens, within which those are chosen; the core itself does not look at it."""
     run_seed: int = 0
     run_id: int = 0
     """Makes attempt ids unique between runs; decides nothing."""

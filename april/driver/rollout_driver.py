@@ -16,6 +16,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from april.auto.auto_run import AutoRun, Chooser
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -89,6 +90,7 @@ class RolloutDriver:
         draws_beside: bool = False,
         record: RunRecord | None = None,
         hosts: OtherHosts | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
         self.core = RolloutCore(settings, first, check=check)
@@ -126,7 +128,9 @@ class RolloutDriver:
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
-        self._pump = EventPump(self._recorder or self.core, {
+        recorded = self._recorder or self.core
+        self._auto = AutoRun(self.core, self._now, self.post, recorded, chooser) if settings.auto else None
+        self._pump = EventPump(self._auto or recorded, {
             **executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
@@ -392,6 +396,8 @@ class RolloutDriver:
     async def _close(self) -> None:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
+        if self._auto is not None:
+            self._auto.close()
         if self.hosts is not None:
             await self.hosts.close()
         await self.local.close()
@@ -496,6 +502,8 @@ class RolloutDriver:
         times = self._times.delivered(self._now())
         why = bottleneck(times, self.core.settings)
         batch = replace(batch, metrics={**batch.metrics, **times}, bottleneck=why)
+        if self._auto is not None:
+            batch = self._auto.delivered(batch)
         if self._recorder is not None:
             self._recorder.delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")

@@ -107,7 +107,6 @@ class Simulation:
         prompt_len: tokens of every prompt.
         train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
         choose: answers, in no time, what is best; needed where settings are ``auto``.
-        max_off_policy_share: of what it chooses.
         most_in_flight: slots of all engines, where max_in_flight may change.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
         check: cross-check the core's books after every event.
@@ -128,7 +127,6 @@ class Simulation:
         train_s: float = 0.0,
         fetch_ahead: int = 0,
         choose: Callable[[Question], Answer] | None = None,
-        max_off_policy_share: float = 1.0,
         most_in_flight: int | None = None,
         failing: float = 0.0,
         check: bool = False,
@@ -165,7 +163,7 @@ class Simulation:
             )  # fmt: skip
         self._recorder = None if record is None else Recorder(record, self.core, lambda: self.now)
         self._requests = RequestLog(self.core, lambda: self.now, self._recorder)
-        self._auto, self._choose = AutoWork(self.core, max_off_policy_share) if choose else None, choose
+        self._auto, self._choose = AutoWork(self.core) if choose else None, choose
         self._pump = EventPump(self._requests if choose else self._recorder or self.core, {
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),

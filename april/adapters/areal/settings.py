@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.config.settings import Config
+from april.config.values import AUTO
+from april.core.types import Work
 from april.errors import ConfigError
 
 OURS = (
@@ -88,6 +90,11 @@ def objections(config: Any, own: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "april['on_failed_sample']='shrink': AReaL takes rewards over groups of gconfig.n_samples rows by their "
             "place in the batch, so none may have fewer; use replace"
+        )
+    if chosen := [name for name in Work if own.get(name) == AUTO]:
+        yield (
+            f"april[{chosen[0]!r}]='auto': AReaL's ranks share their servers, and each would choose as if they were "
+            "its own; give a number (april plan finds one in a record)"
         )
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     if is_colocated(config) and own.get("generation") == "continuous":

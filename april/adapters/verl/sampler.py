@@ -52,7 +52,8 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         """Start the coordinator; its actor. ``dispatch`` takes rows to agent-loop workers."""
         settings, tokenizer = self.settings, self.trainer.tokenizer
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
-        limits = EngineLimits(SERVERS, settings.context, None, tuple(sorted(int(e) for e in ends)), "temperature")
+        eos = tuple(sorted(map(int, ends)))
+        limits = EngineLimits(SERVERS, settings.context, settings.places, eos, "temperature")
         actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Coordinator)
         name = f"algorithm.filter_groups.metric={settings.filter_metric}"
         self.coordinator = actor.remote(settings.core, limits, name, check=settings.check)

@@ -13,9 +13,9 @@ from april.core.settings import CoreSettings
 from april.errors import ConfigError
 
 OURS = (
-    "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "on_stale", "max_age",
-    "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures", "max_failed_groups",
-    "abort_deadline_s", "abort_resend_s", "group_quorum", "on_failed_sample", "min_group_size",
+    "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "max_off_policy_share",
+    "on_stale", "max_age", "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures",
+    "max_failed_groups", "abort_deadline_s", "abort_resend_s", "group_quorum", "on_failed_sample", "min_group_size",
 )  # fmt: skip
 """Settings of april.Config that stand under ``april:``; the others are verl's to decide."""
 HERE = ("max_in_flight_per_replica", "check")
@@ -61,6 +61,8 @@ class RunSettings:
     """Whether april's advantages are divided by the standard deviation; None: verl makes its own."""
     overruns: bool
     """Servers generate beyond the limit of a request."""
+    places: int
+    """Most samples in flight at all servers together."""
 
 
 def settings_of(config: Any) -> RunSettings:
@@ -107,6 +109,7 @@ def settings_of(config: Any) -> RunSettings:
         check=bool(own.get("check", False)),
         scaled=bool(select(config, "algorithm.norm_adv_by_std_in_grpo", True)) if _own_estimator(config) else None,
         overruns=overruns,
+        places=cap,
     )
 
 

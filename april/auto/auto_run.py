@@ -1,0 +1,95 @@
+"""A run whose settings are ``auto``: questions are answered beside it, and it goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from april.auto.auto_work import AutoWork
+from april.auto.process import ChooserProcess
+from april.auto.question import Answer, InWork, Question
+from april.core import events as ev
+from april.core.batch import Batch
+from april.core.commands import Command
+from april.core.event_pump import Core
+from april.core.request_log import RequestLog
+from april.core.state import RolloutCore
+from april.engines.simulated.fitted_cost import Requests, fit
+
+log = logging.getLogger("april")
+
+MOST_FITTED = 16
+"""Engines whose cost is fitted for a question; they are alike."""
+
+
+class Chooser(Protocol):
+    """Answers questions."""
+
+    async def ask(self, question: Question) -> Answer:
+        """Whatever it raises leaves everything as it is."""
+
+    def close(self) -> None:
+        """No answer is wanted any more."""
+
+
+class AutoRun:
+    """Takes the core's events for it, and changes how much is in work.
+
+    Args:
+        core: some of whose settings are ``auto``.
+        now: the clock, in seconds.
+        post: gives the core an event.
+        inner: takes the events: ``core`` or what passes them on to it.
+        chooser: None: the simulation, in a process of its own.
+    """
+
+    def __init__(
+        self, core: RolloutCore, now: Callable[[], float], post: Callable[[ev.Event], None], inner: Core | None = None,
+        chooser: Chooser | None = None,
+    ) -> None:  # fmt: skip
+        self._core, self._post = core, post
+        self._requests = RequestLog(core, now, inner)
+        self._work = AutoWork(core)
+        self._chooser = chooser or ChooserProcess()
+        self._task: asyncio.Task[None] | None = None
+
+    def handle(self, event: ev.Event) -> list[Command]:
+        """As the core's."""
+        return self._requests.handle(event)
+
+    def delivered(self, batch: Batch) -> Batch:
+        """The batch, with how much is in work among its metrics; a question is asked if it is time for one."""
+        self._work.delivered(batch)
+        if self._task is None and self._work.asks:
+            fitted = (fit(Requests.of(ended)) for _, ended in islice(self._requests, MOST_FITTED))
+            question = self._work.question(found.cost for found in fitted if found is not None)
+            if question is not None:
+                self._task = asyncio.get_running_loop().create_task(self._ask(question))
+        return replace(batch, metrics={**batch.metrics, **self._work.metrics()})
+
+    async def _ask(self, question: Question) -> None:
+        try:
+            answer = await self._chooser.ask(question)
+        except Exception as error:
+            log.warning("auto: %s stays, as nothing better could be looked for: %s", question.now, error)
+            return
+        finally:
+            self._task = None
+        before = InWork.of(self._core.settings)
+        if (change := self._work.answered(answer)) is None:
+            return
+        log.info(
+            "auto: %s from now on, after %s: %.2f times its speed is expected, %.0f%% of the trained tokens from older "
+            "weights", answer.best, before, answer.speed_up, 100.0 * answer.off_policy_share,
+        )  # fmt: skip
+        self._post(change)
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        if self._task is not None:
+            self._task.cancel()
+        self._chooser.close()
