@@ -1,0 +1,442 @@
+"""Settings that are auto: what a run asks, when, what it is answered, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import april
+from april.auto import auto_run
+from april.auto.auto_work import FIRST, MOST, SETTLING, AutoWork
+from april.auto.length_window import BATCHES, LengthWindow
+from april.auto.process import ChooserProcess
+from april.auto.question import Answer, InWork, Question
+from april.core import events as ev
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import OnStale, Refill, Work
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
+from april.errors import ConfigError, RolloutError
+from april.record.file import RunRecord
+from april.record.replay import replay
+from april.simulate.choose import choose, space_of, workload_of
+from april.simulate.plan import Row, coarse, neighbours
+from april.simulate.simulation import Simulation
+from april.simulate.workload import Schedule, Workload
+from april.testing import FakeEngine, rollouts, run_virtual
+
+COST = DecodeCost(1e-2, 1e-4, 1e-7, 1e-5)
+NOW = InWork(over_sampling_batch_size=4, refill=Refill.NONE, max_in_flight=16, group_quorum=1.0)
+BETTER = replace(NOW, over_sampling_batch_size=7, max_in_flight=28, group_quorum=0.75)
+
+
+def question(**changes: Any) -> Question:
+    """Of a small run."""
+    values: dict[str, Any] = {
+        "groups": 4, "samples": 4, "max_response_len": 400, "prompt_len": 8, "max_staleness": 3,
+        "on_stale": OnStale.FINISH, "max_off_policy_share": 1.0, "continuous": False, "train_s": 0.0, "engines": 2,
+        "cost": (1e-2, 1e-4, 1e-7, 1e-5), "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
+        "places": 64, "free": tuple(Work), "now": NOW,
+    }  # fmt: skip
+    return Question(**(values | changes))
+
+
+def answer(best: InWork = BETTER, **changes: Any) -> Answer:
+    """What it is told."""
+    values = {"tokens_per_s": 100.0, "off_policy_share": 0.5, "speed_up": 1.4, "share_now": 0.0}
+    return Answer(best=best, **(values | changes))
+
+
+# -------------------------------------------------------------------- lengths
+
+
+def test_a_group_that_comes_in_parts_is_one_row() -> None:
+    """Stragglers belong to their siblings; a response without a token says nothing."""
+    window = LengthWindow()
+    window.add([(0, 5), (0, 7), (1, 3)])
+    window.add([(1, 90), (2, 0), (2, 4)])
+    assert window.rows == [[5, 7], [3, 90], [4]]
+    window.forget_before(1)
+    assert window.rows == [[90], [4]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_other_lengths_are_noticed_and_the_same_are_not(seed: int) -> None:
+    """Within two batches of twice the length; never in 16 batches of the same heavy-tailed distribution."""
+    lengths = LognormalLengths(1000.0, 0.9, 0.7, seed=seed)
+    window, seen = LengthWindow(), False
+    for batch in range(BATCHES):
+        window.add((g, int(n)) for g in range(16 * batch, 16 * batch + 16) for n in lengths.group(g, 4))
+        seen |= window.changed(2)
+    assert not seen
+    for batch in range(BATCHES, BATCHES + 2):
+        window.add((g, 4 * int(n)) for g in range(16 * batch, 16 * batch + 16) for n in lengths.group(g, 4))
+    assert window.changed(2)
+
+
+# -------------------------------------------------------------------- when it asks, and what
+
+
+class Watched(Simulation):
+    """A simulation whose chooser answers as it is told, and remembers what it was asked."""
+
+    def __init__(
+        self, told: Callable[[Question], Answer], lengths: ResponseLengths | None = None, **settings: Any
+    ) -> None:
+        self.asked: list[tuple[int, Question]] = []
+        values: dict[str, Any] = {
+            "rollout_batch_size": 4, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4, "max_in_flight": 16,
+            "max_response_len": 4000, "has_reward": False, "auto": tuple(Work),
+        }  # fmt: skip
+
+        def asked(question: Question) -> Answer:
+            self.asked.append((len(self.result.steps), question))
+            return told(question)
+
+        super().__init__(
+            CoreSettings(**(values | settings)), COST, lengths or LognormalLengths(100.0, 0.5, 0.5, seed=1), engines=2,
+            choose=asked, most_in_flight=64, check=True, train_s=2.0,
+        )  # fmt: skip
+
+
+def stays(q: Question) -> Answer:
+    """Nothing better."""
+    return answer(q.now, speed_up=1.0)
+
+
+def test_it_asks_less_and_less_often() -> None:
+    """After 2 batches, 4 more, 8 more, ... up to 32: each answer is surer than the one before."""
+    run = Watched(stays)
+    run.run(FIRST + 4 + 8 + 16 + MOST + MOST + 1)
+    assert [at for at, _ in run.asked] == [2, 6, 14, 30, 62, 94]
+    assert run.result.steps[-1].metrics["auto_changes"] == 0
+
+
+def test_a_question_is_about_the_run_as_it_is() -> None:
+    """Lengths of its batches, the cost that its engines showed, the trainer's time, what is in work now."""
+    run = Watched(stays)
+    run.run(7)
+    (_, first), (_, q) = run.asked
+    assert (q.groups, q.samples, q.engines, q.places, q.prompt_len) == (4, 4, 2, 64, 128)
+    assert q.now == replace(NOW, max_in_flight=16)
+    assert [len(row) for row in q.lengths] == [4] * 24
+    assert np.allclose(q.cost[:2], (1e-2, 1e-4), rtol=0.2)
+    assert abs(q.train_s - 2.0) < 1e-6
+    assert first.train_s == q.train_s
+    assert Question.decode(q.encode()) == q
+
+
+def test_longer_responses_are_asked_about_at_once() -> None:
+    """What was seen before them is forgotten; the intervals begin anew."""
+
+    class Longer(ResponseLengths):
+        def group(self, group: int, n_samples: int) -> Any:
+            found = LognormalLengths(100.0, 0.3, 0.3, seed=2).group(group, n_samples)
+            return found if group < 80 else 5 * found
+
+    run = Watched(stays, Longer())
+    run.run(32)
+    at = [at for at, _ in run.asked]
+    assert at[:3] == [2, 6, 14]
+    after = [a for a in at if a > 20]
+    assert after[0] <= 20 + 4
+    lengths = np.concatenate(run.asked[at.index(after[0])][1].lengths)
+    assert lengths.mean() > 300
+
+
+def test_an_answer_is_taken_over() -> None:
+    """From the next batch on, and the metrics say so; the books are checked after every event."""
+    run = Watched(lambda q: answer())
+    steps = run.run(8).steps
+    assert [s.metrics["auto_over_sampling_batch_size"] for s in steps] == [4, 4, 7, 7, 7, 7, 7, 7]
+    last = steps[-1].metrics
+    assert (last["auto_max_in_flight"], last["auto_group_quorum"], last["auto_changes"]) == (28, 0.75, 1)
+    assert (last["auto_expected_tokens_per_s"], last["auto_expected_off_policy_share"]) == (100.0, 0.5)
+    assert all(len(s.lengths) == 16 for s in steps)
+
+
+def test_only_what_is_auto_changes() -> None:
+    """An answer that says more is not believed."""
+    run = Watched(lambda q: answer(), auto=(Work.IN_FLIGHT,), refill=Refill.SAMPLE)
+    run.run(4)
+    s = run.core.settings
+    assert (s.over_sampling_batch_size, s.max_in_flight, s.group_quorum, s.refill) == (4, 28, 1.0, Refill.SAMPLE)
+
+
+def test_too_many_old_tokens_are_asked_about_early() -> None:
+    """More than the simulation had said: then what it is asked for is lower by as much."""
+    run = Watched(lambda q: answer(replace(BETTER, group_quorum=1.0)), max_off_policy_share=0.3)
+    run.run(16)
+    early = [(at, q) for at, q in run.asked if at > 2]
+    assert early[0][0] == 6  # its turn, before anything could be known
+    at, q = early[1]
+    assert at < 14
+    seen = [s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING : at]]
+    assert min(seen) > 0.3
+    assert q.max_off_policy_share < 0.3
+
+
+def test_nothing_is_asked_before_the_cost_is_known() -> None:
+    """Nor forgotten: the next batch asks."""
+    core = RolloutCore(
+        CoreSettings(
+            rollout_batch_size=1, n_samples_per_prompt=4, over_sampling_batch_size=1, max_response_len=9,
+            max_in_flight=4, auto=(Work.OVER_SAMPLING, Work.IN_FLIGHT),
+        ), [EngineLimits("e", 99)],
+    )  # fmt: skip
+    work = AutoWork(core)
+    assert work.question([COST]) is None
+    assert not work.asks
+
+
+def test_a_simulation_needs_somebody_who_chooses() -> None:
+    """Said at once."""
+    settings = CoreSettings(
+        rollout_batch_size=1, n_samples_per_prompt=4, over_sampling_batch_size=1, max_response_len=9, max_in_flight=4,
+        has_reward=False, auto=(Work.IN_FLIGHT,),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="max_in_flight is auto, and nobody chooses"):
+        Simulation(settings, COST, LognormalLengths(9.0, 0.1, 0.1))
+
+
+# -------------------------------------------------------------------- what is chosen
+
+
+def rows(monkeypatch: pytest.MonkeyPatch, value: Callable[[Schedule], tuple[float, float]]) -> None:
+    """Simulations of which is known what they give: (speed, off-policy share)."""
+
+    def expected(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+        speed, share = value(schedule)
+        return Row(
+            schedule=schedule, tokens_per_s=speed, off_policy_share=share, staleness_mean=1.0, staleness_max=2,
+            step_s=1.0, held_tokens=0.0,
+        )  # fmt: skip
+
+    monkeypatch.setattr("april.simulate.plan.expect", expected)
+
+
+def test_what_is_hardly_better_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 % may be noise, and a change costs a few steps."""
+    rows(monkeypatch, lambda s: (102.0 if s.over == 6 else 100.0, 0.1))
+    found = choose(question())
+    assert found.best == NOW
+    assert found.speed_up == 1.0
+
+
+def test_what_is_better_is_chosen_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin to it; and what is beyond it is left, though it is faster."""
+    rows(monkeypatch, lambda s: (100.0 + 10 * s.over, s.over / 16))
+    found = choose(question(max_off_policy_share=0.5))
+    assert found.best.over_sampling_batch_size == 7
+    assert found.off_policy_share <= 0.97 * 0.5
+    beyond = choose(question(max_off_policy_share=0.5, now=replace(NOW, over_sampling_batch_size=12)))
+    assert beyond.best.over_sampling_batch_size == 7
+    at_limit = replace(NOW, over_sampling_batch_size=8, max_in_flight=32)
+    assert choose(question(max_off_policy_share=0.5, now=at_limit)).best == at_limit
+
+
+@pytest.mark.parametrize(
+    ("free", "refill", "kinds"),
+    [
+        (tuple(Work), Refill.NONE, {Refill.NONE, Refill.SAMPLE}),
+        ((Work.OVER_SAMPLING, Work.IN_FLIGHT), Refill.NONE, {Refill.NONE}),
+        ((Work.OVER_SAMPLING,), Refill.NONE, {Refill.NONE}),
+        ((Work.IN_FLIGHT,), Refill.SAMPLE, {Refill.SAMPLE}),
+        ((Work.QUORUM,), Refill.SAMPLE, {Refill.SAMPLE}),
+        ((Work.QUORUM,), Refill.NONE, {Refill.NONE}),
+    ],
+)
+def test_candidates_differ_in_what_is_free(free: tuple[Work, ...], refill: Refill, kinds: set[Refill]) -> None:
+    """And in nothing else; never more in flight than there are places."""
+    now = replace(NOW, refill=refill, over_sampling_batch_size=6, max_in_flight=20)
+    q = question(free=free, now=now, places=30)
+    space, workload = space_of(q), workload_of(q)
+    found = coarse(workload, space)
+    found += neighbours(workload, found[-1], found, space)
+    assert found[0] == space.base
+    assert {s.refill for s in found} == kinds
+    assert max(s.in_flight for s in found) <= (30 if Work.IN_FLIGHT in free else 20)
+    if Work.QUORUM not in free:
+        assert {s.quorum for s in found} == {1.0}
+    if free == (Work.QUORUM,):
+        assert {(s.over, s.in_flight) for s in found} == {(6, 20)}
+        assert {s.quorum for s in found} == {1.0, 0.75}
+    assert len(found) > 1
+
+
+def test_continuous_generation_stays_continuous() -> None:
+    """Its candidates keep the bound of the run, and are simulated with the trainer beside them."""
+    q = question(
+        continuous=True, train_s=3.0, free=(Work.IN_FLIGHT, Work.QUORUM), now=replace(NOW, refill=Refill.SAMPLE)
+    )  # fmt: skip
+    workload = workload_of(q)
+    assert workload.separate
+    assert {s.continuous for s in coarse(workload, space_of(q))} == {3}
+
+
+def test_a_run_that_allows_no_old_tokens_can_ask() -> None:
+    """max_staleness 0: only what is delivered with its own step can be in work."""
+    q = question(max_staleness=0)
+    assert {s.over for s in coarse(workload_of(q), space_of(q)) if s.refill is Refill.NONE} == {4}
+
+
+def test_the_real_simulation_finds_more_in_work_better() -> None:
+    """Of a heavy tail that leaves places empty."""
+    lengths = LognormalLengths(60.0, 0.5, 0.8, seed=5)
+
+    def run(told: Callable[[Question], Answer]) -> tuple[float, dict[str, float]]:
+        """Tokens per second after the first answer, and the metrics of the last step."""
+        watched = Watched(told, lengths, auto=(Work.OVER_SAMPLING, Work.IN_FLIGHT), max_response_len=1000)
+        steps = watched.run(6).steps
+        return sum(s.trained_tokens for s in steps[2:]) / (steps[-1].end_s - steps[1].end_s), steps[-1].metrics
+
+    (found, metrics), (synchronous, _) = run(choose), run(stays)
+    assert metrics["auto_over_sampling_batch_size"] > 4
+    assert found > 1.1 * synchronous
+
+
+# -------------------------------------------------------------------- in a process of its own
+
+
+def test_a_question_is_answered_by_a_process() -> None:
+    """The same as here; one that it cannot answer is an error with its last line."""
+    few = question(free=(Work.QUORUM,), samples=4, lengths=[[2, 3, 4, 5]])
+    process = ChooserProcess()
+    assert asyncio.run(process.ask(few)) == choose(few)
+    with pytest.raises(RolloutError, match=r"ended with 1: ValueError: the trace is empty"):
+        asyncio.run(process.ask(question(lengths=[])))
+    process.close()
+
+
+def test_nobody_waits_for_an_answer_at_the_end() -> None:
+    """A process that still works is killed."""
+
+    async def closed() -> int | None:
+        process = ChooserProcess()
+        task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
+        while process._process is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        running = process._process
+        process.close()
+        with pytest.raises(RolloutError):
+            await task
+        return running.returncode
+
+    assert asyncio.run(closed()) == -9
+
+
+# -------------------------------------------------------------------- in the scheduler
+
+
+class Oracle:
+    """A chooser that answers after a second, or fails."""
+
+    def __init__(self, best: InWork | None) -> None:
+        self.best, self.asked, self.closed = best, 0, False
+
+    async def ask(self, question: Question) -> Answer:
+        self.asked += 1
+        await asyncio.sleep(1.0)
+        if self.best is None:
+            raise RolloutError("nobody knows")
+        return answer(self.best)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def scheduled(monkeypatch: pytest.MonkeyPatch, best: InWork | None, batches: int, **options: Any) -> Any:
+    """Metrics of so many batches, and the oracle."""
+    oracle = Oracle(best)
+    monkeypatch.setattr(auto_run, "ChooserProcess", lambda: oracle)
+    config = april.Config(
+        rollout_batch_size=4, n_samples_per_prompt=4, max_response_len=60, over_sampling_batch_size="auto",
+        group_quorum="auto",
+    )  # fmt: skip
+
+    async def run() -> list[dict[str, float]]:
+        engine = FakeEngine("e", chunk_tokens=1)
+        async with rollouts(
+            config, engines=[engine], prompts=[[i + 1, 2] for i in range(400)], reward=lambda p, r: 1.0, **options
+        ) as scheduler:
+            found = []
+            for _ in range(batches):
+                found.append(dict((await scheduler.next_batch()).metrics))
+                await scheduler.weight_update(transfer=write)
+            return found
+
+    return run_virtual(run()), oracle
+
+
+async def write() -> None:
+    """A transfer by the trainer."""
+
+
+def test_the_run_goes_on_while_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The change is in the log and in the metrics of every batch."""
+    with caplog.at_level(logging.INFO, "april"):
+        found, oracle = scheduled(monkeypatch, BETTER, 8)
+    over = [m["auto_over_sampling_batch_size"] for m in found]
+    assert over[0] == 4.0
+    assert over[-1] == 7.0
+    assert found[-1]["auto_changes"] == 1.0
+    assert oracle.closed
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto")]
+    assert said == [
+        "auto: N' = 7, group_quorum 0.75 from now on, after N' = 4: 1.40 times its speed is expected, 50% of the "
+        "trained tokens from older weights"
+    ]
+
+
+def test_no_answer_leaves_everything_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning, and another question later."""
+    found, oracle = scheduled(monkeypatch, None, 10)
+    assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
+    assert oracle.asked >= 2
+    assert "nobody knows" in caplog.text
+
+
+def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A replay decides the same with them."""
+    path = tmp_path / "run.jsonl"
+    scheduled(monkeypatch, BETTER, 8, record=RunRecord(path))
+    assert ev.WorkChanged.__name__ in path.read_text()
+    run = replay(path)
+    assert run.core.settings.over_sampling_batch_size == 7
+    assert run.core.context.batches == 8
+
+
+def test_numbers_in_the_configuration_cost_nothing() -> None:
+    """Without auto nobody asks, and no request is remembered for it."""
+    settings = april.Config(rollout_batch_size=1, n_samples_per_prompt=4, max_response_len=9)
+    assert settings.auto == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"max_in_flight": "auto"}, "set refill: sample, or over_sampling_batch_size: auto as well"),
+        ({"over_sampling_batch_size": "auto", "refill": "sample"}, "set max_in_flight: auto"),
+        ({"over_sampling_batch_size": "auto", "generation": "continuous"}, "set max_in_flight: auto"),
+        ({"max_in_flight": "auto", "refill": "group"}, "between what refill: none and refill: sample can have"),
+        ({"group_quorum": "auto", "partial_rollout": False}, "set partial_rollout: true"),
+        ({"max_off_policy_share": 0.5}, "nothing is auto"),
+        ({"over_sampling_batch_size": "much"}, "should be a valid integer"),
+    ],
+)
+def test_contradictions_are_refused(wrong: dict[str, Any], sentence: str) -> None:
+    """In one sentence, with what to set instead."""
+    with pytest.raises(ConfigError, match=sentence):
+        april.Config(rollout_batch_size=4, n_samples_per_prompt=4, max_response_len=60, **wrong)

@@ -1,0 +1,186 @@
+"""How much is in work changes while a run goes on: the core keeps everything it promises, before, meanwhile, after."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+from core_machine import EOS, CoreMachine, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from april.core import events as ev
+from april.core import snapshot
+from april.core.settings import CoreSettings, EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import OnStale, Refill, Work
+from april.errors import CheckpointError, InvariantError
+
+ALL = tuple(Work)
+
+
+def machine(length: Any, prompts: int | None = None, **changes: Any) -> CoreMachine:
+    """N = 2 groups of 4, everything auto."""
+    values: dict[str, Any] = {"n": 2, "samples": 4, "auto": ALL} | changes
+    return CoreMachine(settings(**values), length, prompts)
+
+
+def some_work(rng: random.Random, s: CoreSettings) -> ev.WorkChanged:
+    """Any change that a configuration could have had from the beginning."""
+    n = s.rollout_batch_size
+    return ev.WorkChanged(
+        over_sampling_batch_size=rng.choice([None, rng.randint(1, (s.max_staleness + 1) * n)]),
+        refill=rng.choice([None, Refill.NONE, Refill.SAMPLE]),
+        max_in_flight=rng.choice([None, rng.randint(1, 40)]),
+        group_quorum=rng.choice([None, 1.0, 0.75]),
+    )
+
+
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_nothing_is_lost_however_often_it_changes(seed: int) -> None:
+    """Bound, ledgers and exactly-once hold, batches are whole, and every prompt is settled; books checked each time."""
+    rng = random.Random(seed)
+    table: dict[tuple[int, int], int] = {}
+    m = machine(
+        lambda g, i: table.setdefault((g, i), rng.choice([1, 2, 8, 40, 200])), 40,
+        max_staleness=rng.randint(0, 3), on_stale=OnStale.FINISH, max_in_flight=rng.randint(1, 20),
+    )  # fmt: skip
+    while not m.ended:
+        if rng.random() < 0.1:
+            m.post(some_work(rng, m.core.settings))
+        if m.core.step is None:
+            if m.core.leased:
+                m.update()
+            m.post(ev.StepRequested())
+        elif m.in_flight:
+            name = rng.choice(sorted(m.in_flight))
+            m.end(name, 0 if name in m.abort_asked else rng.choice([3, 10**6]))
+    m.check_ledger()
+    assert [len(batch) for batch in m.batches] == [8] * 20
+    assert len({s.id for batch in m.batches for s in batch.samples}) == 160
+    assert max(s.staleness for batch in m.batches for s in batch.samples) <= m.core.settings.max_staleness
+    assert m.core.prompts.held == m.core.tokens.held == 0
+
+
+def test_fewer_places_cut_nothing() -> None:
+    """What is in flight comes to its end; nothing new goes before there is a place."""
+    m = machine(lambda g, i: 50, refill=Refill.SAMPLE, max_in_flight=8)
+    m.post(ev.StepRequested())
+    assert len(m.in_flight) == 8
+    assert not m.post(ev.WorkChanged(max_in_flight=5))
+    for left in (7, 6, 5):
+        m.end(next(iter(m.in_flight)))
+        assert len(m.in_flight) == left
+    m.end(next(iter(m.in_flight)))
+    assert len(m.in_flight) == 5
+    assert m.core.context.places.free == 0
+
+
+def test_more_places_are_filled_at_once() -> None:
+    """With refill: sample; the number of groups follows the places."""
+    m = machine(lambda g, i: 50, refill=Refill.SAMPLE, max_in_flight=8)
+    m.post(ev.StepRequested())
+    m.post(ev.WorkChanged(max_in_flight=20))
+    assert len(m.in_flight) == 20
+
+
+def test_more_groups_begin_with_the_next_step() -> None:
+    """Without refill; a step that runs draws nothing more."""
+    m = machine(lambda g, i: 50, max_in_flight=8)
+    m.post(ev.StepRequested())
+    m.post(ev.WorkChanged(over_sampling_batch_size=4, max_in_flight=16))
+    assert len(m.core.buffer) == 2
+    for _ in range(8):
+        m.end(next(iter(m.in_flight)))
+    m.update()
+    m.post(ev.StepRequested())
+    assert len(m.in_flight) == 16
+
+
+def test_groups_keep_the_quorum_they_were_drawn_with() -> None:
+    """A batch counts samples from the beginning, where the quorum is auto; the new one is for groups to come."""
+    m = machine(lambda g, i: 50, over=3, max_in_flight=64)
+    m.post(ev.StepRequested())
+    m.post(ev.WorkChanged(group_quorum=0.75))
+    assert [group.quorum for group in m.core.buffer] == [4, 4, 4]
+    assert not m.core.settings.whole_groups
+    while len(m.batches) < 2:
+        m.end(next(iter(m.in_flight)), 0 if m.abort_asked else 10**6)
+        if m.core.step is None:
+            m.update()
+            m.post(ev.StepRequested())
+    assert {group.quorum for group in m.core.buffer} == {3}
+
+
+def test_what_was_said_to_stay_stays() -> None:
+    """A setting that is a number in the configuration cannot be changed."""
+    m = machine(lambda g, i: 5, auto=(Work.IN_FLIGHT,))
+    m.post(ev.WorkChanged(max_in_flight=3))
+    with pytest.raises(InvariantError, match="over_sampling_batch_size cannot change while a run goes on"):
+        m.post(ev.WorkChanged(over_sampling_batch_size=3))
+
+
+# -------------------------------------------------------------------- restarts
+
+
+def saved() -> tuple[CoreMachine, dict[str, Any]]:
+    """A run in which something else is in work than at its beginning, and its state."""
+    m = machine(lambda g, i: 9 + 5 * i, max_in_flight=8)
+    m.post(ev.WorkChanged(over_sampling_batch_size=5, refill=Refill.SAMPLE, max_in_flight=20, group_quorum=0.75))
+    m.post(ev.StepRequested())
+    while not m.batches:
+        m.end(next(iter(m.in_flight)), 0 if m.abort_asked else 10**6)
+    return m, snapshot.take(m.core, None)
+
+
+def restored(state: dict[str, Any], **changes: Any) -> RolloutCore:
+    """A core that goes on from it."""
+    core = RolloutCore(
+        settings(**({"n": 2, "samples": 4, "auto": ALL} | changes)), (EngineLimits("e0", 4096, None, (EOS,)),)
+    )
+    snapshot.restore(core, copy.deepcopy(state))
+    return core
+
+
+def test_a_restart_goes_on_with_what_was_in_work() -> None:
+    """Not with what a run begins with."""
+    m, state = saved()
+    s = restored(state).settings
+    assert [getattr(s, name) for name in Work] == [5, Refill.SAMPLE, 20, 0.75]
+    assert [getattr(m.core.settings, name) for name in Work] == [5, Refill.SAMPLE, 20, 0.75]
+
+
+def test_a_number_in_the_configuration_is_meant() -> None:
+    """Also where the state has another one; and what was a number before is begun anew."""
+    _, state = saved()
+    core = restored(state, auto=(Work.QUORUM,), max_in_flight=12)
+    assert (core.settings.max_in_flight, core.settings.group_quorum) == (12, 0.75)
+    assert core.context.places.total == 12
+    state["settings"]["auto"] = ["group_quorum"]
+    assert restored(state).settings.over_sampling_batch_size == 2
+
+
+def test_no_more_groups_than_can_be_delivered_in_time() -> None:
+    """The bound may be lower than before the restart."""
+    m = machine(None)
+    m.post(ev.WorkChanged(over_sampling_batch_size=5))
+    assert restored(snapshot.take(m.core, None), max_staleness=1).settings.over_sampling_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("over_sampling_batch_size", -1), ("max_in_flight", 2.5), ("max_in_flight", "many"), ("group_quorum", 0.1),
+        ("group_quorum", float("nan")), ("refill", "now and then"), ("auto", ["everything"]), ("auto", 3),
+    ],
+)  # fmt: skip
+def test_damaged_work_is_refused(name: str, value: Any) -> None:
+    """Each value is looked at as if it came from an engine."""
+    _, state = saved()
+    state["settings"][name] = value
+    with pytest.raises(CheckpointError, match="the state is damaged"):
+        restored(state)
