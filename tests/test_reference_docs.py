@@ -7,11 +7,14 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import settings_page
 
 import april
+from april.auto import auto_run
+from april.auto.question import Answer, Question
 from april.core.step import STEP_METRICS
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost
@@ -161,18 +164,31 @@ def emitted() -> set[str]:
         cost = DecodeCost(0.02, 1e-4, 1e-7, per_prefill_token_s=5e-4, kv_capacity_tokens=24_000)
         engine = _NoLabel("NAME", cost, lambda r: 20 + 7 * (r.sample_key or (0, 0))[1], max_running=64, remote=True)
         config = april.Config(
-            rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=4, max_response_len=90
-        )
+            rollout_batch_size=2, n_samples_per_prompt=4, max_response_len=90,
+            over_sampling_batch_size="auto", max_in_flight="auto", group_quorum="auto",
+        )  # fmt: skip
         run = rollouts(config, engines=[engine], prompts=[[1, 2]] * 20, reward=lambda p, r: 1.0)
         keys: set[str] = set()
-        for _ in range(3):
+        for _ in range(4):
             await asyncio.sleep(5)  # it is asked for its load every two seconds
             keys |= set((await run.next_batch()).metrics)
             await run.weight_update(transfer=lambda: None)
         await run.close()
         return keys
 
-    return run_virtual(program())
+    with mock.patch.object(auto_run, "ChooserProcess", AsItIs):
+        return run_virtual(program())
+
+
+class AsItIs:
+    """Instead of a simulation: it should stay so."""
+
+    async def ask(self, question: Question) -> Answer:
+        """At once."""
+        return Answer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 def test_every_metric_is_defined_and_every_definition_is_of_a_metric() -> None:

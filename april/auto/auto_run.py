@@ -14,7 +14,6 @@ from april.auto.process import ChooserProcess
 from april.auto.question import Answer, InWork, Question
 from april.core import events as ev
 from april.core.batch import Batch
-from april.core.commands import Command
 from april.core.event_pump import Core
 from april.core.request_log import RequestLog
 from april.core.state import RolloutCore
@@ -37,7 +36,7 @@ class Chooser(Protocol):
 
 
 class AutoRun:
-    """Takes the core's events for it, and changes how much is in work.
+    """Changes how much is in work.
 
     Args:
         core: some of whose settings are ``auto``.
@@ -52,20 +51,17 @@ class AutoRun:
         chooser: Chooser | None = None,
     ) -> None:  # fmt: skip
         self._core, self._post = core, post
-        self._requests = RequestLog(core, now, inner)
+        self.requests = RequestLog(core, now, inner)
+        """Takes the core's events for it."""
         self._work = AutoWork(core)
         self._chooser = chooser or ChooserProcess()
         self._task: asyncio.Task[None] | None = None
-
-    def handle(self, event: ev.Event) -> list[Command]:
-        """As the core's."""
-        return self._requests.handle(event)
 
     def delivered(self, batch: Batch) -> Batch:
         """The batch, with how much is in work among its metrics; a question is asked if it is time for one."""
         self._work.delivered(batch)
         if self._task is None and self._work.asks:
-            fitted = (fit(Requests.of(ended)) for _, ended in islice(self._requests, MOST_FITTED))
+            fitted = (fit(Requests.of(ended)) for _, ended in islice(self.requests, MOST_FITTED))
             question = self._work.question(found.cost for found in fitted if found is not None)
             if question is not None:
                 self._task = asyncio.get_running_loop().create_task(self._ask(question))

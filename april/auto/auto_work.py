@@ -13,7 +13,7 @@ from april.core.batch import Batch
 from april.core.events import WorkChanged
 from april.core.run_times import TRAINER_PARTS
 from april.core.state import RolloutCore
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 
 FIRST, MOST = 2, 32
@@ -95,7 +95,9 @@ class AutoWork:
     def metrics(self) -> dict[str, float]:
         """How much is in work, and what was expected of the best at the latest answer."""
         s = self._core.settings
-        found = {f"auto_{name}": float(getattr(s, name)) for name in s.auto if not isinstance(getattr(s, name), str)}
+        found = {f"auto_{name}": float(getattr(s, name)) for name in s.auto if name is not Work.REFILL}
+        if Work.REFILL in s.auto:
+            found["auto_refills"] = float(s.refill is not Refill.NONE)
         found["auto_changes"] = float(self._changes)
         if self._answer is not None:
             found["auto_expected_tokens_per_s"] = self._answer.tokens_per_s

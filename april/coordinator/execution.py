@@ -50,7 +50,7 @@ class Execution:
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
         self._auto = AutoRun(self.core, _now, lambda event: self.post(event)) if settings.auto else None
-        self._pump = EventPump(self._auto or self.core, {
+        self._pump = EventPump(self.core if self._auto is None else self._auto.requests, {
             **host.executors,
             do.DrawPrompts: lambda c: self._order("draw", c.count),
             do.StartTimer: self._start_timer,

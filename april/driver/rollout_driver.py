@@ -130,7 +130,7 @@ class RolloutDriver:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
         recorded = self._recorder or self.core
         self._auto = AutoRun(self.core, self._now, self.post, recorded, chooser) if settings.auto else None
-        self._pump = EventPump(self._auto or recorded, {
+        self._pump = EventPump(recorded if self._auto is None else self._auto.requests, {
             **executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
