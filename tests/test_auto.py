@@ -27,6 +27,8 @@ from april.engines.simulated.response_lengths import LognormalLengths, ResponseL
 from april.errors import ConfigError, RolloutError
 from april.record.file import RunRecord
 from april.record.replay import replay
+from april.report.page import page
+from april.report.run_data import read_run
 from april.simulate.choose import choose, space_of, workload_of
 from april.simulate.plan import Row, coarse, neighbours
 from april.simulate.simulation import Simulation
@@ -416,6 +418,10 @@ def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     run = replay(path)
     assert run.core.settings.over_sampling_batch_size == 7
     assert run.core.context.batches == 8
+    shown = page([read_run(path)])
+    for row in ("<td>0</td><td>N&#x27; = 4</td>", "<td>N&#x27; = 7, group_quorum 0.75</td>"):
+        assert row in shown
+    assert read_run(path).places == 28
 
 
 def test_numbers_in_the_configuration_cost_nothing() -> None:

@@ -32,8 +32,8 @@ class InWork:
     def __str__(self) -> str:
         quorum = f", group_quorum {self.group_quorum:g}" if self.group_quorum != 1.0 else ""
         if self.refill is Refill.NONE:
-            return f"N' = {self.over_sampling_batch_size}{quorum}"
-        return f"refill: {self.refill}, {self.max_in_flight} in flight{quorum}"
+            return f"N' = {self.over_sampling_batch_size:.0f}{quorum}"
+        return f"refill: {self.refill}, {self.max_in_flight:.0f} in flight{quorum}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

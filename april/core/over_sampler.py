@@ -40,10 +40,6 @@ class OverSampler:
         self.waiting += 1
         heapq.heappush(self._heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
-    def extended(self, event: SourceExtended) -> None:
-        """There are prompts again."""
-        self.exhausted = False
-
     def forget(self, work: Sample | GenerateCall) -> None:
         """Take something out of the queue, if it is there; its entry becomes void."""
         if work.ticket:
@@ -54,6 +50,10 @@ class OverSampler:
         """Something in the queue has become urgent."""
         self.forget(work)
         self.push(work)
+
+    def extended(self, event: SourceExtended) -> None:
+        """There are prompts again."""
+        self.exhausted = False
 
     def first(self) -> Sample | None:
         """The sample that goes next, or None; it stays in the queue."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 from april import __version__
+from april.auto.question import InWork
 from april.core.bottleneck import bottleneck
 from april.core.run_times import whole
+from april.core.types import Refill, Work
 from april.report import pictures
 from april.report.limit import distance
 from april.report.run_data import RunData
@@ -100,6 +103,8 @@ def _run(run: RunData, number: int) -> str:
             "<h2>The latest steps from near</h2>",
             "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
         ]  # fmt: skip
+    if run.settings.auto:
+        parts.append(_auto(run))
     if steps:
         parts += [
             "<h2>Where the time went</h2>", _limit(run), pictures.time_shares(run, f"t{number}"),
@@ -194,6 +199,27 @@ def _limit(run: RunData) -> str:
         for name, share, ink in parts
     )
     return f'<p>{words}</p><div class="bar">{bar}</div><ul class="key">{key}</ul>'
+
+
+def _auto(run: RunData) -> str:
+    """How much was in work, from which batch on."""
+    rows: list[list[str]] = []
+    last: InWork | None = None
+    for number, batch in enumerate(run.batches):
+        m = batch.metrics
+        given: dict[Work, Any] = {name: m[f"auto_{name}"] for name in run.settings.auto if f"auto_{name}" in m}
+        if Work.REFILL in run.settings.auto:
+            given[Work.REFILL] = Refill.SAMPLE if m.get("auto_refills") else Refill.NONE
+        now = replace(InWork.of(run.settings), **{str(name): value for name, value in given.items()})
+        if now != last:
+            expected = ""
+            if (speed := m.get("auto_expected_tokens_per_s")) is not None:
+                expected = f"{speed:,.0f} tokens per second, {m['auto_expected_off_policy_share']:.0%} off-policy"
+            rows.append([f"{number:,}", f"{now}", expected])
+            last = now
+    head = "".join(f"<th>{words}</th>" for words in ("from batch", "in work", "expected of the best"))
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<h2>What auto chose</h2><div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
 
 
 def _lengths(run: RunData) -> str:

@@ -73,8 +73,8 @@ class RunData:
 
     @property
     def places(self) -> int:
-        """Samples that may be in flight at the same time."""
-        most = self.settings.max_in_flight
+        """Samples that may be in flight at the same time, at most where that is auto."""
+        most = max([self.settings.max_in_flight, *(int(b.metrics.get("auto_max_in_flight", 0)) for b in self.batches)])
         slots = [engine.get("max_in_flight") for engine in self.head["engines"]]
         return min(most, sum(slots)) if slots and all(slots) else most
 
