@@ -11,7 +11,7 @@ LIVES ?= 2000
 # A process of tests per core, so one thread for each: those of torch would wait for each other.
 test random coverage: export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters docs verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters test-exporters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -37,6 +37,10 @@ test-engines: $(VENV)/.installed
 test-adapters: $(VENV)/.installed
 	$(BIN)/python -m tests.adapters
 
+# The exporters against the real TensorBoard, W&B, MLflow, trackio and Prometheus client, offline.
+test-exporters: $(VENV)/.installed
+	$(BIN)/python -m tests.real_exporters
+
 # The demo on a real server, which is started and stopped.
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.demo $*
@@ -46,7 +50,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Everything there is.
-verify: test random docs test-ranks test-engines test-adapters demo demo-vllm demo-sglang
+verify: test random docs test-ranks test-engines test-adapters test-exporters demo demo-vllm demo-sglang
 
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term-missing

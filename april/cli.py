@@ -18,6 +18,7 @@ from april.atomic_file import write_atomic
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
+from april.server_text import said
 from april.simulate.trainer import Placement
 
 app = typer.Typer(
@@ -173,6 +174,30 @@ def report(
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
     console.print(f"wrote {out}", soft_wrap=True)
+
+
+@app.command()
+def watch(
+    path: Annotated[
+        Path, typer.Argument(help="The record that RolloutScheduler(record=...) writes.", metavar="RUN")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")] = False,
+) -> None:
+    """How does a run stand that another process does? Follows its record, until it has ended or Ctrl-C.
+
+    Exit code 0: it has ended, or you did. 1: the file is no record, or with --once not there. 2: the command line is
+    wrong.
+    """
+    from april.watch.show import watch as follow
+
+    console = Console(markup=False, highlight=False)
+    try:
+        there = follow(path, console, once=once)
+    except RecordError as error:
+        console.print(said(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    if not there:
+        raise typer.Exit(1)
 
 
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"

@@ -19,11 +19,12 @@ def install(extra: str) -> str:
     return f"pip install {shlex.quote(_origin(extra))}"
 
 
-def require(who: str, *packages: str, extra: str = "transformers") -> None:
-    """ConfigError naming the first of ``packages`` that is not installed."""
+def require(who: str, *packages: str, extra: str | None = "transformers") -> None:
+    """ConfigError naming the first of ``packages`` that is not installed; no ``extra``: it is installed by itself."""
     for package in packages:
         if find_spec(package) is None:
-            raise ConfigError(f"{who} needs {package}: {install(extra)}")
+            how = f"pip install {package}" if extra is None else install(extra)
+            raise ConfigError(f"{who} needs {package}: {how}")
 
 
 def _origin(extra: str) -> str:

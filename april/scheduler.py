@@ -39,9 +39,11 @@ from april.driver.user_code import check_function, refuse_inside_user_code
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
+from april.export.exporter import Exporter
 from april.hosts.door import HostDoor
 from april.hosts.remote_hosts import RemoteHosts
 from april.record.file import RunRecord
+from april.watch.onlookers import Onlookers
 
 log = logging.getLogger("april")
 
@@ -80,6 +82,10 @@ class RolloutScheduler:
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
         record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
             name, or an :class:`april.RunRecord` with a size limit. See docs/record.md.
+        progress: a line in ``next_batch`` that says how the step stands: None: where standard error is a terminal, or
+            in a notebook; False: never; or a rich ``Console``. See docs/watch.md.
+        exporters: where the metrics of each batch go, such as :class:`april.export.TensorBoard`; closed with this.
+        sample_texts: responses per batch that they get as text, decoded by ``tokenizer``.
 
     Raises:
         ConfigError: before anything starts, if the arguments contradict each other or the engines.
@@ -106,6 +112,9 @@ class RolloutScheduler:
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
         hosts: HostDoor | None = None,
+        progress: Any = None,
+        exporters: Sequence[Exporter] = (),
+        sample_texts: int = 0,
     ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
@@ -140,6 +149,9 @@ class RolloutScheduler:
         self._thread = self._loop_type()
         others: RemoteHosts | None = None
         try:
+            self._onlookers = Onlookers(
+                progress, exporters, sample_texts, detokenizer, self._thread, lambda: self._driver
+            )
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
@@ -160,7 +172,7 @@ class RolloutScheduler:
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
                     draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
-                    hosts=others,
+                    hosts=others, delivered=self._onlookers.delivered,
                 )
             )
         except BaseException:
@@ -189,7 +201,8 @@ class RolloutScheduler:
         me = object()
         try:
             self._ask(me)
-            batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
+            with self._onlookers.waiting():
+                batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
             # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
             self._driver.handed_out = batch.id
             return batch
@@ -208,7 +221,8 @@ class RolloutScheduler:
         me = object()
         try:
             self._ask(me)
-            batch = await self._thread.run_async(self._driver.wait_batch)
+            with self._onlookers.waiting():
+                batch = await self._thread.run_async(self._driver.wait_batch)
             self._driver.handed_out = batch.id
             return batch
         finally:
@@ -493,6 +507,7 @@ class RolloutScheduler:
             if not ended:
                 self._thread.begin_to_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
+            self._onlookers.close()
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error

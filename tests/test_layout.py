@@ -15,7 +15,7 @@ PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = ("corrections", "core", "record", "config", "engines", "driver", "hosts", "coordinator")
 """From the ground up; scheduler, simulate, demo, doctor and cli are above them all."""
-ABOVE = ("scheduler", "simulate", "report", "demo", "doctor", "cli", "adapters", "testing")
+ABOVE = ("scheduler", "export", "watch", "simulate", "report", "demo", "doctor", "cli", "adapters", "testing")
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
 IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -361,9 +361,9 @@ def test_a_record_of_a_newer_april_is_refused(tmp_path: Path) -> None:
     record(path, steps=1)
     lines = lines_of(path)
     lines[0][2] |= {"format": 9, "april": "9.0"}
-    with pytest.raises(RecordError, match=r"april 9\.0 has written it in format 9, this april reads format 2"):
+    with pytest.raises(RecordError, match=r"april 9\.0 has written it in format 9, this april reads format 3"):
         replay(written(path, lines))
-    lines[0][2] |= {"format": 2, "settings": {}}
+    lines[0][2] |= {"format": 3, "settings": {}}
     with pytest.raises(RecordError, match=r"line 1 of .*: Object missing required field `rollout_batch_size`"):
         replay(written(path, lines))
     with pytest.raises(RecordError, match="cannot be read: No such file or directory"):
@@ -496,7 +496,7 @@ async def program():
     await eventful(path, steps=2)
     again = asyncio.create_task(eventful(path, steps=4000, prompts=prompts() * 25))
     await asyncio.sleep(1)
-    while path.stat().st_size < 50_000:
+    while path.stat().st_size < 60_000:
         await asyncio.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 virtual(program)

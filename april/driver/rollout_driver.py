@@ -91,12 +91,14 @@ class RolloutDriver:
         record: RunRecord | None = None,
         hosts: OtherHosts | None = None,
         chooser: Chooser | None = None,
+        delivered: Callable[[Batch], None] | None = None,
     ) -> None:
         first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
         self.core = RolloutCore(settings, first, check=check)
-        self._now = asyncio.get_running_loop().time
+        self.now = asyncio.get_running_loop().time
+        self._delivered = delivered
         self._times = RunTimes(self.core)
-        self._recorder = None if record is None else Recorder(record, self.core, self._now)
+        self._recorder = None if record is None else Recorder(record, self.core, self.now)
         self.sampling = sampling
         self._allow_mismatch = allow_mismatch
         self._source = source
@@ -410,7 +412,7 @@ class RolloutDriver:
             return
         try:
             self._pump.post(event)
-            self._times.look(self._now())
+            self._times.look(self.now())
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
             self._break(error)
@@ -499,13 +501,15 @@ class RolloutDriver:
         self.local.samples.forget(samples)
         if self.hosts is not None:
             self.hosts.delivered(samples)
-        times = self._times.delivered(self._now())
+        times = self._times.delivered(self.now())
         why = bottleneck(times, self.core.settings)
         batch = replace(batch, metrics={**batch.metrics, **times}, bottleneck=why)
         if self._auto is not None:
             batch = self._auto.delivered(batch)
         if self._recorder is not None:
             self._recorder.delivered(batch)
+        if self._delivered is not None:
+            self._delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True

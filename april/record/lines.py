@@ -11,9 +11,9 @@ import msgspec
 
 from april.errors import RecordError
 
-FORMAT = 2
+FORMAT = 3
 """Of records; grows when an older april could not replay them."""
-HEAD, STATE, OVER, CLOSED, BATCH = "Record", "State", "Over", "Closed", "Batch"
+HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
 """Lines that are no events."""
 
 
@@ -30,39 +30,64 @@ class Line(NamedTuple):
 _decode = msgspec.json.Decoder(tuple[float, str, dict[str, Any], str]).decode
 
 
+class LineReader:
+    """Takes the whole lines of one record, one after the other, and checks them all.
+
+    Args:
+        path: of the record, for messages.
+        only: kinds of lines that are wanted besides the first; none: all.
+    """
+
+    def __init__(self, path: Path, only: Collection[str] = ()) -> None:
+        self._path = path
+        self._wanted = {kind.encode() for kind in (HEAD, *only)} if only else None
+        self._check = 0
+        self.number = 0
+        """Lines so far."""
+
+    def read(self, raw: bytes) -> Line | None:
+        """The next line, with its end; None if it is of no wanted kind.
+
+        Raises:
+            RecordError: it is none, was changed, or does not follow the one before.
+        """
+        body, _, end = raw.rpartition(b',"')
+        self._check = zlib.crc32(body, self._check)
+        holds = end == b'%08x"]\n' % self._check
+        if self._wanted is not None and self.number and holds:
+            _, _, rest = body.partition(b',"')
+            if rest.partition(b'"')[0] not in self._wanted:
+                self.number += 1
+                return None
+        try:
+            time_s, what, parts, digest = _decode(body + b"]")
+            if not holds or (what == HEAD) is not (self.number == 0):
+                raise ValueError
+        except (ValueError, RecursionError):
+            if self.number == 0:
+                raise RecordError(f"{self._path} is no record of april's") from None
+            raise RecordError(f"line {self.number + 1} of {self._path} is damaged, or was changed") from None
+        self.number += 1
+        return Line(self.number, time_s, what, parts, digest)
+
+
 def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
     """Every whole line, or the first one and those of some kinds; all are checked. The last one may have been cut off.
 
     Raises:
         RecordError: the file is no record, cannot be read, or a line was changed.
     """
-    check = number = 0
-    wanted = {kind.encode() for kind in (HEAD, *only)} if only else None
+    reader = LineReader(path, only)
     try:
         with path.open("rb") as file:
             for raw in file:
-                if number and not raw.endswith(b"\n"):
+                if reader.number and not raw.endswith(b"\n"):
                     return
-                body, _, end = raw.rpartition(b',"')
-                check = zlib.crc32(body, check)
-                if wanted is not None and number and end == b'%08x"]\n' % check:
-                    _, _, rest = body.partition(b',"')
-                    if rest.partition(b'"')[0] not in wanted:
-                        number += 1
-                        continue
-                try:
-                    time_s, what, parts, digest = _decode(body + b"]")
-                    if end != b'%08x"]\n' % check or (what == HEAD) is not (number == 0):
-                        raise ValueError
-                except (ValueError, RecursionError):
-                    if number == 0:
-                        break
-                    raise RecordError(f"line {number + 1} of {path} is damaged, or was changed") from None
-                number += 1
-                yield Line(number, time_s, what, parts, digest)
+                if (line := reader.read(raw)) is not None:
+                    yield line
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    if number == 0:
+    if reader.number == 0:
         raise RecordError(f"{path} is no record of april's")
 
 

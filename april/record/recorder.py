@@ -26,12 +26,15 @@ from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.versions import VersionClock
 from april.record.file import RecordFile, RunRecord
-from april.record.lines import BATCH, CLOSED, FORMAT, HEAD, OVER, STATE
+from april.record.lines import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE
 from april.record.plain import bare, plain, what_raised
+from april.record.standing import standing_of
 
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
+STAND_EVERY_S = 5.0
+"""Between two lines that say how the run stands; they come with events, so there is none while nothing happens."""
 
 
 class Decisions:
@@ -72,6 +75,7 @@ class Recorder:
             "engines": [plain(state.limits) for state in core.engines.states.values()],
         }
         self._add(HEAD, lambda: head)
+        self._stand_at = now()
 
     def handle(self, event: ev.Event) -> list[Command]:
         """As the core's."""
@@ -89,6 +93,9 @@ class Recorder:
             raise
         finally:
             self._add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
+            if (now := self._now()) >= self._stand_at:
+                self._stand_at = now + STAND_EVERY_S
+                self._add(STANDING, lambda: standing_of(self._core).parts())
 
     def restored(self, state: Any) -> None:
         """The core goes on from this snapshot."""

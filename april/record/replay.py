@@ -21,7 +21,7 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
-from april.record.lines import BATCH, CLOSED, OVER, STATE, lines_of, refuse_other_formats
+from april.record.lines import BATCH, CLOSED, OVER, STANDING, STATE, lines_of, refuse_other_formats
 from april.record.plain import back, filled
 from april.record.recorder import Decisions
 
@@ -115,7 +115,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
 
 def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None) -> None:
     core = run.core
-    if what == BATCH:  # it makes its own
+    if what in (BATCH, STANDING):  # it makes its own
         return
     if what == CLOSED:
         core.validate()

@@ -28,6 +28,7 @@ from april.scheduler import RolloutScheduler, check_functions
 from april.testing.auditing import Audit, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.virtual_clock import VirtualClockLoop
+from april.watch.onlookers import Onlookers
 
 T = TypeVar("T")
 
@@ -115,6 +116,10 @@ class _SameLoopScheduler(RolloutScheduler):
     @property
     def driver(self) -> RolloutDriver:
         return self._driver
+
+    @property
+    def onlookers(self) -> Onlookers:
+        return self._onlookers
 
     @property
     def loop(self) -> _SameLoop:
@@ -223,6 +228,7 @@ class Rollouts:
         self._loop.stop()
         await self._driver.close()
         await self._loop.end()
+        self._scheduler.onlookers.close()
 
     async def __aenter__(self) -> Self:
         return self

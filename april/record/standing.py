@@ -1,0 +1,108 @@
+"""How a run stands: a few figures of the core for people who look at it while it runs, live or out of its record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from april.core.idle import Idle, why_idle
+from april.core.state import RolloutCore
+from april.core.types import SampleState
+
+UNFINISHED = (SampleState.NEW, SampleState.RUNNING)
+
+
+class Waits(StrEnum):
+    """What the next batch waits for."""
+
+    RESPONSES = "responses"
+    ENDS = "requests to end"
+    UPDATE = "a weight update"
+    PAUSE = "the end of a pause"
+    EVALUATION = "an evaluation"
+    TRAINER = "the trainer"
+    BOUND = "training: max_staleness"
+    ENGINES = "an engine"
+    FUNCTIONS = "functions and rewards"
+    PROMPTS = "prompts"
+
+
+_INSTEAD = {
+    Idle.UPDATE: Waits.UPDATE, Idle.PAUSE: Waits.PAUSE, Idle.EVALUATION: Waits.EVALUATION,
+    Idle.TRAINER: Waits.TRAINER, Idle.BOUND: Waits.BOUND, Idle.STOP: Waits.ENDS, Idle.ENGINES: Waits.ENGINES,
+    Idle.FUNCTIONS: Waits.FUNCTIONS, Idle.PROMPTS: Waits.PROMPTS,
+}  # fmt: skip
+"""Where nothing is in flight, by what keeps the places empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One moment of a run.
+
+    Attributes:
+        step: number of the next batch.
+        ready: groups, or with a group quorum samples, that are complete.
+        target: how many a batch has.
+        whole_groups: they are groups.
+        in_flight: requests of training at engines.
+        partials: unfinished responses that have tokens of older weights than those now.
+        oldest: weight updates between the oldest of these tokens and the training of the next batch; 0 without any.
+        observed: response tokens that have come so far.
+        waits: what for, see :class:`Waits`.
+        engines: requests in flight, by engine.
+    """
+
+    step: int
+    ready: int
+    target: int
+    whole_groups: bool
+    in_flight: int
+    partials: int
+    oldest: int
+    observed: int
+    waits: str
+    engines: dict[str, int]
+
+    def parts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def standing_of(core: RolloutCore) -> Standing:
+    """How things stand between two events; takes time in proportion to the responses that are held."""
+    partials = oldest = 0
+    now = core.clock.current
+    for sample in core.buffer.samples():
+        if sample.state in UNFINISHED and (version := sample.tape.oldest_version) is not None and version != now:
+            partials += 1
+            oldest = max(oldest, core.leases.age(version))
+    engines = Counter(dict.fromkeys(core.engines.states, 0))
+    engines.update(attempt.engine for attempt in core.attempts.values())
+    return Standing(
+        step=core.context.batches, ready=core.monitor.ready, target=core.settings.target,
+        whole_groups=core.settings.whole_groups, in_flight=len(core.attempts), partials=partials, oldest=oldest,
+        observed=core.observed_tokens(), waits=_waits(core).value, engines=dict(engines),
+    )  # fmt: skip
+
+
+def _waits(core: RolloutCore) -> Waits:
+    if core.updates.pending:
+        return Waits.UPDATE
+    if core.context.evaluations:
+        return Waits.EVALUATION
+    if not core.wanted:
+        return Waits.TRAINER
+    if core.train_first:
+        return Waits.BOUND
+    if core.step is not None and core.attempts:
+        return Waits.ENDS if core.step.stopping else Waits.RESPONSES
+    return _INSTEAD.get(why_idle(core), Waits.RESPONSES)
+
+
+def standing_from(parts: dict[str, Any]) -> Standing:
+    """What a record has; raises ValueError if it is none."""
+    return msgspec.convert(parts, Standing)

@@ -1,0 +1,375 @@
+"""Exporters: everything that is delivered reaches them once, and nothing they do holds up or ends a run.
+
+The real packages are in ``tests/real_exporters``; here their stand-ins, with what is called on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+from real_schedulers import scheduler
+
+import april
+from april.errors import ConfigError
+from april.export import MLflow, Prometheus, SampleText, TensorBoard, Trackio, WandB, feed, named, sample_texts
+from april.export.texts import COLUMNS
+from april.testing import FakeEngine, rollouts, run_virtual
+
+
+class Words:
+    """A tokenizer: a word per token."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Such as ``w7``."""
+        return " ".join(f"w{i}" for i in ids)
+
+
+class Kept:
+    """An exporter that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.texts: list[tuple[int, Sequence[SampleText]]] = []
+        self.closed = 0
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
+        self.texts.append((step, texts))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(Kept):
+    """One that always fails."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        raise ConnectionError(f"no route at step {step}")
+
+    def close(self) -> None:
+        raise OSError("cannot close")
+
+
+class Hanging(Kept):
+    """One that does not come back before it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.go_on.wait()
+        super().log(metrics, step)
+
+
+def run(*exporters: Any, steps: int = 4, **options: Any) -> list[april.Batch]:
+    """A run that is closed; its batches."""
+    with scheduler(exporters=exporters, **options) as rollouts:
+        batches = []
+        for _ in range(steps):
+            batches.append(rollouts.next_batch())
+            rollouts.weight_update()
+    return batches
+
+
+def test_every_batch_reaches_every_exporter() -> None:
+    """With its metrics, in order, before the scheduler is closed; texts only if they are asked for."""
+    one, other = Kept(), Kept()
+    batches = run(one, other)
+    for exporter in (one, other):
+        assert exporter.rows == [(b.id, b.metrics) for b in batches]
+        assert exporter.texts == []
+        assert exporter.closed == 1
+    third = Kept()
+    batches = run(third, tokenizer=Words(), sample_texts=2)
+    assert third.texts == [(b.id, sample_texts(b, Words(), 2)) for b in batches]
+
+
+def test_a_batch_is_exported_on_virtual_time_too() -> None:
+    """The thread is the exporter's: no clock waits for it."""
+    exporter = Kept()
+
+    async def program() -> april.Batch:
+        config = april.Config(rollout_batch_size=1, max_response_len=9)
+        run = rollouts(config, prompts=[[1, 2]] * 4, engines=[FakeEngine("e")], exporters=[exporter])
+        batch = await run.next_batch()
+        await run.close()
+        return batch
+
+    batch = run_virtual(program())
+    assert exporter.rows == [(0, batch.metrics)]
+
+
+def test_an_exporter_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No batch is lost, the others get theirs, and it gets the next one anyway."""
+    failing, well = Failing(), Kept()
+    with caplog.at_level(logging.WARNING, "april"):
+        batches = run(failing, well)
+    assert len(well.rows) == len(batches) == 4
+    said = [r.getMessage() for r in caplog.records if "Failing" in r.getMessage()]
+    assert said == ["exporter Failing failed at step 0, the run goes on: ConnectionError: no route at step 0"]
+
+
+def test_a_tokenizer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The metrics have been logged by then."""
+
+    class Breaks(Words):
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            if len(ids) > 1:
+                raise KeyError("no such piece")
+            return ""
+
+    exporter = Kept()
+    with caplog.at_level(logging.WARNING, "april"):
+        batches = run(exporter, tokenizer=Breaks(), sample_texts=1)
+    assert exporter.rows == [(b.id, b.metrics) for b in batches]
+    assert len([r for r in caplog.records if "Kept" in r.getMessage()]) == 1
+
+
+def test_an_exporter_that_hangs_holds_nothing_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches come, others get theirs, what it does not take is counted, and the end does not wait for ever."""
+    monkeypatch.setattr(feed, "CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(feed, "MOST_WAITING", 2)
+    hanging, well = Hanging(), Kept()
+    with caplog.at_level(logging.WARNING, "april"):
+        batches = run(hanging, well, steps=6)
+    assert hanging.rows == []
+    assert len(well.rows) == len(batches) == 6
+    said = [r.getMessage() for r in caplog.records if "Hanging" in r.getMessage()]
+    assert said[0] == "exporter Hanging does not end and is left behind"
+    assert said[1].startswith("exporter Hanging was too slow: it has not got ")
+    hanging.go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"exporters": Kept()}, "exporters must be a list"),
+        ({"exporters": [print]}, "exporters must be a list"),
+        ({"sample_texts": -1}, "sample_texts must be a number of responses per batch, got -1"),
+        ({"sample_texts": True}, "sample_texts must be a number of responses per batch, got True"),
+        ({"sample_texts": 2}, "give the scheduler tokenizer=..."),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], sentence: str) -> None:
+    """It is said before anything starts."""
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        scheduler(**options)
+
+
+# ---------------------------------------------------------------- sample texts
+
+
+@pytest.fixture(scope="module")
+def batch() -> april.Batch:
+    """Some batch, of several rewards."""
+    return run(steps=3)[-1]
+
+
+def test_texts_are_of_the_lowest_to_the_highest_reward(batch: april.Batch) -> None:
+    """The same ones each time, as many as there are at most; what they say is what the batch has."""
+    texts = sample_texts(batch, Words(), 3)
+    assert texts == sample_texts(batch, Words(), 3)
+    rewards = sorted(batch.rewards.tolist())
+    assert [texts[0].reward, texts[-1].reward] == [rewards[0], rewards[-1]]
+    assert [t.reward for t in texts] == sorted(t.reward for t in texts)
+    assert len(sample_texts(batch, Words(), 1)) == 1
+    assert sample_texts(batch, Words(), 0) == []
+    assert len({(t.group, t.index) for t in sample_texts(batch, Words(), 99)}) == len(batch.samples)
+    of = {(s.id.group, s.id.index): s for s in batch.samples}
+    for text in texts:
+        sample = of[text.group, text.index]
+        assert text.prompt == Words().decode(sample.prompt.token_ids.tolist())
+        assert text.response == Words().decode(sample.tokens.tolist())
+        assert (text.age, text.cuts, text.finish) == (sample.staleness, sample.resumes, sample.finish.value)
+        assert text.tokens == len(sample.tokens)
+
+
+def test_long_texts_are_shortened(batch: april.Batch) -> None:
+    """Their beginning and their end; of very long ones only that is decoded."""
+    whole = {(t.group, t.index): t for t in sample_texts(batch, Words(), 99)}
+    decoded: list[int] = []
+
+    class Counting(Words):
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    for longest in (9, 30):
+        decoded.clear()
+        for text in sample_texts(batch, Counting(), 99, longest=longest):
+            full = whole[text.group, text.index].response
+            if len(full) <= longest:
+                assert text.response == full
+                continue
+            head, _, tail = text.response.partition(f" [... shortened, {text.tokens:,} tokens in all ...] ")
+            assert full.startswith(head)
+            assert full.endswith(tail)
+            assert len(head) + len(tail) == longest
+        assert max(decoded) <= 2 * longest
+
+
+# ---------------------------------------------------------------- the targets, as stand-ins
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes packages that are not installed: modules with what they are given."""
+
+    def make(name: str, **content: Any) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        for key, value in content.items():
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda: TensorBoard("runs/none"), "tensorboard"), (WandB, "wandb"), (MLflow, "mlflow"), (Trackio, "trackio"),
+        (lambda: Prometheus(0), "prometheus_client"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it."""
+    monkeypatch.setattr("april.extras.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install"):
+        make()
+
+
+TEXT = SampleText(group=1, index=2, prompt="p", response="r", reward=0.5, tokens=7, age=1, cuts=2, finish="stop")
+METRICS = {"step_s": 2.0, "engine/http://a:1/cap": 8.0}
+
+
+def test_wandb(stand_in: Any) -> None:
+    """A run of its own is written row by row and ended; one of yours is neither."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Run:
+        def log(self, data: Any, commit: bool) -> None:
+            calls.append(("log", data, commit))
+
+        def define_metric(self, name: str, **options: Any) -> None:
+            calls.append((name, options))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    table = types.SimpleNamespace
+    stand_in("wandb", run=None, init=lambda **options: calls.append(("init", options)) or Run(), Table=table)
+    own = WandB(project="p")
+    own.log(METRICS, 4)
+    own.log_texts([TEXT], 4)
+    own.close()
+    assert calls == [
+        ("init", {"project": "p"}), ("april/step", {}), ("april/*", {"step_metric": "april/step"}),
+        ("log", {"april/step_s": 2.0, "april/engine/http://a:1/cap": 8.0, "april/step": 4}, True),
+        ("log", {"april/sample_texts": table(columns=list(COLUMNS), data=[[1, 2, 0.5, 7, 1, 2, "stop", "p", "r"]]),
+                 "april/step": 4}, True),
+        ("finish",),
+    ]  # fmt: skip
+    calls.clear()
+    sys.modules["wandb"].run = Run()
+    yours = WandB()
+    yours.log(METRICS, 5)
+    yours.close()
+    assert [(call[0], call[-1]) for call in calls[2:]] == [("log", False)]
+
+
+def test_mlflow_names(stand_in: Any) -> None:
+    """An engine's address becomes a name that MLflow takes, in one call for all metrics of a batch."""
+    sent: list[Any] = []
+
+    class Client:
+        def log_batch(self, run_id: str, metrics: Sequence[Any]) -> None:
+            sent.append((run_id, [(m.key, m.value, m.step) for m in metrics]))
+
+        def set_terminated(self, run_id: str) -> None:
+            sent.append("terminated")
+
+    def metric(key: str, value: float, timestamp: int, step: int) -> Any:
+        assert timestamp > 1e12
+        return types.SimpleNamespace(key=key, value=value, step=step)
+
+    stand_in("mlflow", MlflowClient=Client, entities=types.SimpleNamespace(Metric=metric), active_run=lambda: None)
+    exporter = MLflow("run-7")
+    exporter.log(METRICS, 3)
+    exporter.close()
+    assert sent == [("run-7", [("april/step_s", 2.0, 3), ("april/engine/http_/a_1/cap", 8.0, 3)])]
+
+
+def test_trackio(stand_in: Any) -> None:
+    """A row per batch at its step, and the run is finished."""
+    sent: list[Any] = []
+    run = types.SimpleNamespace(log=lambda data, step: sent.append((data, step)), finish=lambda: sent.append("finish"))
+    stand_in("trackio", init=lambda **options: sent.append(options) or run, Table=dict)
+    exporter = Trackio("p", name="n")
+    exporter.log({"step_s": 2.0}, 3)
+    exporter.log_texts([TEXT], 3)
+    exporter.close()
+    assert sent[0] == {"project": "p", "name": "n"}
+    assert sent[1] == ({"april/step_s": 2.0}, 3)
+    assert sent[2][0]["april/sample_texts"]["columns"] == list(COLUMNS)
+    assert sent[3] == "finish"
+
+
+def test_prometheus_listens_on_this_machine_only(stand_in: Any) -> None:
+    """Unless another address is given; gauges of an engine that has left are taken away."""
+    gauges: dict[str, dict[tuple[str, ...], float]] = {}
+    asked: list[Any] = []
+
+    class Gauge:
+        def __init__(self, name: str, what: str, labels: Sequence[str], registry: Any) -> None:
+            self.values, self.of = gauges.setdefault(name, {}), ()
+
+        def labels(self, *of: str) -> Any:
+            found = Gauge.__new__(Gauge)
+            found.values, found.of = self.values, of
+            return found
+
+        def set(self, value: float) -> None:
+            self.values[self.of] = value
+
+        def remove(self, *of: str) -> None:
+            del self.values[of]
+
+    def start(port: int, addr: str, registry: Any) -> Any:
+        asked.append((port, addr))
+        if port == 1:
+            raise PermissionError(13, "Permission denied")
+        server = types.SimpleNamespace(server_port=7, shutdown=lambda: asked.append("down"), server_close=lambda: None)
+        return server, types.SimpleNamespace(join=lambda: None)
+
+    stand_in("prometheus_client", CollectorRegistry=object, Gauge=Gauge, start_http_server=start)
+    exporter = Prometheus(0)
+    assert exporter.port == 7
+    exporter.log(METRICS, 3)
+    exporter.log_texts([TEXT], 3)
+    assert gauges == {"april_step": {(): 3}, "april_step_s": {(): 2.0}, "april_engine_cap": {("http://a:1",): 8.0}}
+    exporter.log({"engine/b/cap": 4.0}, 4)
+    assert gauges["april_engine_cap"] == {("b",): 4.0}
+    exporter.close()
+    Prometheus(9, host="0.0.0.0")  # noqa: S104
+    assert asked == [(0, "127.0.0.1"), "down", (9, "0.0.0.0")]  # noqa: S104
+    with pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1:1: Permission denied"):
+        Prometheus(1)
+
+
+def test_names_have_a_prefix() -> None:
+    """As in the trainers."""
+    assert named({"step_s": 2}) == {"april/step_s": 2.0}
