@@ -131,7 +131,7 @@ class RolloutDriver:
         if hosts is not None:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
         recorded = self._recorder or self.core
-        self._auto = AutoRun(self.core, self._now, self.post, recorded, chooser) if settings.auto else None
+        self._auto = AutoRun(self.core, self.now, self.post, recorded, chooser) if settings.auto else None
         self._pump = EventPump(recorded if self._auto is None else self._auto.requests, {
             **executors,
             do.DrawPrompts: self._draw,
