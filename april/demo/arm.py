@@ -6,7 +6,7 @@ import copy
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from april.core.batch import Batch, DeliveredSample
+from april.core.idle import Idle
 from april.core.ledger import Ledger
 from april.core.types import Prompt
 from april.demo import task
@@ -27,6 +28,8 @@ from april.driver.rewards import Response
 from april.scheduler import RolloutScheduler
 
 EVALUATION_SEED = 20_000
+BETWEEN = (Idle.TRAINER, Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION)
+"""Places are empty because of these between two batches, not while one is generated."""
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with (steps done, figures of the last one)."""
 
@@ -62,6 +65,9 @@ class ArmResult:
     """busy slots over time: of every decode step, on a server of every tick"""
     step_ends: list[int] = field(default_factory=list)
     """entries of ``occupancy`` at the end of each training step"""
+    idle: list[str] = field(default_factory=list)
+    """why slots were empty in most of the rollouts of each step, as :class:`april.core.idle.Idle` names it; "" if none
+    were"""
     max_abs_logprob_error: float = 0.0
     compared_tokens: int = 0
     tokens: Ledger = field(default_factory=Ledger)
@@ -170,6 +176,7 @@ class Arm:
         r.staleness += [sample.staleness for sample in batch.samples]
         r.lengths.append(batch.lengths.tolist())
         r.training_reward.append(float(batch.rewards.mean()))
+        r.idle.append(why_empty(batch.metrics))
         r.disagreements += self.witness.disagreements(batch)
         self.delivered += batch.samples
 
@@ -178,6 +185,13 @@ class Arm:
         metrics = self.trainer.update(grpo_batch(batch))
         self.result.train_cpu_s += time.process_time() - cpu
         return metrics
+
+
+def why_empty(metrics: Mapping[str, float]) -> str:
+    """What kept the most places empty while a batch was generated; "": nothing."""
+    shares = {cause.value: metrics[f"idle_{cause}"] for cause in Idle if cause not in BETWEEN}
+    cause = max(shares, key=lambda name: shares[name])
+    return cause if shares[cause] > 0 else ""
 
 
 def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:

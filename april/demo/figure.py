@@ -1,4 +1,4 @@
-"""The picture of the demo: busy slots, response lengths, held-out reward against steps and against cost."""
+"""The picture of the demo: busy slots and why the others are empty, lengths, gain and price, held-out reward."""
 
 from __future__ import annotations
 
@@ -7,54 +7,91 @@ from typing import Any
 
 import numpy as np
 
+from april.core.idle import Idle
 from april.demo.arm import ArmResult
 from april.demo.settings import DemoSettings
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}
 LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill", "quorum": "april, N' = 1.5N, quorum"}
+EMPTY = {
+    Idle.OVER_SAMPLING: ("#f7e9bf", "empty: the step's groups have begun, and it waits for enough of them to end"),
+    Idle.BOUND: ("#e5d3ee", "empty: max_staleness, old responses have to end before new ones may begin"),
+}
+"""Colour and words, by what kept slots empty for the longest part of a step."""
+OTHERWISE = ("#e4e4e4", "empty: rewards, prompts, requests that end")
 SHOWN_TOKENS = 15_000
 """The occupancy panels show the time in which about this many tokens were trained."""
+FIGURES = (
+    ("decode_steps_per_trained_token", "decode steps per\ntrained token, of sync's", True),
+    ("rollout_cpu_s_per_trained_token", "rollout CPU per\ntrained token, of sync's", True),
+    ("off_policy_share", "trained tokens from\nolder weights", False),
+    ("reprefill_share", "input tokens computed\nagain, per trained token", False),
+)
+"""Of each mode: what it gains and what that costs; name, words, whether it is a ratio to sync's."""
 
 
 def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict[str, Any], path: Path) -> None:
     """Write the picture to ``path`` (PNG); time is in decode steps, on a server by the clock."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 9.5), layout="constrained")
-    grid = figure.add_gridspec(len(arms) + 2, 3, height_ratios=[1.0] * len(arms) + [0.15, 3.2])
-    _occupancy(figure, grid, settings, arms, summary)
-    _lengths(figure.add_subplot(grid[-1, 0]), arms)
-    _reward(figure.add_subplot(grid[-1, 1]), arms, 0, "training step")
-    _reward(figure.add_subplot(grid[-1, 2]), arms, 1, "rollout CPU seconds")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    grid = figure.add_gridspec(len(arms) + 2, 1, height_ratios=[1.0] * len(arms) + [0.3, 3.4])
+    below = grid[-1, 0].subgridspec(1, 4, width_ratios=[1.0, 1.2, 1.2, 1.2])
+    causes = _occupancy(figure, grid, settings, arms)
+    _legend(figure.add_subplot(grid[-2, :]), causes)
+    _lengths(figure.add_subplot(below[0]), arms)
+    _gain_and_price(figure.add_subplot(below[1]), arms)
+    _reward(figure.add_subplot(below[2]), arms, 0, "training step")
+    _reward(figure.add_subplot(below[3]), arms, 1, "rollout CPU seconds")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def _occupancy(figure: Any, grid: Any, settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: Any) -> None:
+def _occupancy(figure: Any, grid: Any, settings: DemoSettings, arms: dict[str, list[ArmResult]]) -> set[str]:
+    """One panel per mode; returns what slots were empty for."""
     shown = {name: _window(rows[0]) for name, rows in arms.items()}
     width = max(len(busy) for busy, _, _ in shown.values())
+    unit = "decode steps" if settings.embedded else "hundredths of a second"
+    causes: set[str] = set()
     for row, (name, (busy, ends, steps)) in enumerate(shown.items()):
         axes = figure.add_subplot(grid[row, :])
         axes.fill_between(np.arange(len(busy)), busy, step="post", color=COLOURS[name], linewidth=0)
-        for end in ends:
-            axes.axvline(end, color="black", linewidth=0.6, alpha=0.5)
+        begin = 0
+        for end, cause in zip(ends, arms[name][0].idle, strict=False):
+            at = np.arange(begin, end + 1)
+            level = np.append(busy[begin:end], busy[end - 1] if end > begin else 0)
+            if len(level) and level.min() < settings.slots:
+                axes.fill_between(at, level, settings.slots, step="post", color=_empty(cause)[0], linewidth=0)
+                causes.add(cause)
+            axes.axvline(end, color="black", linewidth=0.8)
+            begin = end
         axes.set_xlim(0, width)
         axes.set_ylim(0, settings.slots)
         axes.set_ylabel("busy slots", fontsize=8)
         axes.tick_params(labelsize=8)
-        bubble = summary["modes"][name]["bubble"]
         trained = sum(sum(row) for row in arms[name][0].lengths[:steps])
-        unit = "decode steps" if settings.embedded else "hundredths of a second"
-        axes.text(
-            0.995, 0.9, f"{LABELS[name]}: {steps} steps, {trained:,} tokens trained in {len(busy):,} {unit}; "
-            f"bubble {bubble:.0%}", transform=axes.transAxes, ha="right", va="top", fontsize=9,
-            bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0},
+        empty = 1.0 - sum(busy) / (settings.slots * len(busy))
+        axes.set_title(
+            f"{LABELS[name]}: {steps} steps, {trained:,} tokens trained in {len(busy):,} {unit}; "
+            f"{empty:.0%} of the slots empty", fontsize=9, loc="left", color=COLOURS[name], fontweight="bold",
         )  # fmt: skip
-        if row == 0:
-            axes.set_title("Busy decode slots over time (seed 0; lines: a batch goes to training)", fontsize=10)
         if row == len(arms) - 1:
-            axes.set_xlabel(unit, fontsize=9)
+            axes.set_xlabel(f"{unit} (seed 0; at each line a batch goes to training)", fontsize=9)
         else:
             axes.set_xticklabels([])
+    return causes
+
+
+def _empty(cause: str) -> tuple[str, str]:
+    return next((shown for known, shown in EMPTY.items() if known == cause), OTHERWISE)
+
+
+def _legend(axes: Any, causes: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    axes.axis("off")
+    words = dict.fromkeys(_empty(cause) for cause in sorted(causes))
+    patches = [Patch(facecolor=colour, edgecolor="#999999", label=label) for colour, label in words]
+    axes.legend(handles=patches, loc="center", ncols=2, fontsize=8.5, frameon=False)
 
 
 def _window(arm: ArmResult) -> tuple[list[int], list[int], int]:
@@ -69,11 +106,43 @@ def _lengths(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
     axes.hist(lengths, bins=np.arange(0, lengths.max() + 10, 8), color=COLOURS["sync"], log=True)
     for value, label in ((np.median(lengths), "median"), (np.quantile(lengths, 0.99), "p99")):
         axes.axvline(value, color="black", linewidth=1, linestyle="--")
-        axes.text(value, axes.get_ylim()[1], f" {label} {value:.0f}", fontsize=8, va="top")
+        axes.annotate(
+            f" {label} {value:.0f}", (value, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top",
+        )  # fmt: skip
     axes.set_title("Response lengths (sync)", fontsize=10)
     axes.set_xlabel("tokens", fontsize=9)
     axes.set_ylabel("responses", fontsize=9)
     axes.tick_params(labelsize=8)
+
+
+def _figure_of(arm: ArmResult, name: str) -> float:
+    of = {
+        "decode_steps_per_trained_token": arm.decode_steps, "rollout_cpu_s_per_trained_token": arm.rollout_cpu_s,
+        "off_policy_share": arm.stale_tokens, "reprefill_share": arm.reprefill_tokens,
+    }  # fmt: skip
+    return of[name] / arm.trained_tokens
+
+
+def _gain_and_price(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
+    """Bars: means over seeds; lines: from the lowest seed to the highest."""
+    height = 0.8 / len(arms)
+    for row, (name, _, to_sync) in enumerate(FIGURES):
+        for number, (mode, of_mode) in enumerate(arms.items()):
+            values = [_figure_of(arm, name) for arm in of_mode]
+            if to_sync:
+                values = [value / _figure_of(arm, name) for value, arm in zip(values, arms["sync"], strict=True)]
+            at, mean = row + (number - (len(arms) - 1) / 2) * height, float(np.mean(values))
+            axes.barh(at, mean, height=0.9 * height, color=COLOURS[mode])
+            axes.plot([min(values), max(values)], [at, at], color="black", linewidth=1)
+            axes.text(max(values) + 0.02, at, f"{mean:.2f}", fontsize=7, va="center")
+    axes.axvline(1.0, color=COLOURS["sync"], linewidth=1, linestyle="--")
+    axes.axhline(1.5, color="black", linewidth=0.6)
+    axes.set_yticks(range(len(FIGURES)), [words for _, words, _ in FIGURES], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title("The gain, and below the line its price", fontsize=10)
+    axes.set_xlabel("less is better (lines: all seeds)", fontsize=9)
 
 
 def _reward(axes: Any, arms: dict[str, list[ArmResult]], column: int, label: str) -> None:
@@ -83,7 +152,7 @@ def _reward(axes: Any, arms: dict[str, list[ArmResult]], column: int, label: str
         axes.plot(x, y.mean(axis=0), color=COLOURS[name], marker="o", markersize=3, label=LABELS[name])
         if len(rows) > 1:
             axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=COLOURS[name], alpha=0.15, linewidth=0)
-    axes.set_title("Held-out reward (band: all seeds)", fontsize=10)
+    axes.set_title("Held-out reward (bands: all seeds)", fontsize=10)
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)

@@ -101,7 +101,7 @@ def _total(ledgers: Any) -> dict[str, Any]:
 
 def against_sync(
     mode: dict[str, Any], sync: dict[str, Any], arms: Sequence[ArmResult], sync_arms: Sequence[ArmResult]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Ratios to sync in the same run, and the difference in held-out reward (same prompts, same seeds)."""
     per_seed = [a.held_out - b.held_out for a, b in zip(arms, sync_arms, strict=True)]
     pairs = np.concatenate(per_seed)
@@ -113,6 +113,10 @@ def against_sync(
         "rollout_cpu_s_per_trained_token": (
             mode["rollout_cpu_s_per_trained_token"] / sync["rollout_cpu_s_per_trained_token"]
         ),
+        "rollout_cpu_s_per_trained_token_by_seed": [
+            (a.rollout_cpu_s / a.trained_tokens) / (b.rollout_cpu_s / b.trained_tokens)
+            for a, b in zip(arms, sync_arms, strict=True)
+        ],
         "rollout_wall_s": mode["rollout_wall_s"] / sync["rollout_wall_s"],
         "held_out_reward_difference": float(pairs.mean()),
         "held_out_reward_difference_standard_error": float(pairs.std(ddof=1) / math.sqrt(len(pairs))),
