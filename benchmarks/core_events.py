@@ -2,8 +2,8 @@
 
 The core alone: no engine, no asyncio. A constant number of samples is in flight (refill: sample); attempts end
 in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``, with
-``--engines 8 1000`` before so many of them; with ``--times`` each arm also with the account of where the time goes,
-which is looked at after every event, in turns.
+``--engines 8 1000`` before so many of them; with ``--times`` each arm also with what a driver has around the core at
+every event, in turns: the account of where the time goes, and the log of requests.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.request_log import RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -48,6 +49,7 @@ class Pump:
         )
         self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(engines)])
         self._times = RunTimes(self.core) if times else None
+        self._handle = RequestLog(self.core, lambda: self._events_s).handle if times else self.core.handle
         self.attempts: list[Attempt] = []
         self.delivered = False
         self._events: deque[ev.Event] = deque()
@@ -56,7 +58,7 @@ class Pump:
         """One event and what follows from it."""
         self._events.append(event)
         while self._events:
-            for command in self.core.handle(self._events.popleft()):
+            for command in self._handle(self._events.popleft()):
                 match command:
                     case do.Submit(attempt):
                         self.attempts.append(attempt)
@@ -74,7 +76,12 @@ class Pump:
                         self.delivered = True
                         self._events.append(ev.BatchCommitted(batch.id))
             if self._times is not None:
-                self._times.look(self.core.context.event_number * 1e-3)
+                self._times.look(self._events_s)
+
+    @property
+    def _events_s(self) -> float:
+        """A clock: each event takes a millisecond."""
+        return self.core.context.event_number * 1e-3
 
     def run(self, events: int, rng: random.Random) -> tuple[int, float]:
         """At least ``events`` events; returns how many there were and the CPU seconds they took."""

@@ -22,13 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from april.config.settings import Config
+from april.core.idle import Idle
+from april.core.request_log import Brought, Ran
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
+from april.driver.limit import GROUPS, distance_of, idle_of
 from april.driver.llm import LLM
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
+from april.engines.simulated.fitted_cost import Requests, fit, predicted_s
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.simulate.simulation import Simulation
 from april.testing import rollouts
@@ -74,6 +79,8 @@ def config(arm: str, engine: dict[str, Any]) -> Config:
 class StepFigures(msgspec.Struct, frozen=True):
     """One step of one arm; wall seconds, tokens."""
 
+    end_s: float
+    """By the clock of the loop."""
     wall_s: float
     update_s: float
     abort_s: float
@@ -83,6 +90,10 @@ class StepFigures(msgspec.Struct, frozen=True):
     reprefill: int
     in_flight_s: float
     off_policy_share: float
+    idle: dict[str, float]
+    """Place-seconds by cause, see april.driver.limit, without the turns of other arms."""
+    ended: list[Ran]
+    """Requests that ended in it."""
 
 
 class Arm:
@@ -98,6 +109,7 @@ class Arm:
     def open(self, engine: Engine) -> Rollouts:
         """To be closed by the caller."""
         self._engine = StopwatchEngine(engine)
+        self._since = 0.0
         self._rollouts = rollouts(
             self._config, engines=[self._engine], prompts=self._prompts(), rollout=self._rollout, check=False
         )
@@ -122,8 +134,11 @@ class Arm:
         expected = [self._lengths.sample(s.id.group, s.id.index) for s in batch.samples]
         if batch.lengths.tolist() != expected:
             raise RuntimeError("a response has not the forced length; has the model an end-of-sequence token?")
+        since, self._since = self._since, asyncio.get_running_loop().time()
+        ended = [ran for _, latest in self._rollouts.requests for ran in latest if ran.ended_s > since]
         self.figures.append(
             StepFigures(
+                self._since,
                 end - start,
                 updated - start,
                 self._engine.abort_s,
@@ -133,6 +148,8 @@ class Arm:
                 int(batch.metrics["reprefill_tokens"]),
                 self._engine.busy_s,
                 batch.off_policy_share,
+                idle_of({**batch.metrics, f"idle_{Idle.TRAINER}": 0.0}, IN_FLIGHT[self.name]),
+                ended,
             )
         )
         self._rollouts.batches.clear()
@@ -274,6 +291,45 @@ def arm_row(arm: Arm, limit: float, cost: MeasuredCost, times: StepTimes, steps:
         "reprefill_share": sum(s.reprefill for s in f) * prefill_s / wall,
         "in_flight_mean": sum(s.in_flight_s for s in f) / wall,
         "off_policy_share": sum(s.off_policy_share * s.trained for s in f) / sum(s.trained for s in f),
+        **account(arm),
+    }
+
+
+def account(arm: Arm) -> dict[str, float]:
+    """Where the time went, by the cost that is fitted to the arm's own requests; how well that cost foretells.
+
+    ``held_out`` is the mean error of what the requests of each step of the second half take together, by the cost that
+    was fitted to those of the first half; ``held_out_request`` that of each request.
+    """
+    figures, half = arm.figures, len(arm.figures) // 2
+    first = fit(Requests.of(ran for step in figures[:half] for ran in step.ended))
+    whole = fit(Requests.of(ran for step in figures for ran in step.ended))
+    if first is None or whole is None:
+        return {}
+    steps, requests = [], []
+    for step in figures[half:]:
+        seen = Requests.of(step.ended)
+        took, told = seen.ended_s - seen.began_s, predicted_s(seen, first.cost)
+        steps.append(abs(told.sum() / took.sum() - 1.0))
+        requests.append((np.abs(told - took).sum(), took.sum()))
+    brought, idle = Brought(), dict.fromkeys(GROUPS, 0.0)
+    for step in figures:
+        for ran in step.ended:
+            brought.add(ran)
+        for name, place_s in step.idle.items():
+            idle[name] += place_s
+    found = distance_of(
+        [(whole.cost, brought)], places=IN_FLIGHT[arm.name], seconds=sum(s.wall_s for s in figures),
+        again=sum(s.reprefill for s in figures), idle=idle,
+    )  # fmt: skip
+    assert found is not None
+    return {
+        "held_out": float(np.mean(steps)),
+        "held_out_request": float(sum(off for off, _ in requests) / sum(took for _, took in requests)),
+        "fitted_limit": found.at_limit,
+        "lost_reprefill": found.reprefill,
+        **{f"lost_{name.replace(' ', '_')}": found.causes.get(name, 0.0) for name in GROUPS},
+        "lost_unexplained": found.unexplained,
     }
 
 
@@ -291,6 +347,14 @@ def table(found: dict[str, Any]) -> str:
             f"| {r['abort_share']:.1%} | {r['reprefill_share']:.1%} | {r['in_flight_mean']:.1f} "
             f"| {r['off_policy_share']:.0%} |"
         )
+    lost = [name for name in next(iter(found["arms"].values())) if name.startswith("lost_")]
+    lines += [
+        "", "| arm | of the fitted limit | " + " | ".join(name[5:].replace("_", " ") for name in lost)
+        + " | fitted cost, held-out steps (requests) |", "|---" * (3 + len(lost)) + "|",
+    ]  # fmt: skip
+    for name, r in found["arms"].items():
+        shares = " | ".join(f"{r[of]:.1%}" for of in ("fitted_limit", *lost))
+        lines.append(f"| {name} | {shares} | off by {r['held_out']:.1%} ({r['held_out_request']:.1%}) |")
     by_curve = found["limit_by_curve"]
     kept = ", ".join(
         f"{rate:,.0f} tok/s at {n}, {rate / by_curve[n]:.2f} of the curve's"

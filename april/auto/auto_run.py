@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 from typing import Protocol
 
 from april.auto.auto_work import AutoWork
@@ -14,15 +13,10 @@ from april.auto.process import ChooserProcess
 from april.auto.question import Answer, InWork, Question
 from april.core import events as ev
 from april.core.batch import Batch
-from april.core.event_pump import Core
-from april.core.request_log import RequestLog
 from april.core.state import RolloutCore
-from april.engines.simulated.fitted_cost import Requests, fit
+from april.engines.simulated.fitted_cost import FittedCost
 
 log = logging.getLogger("april")
-
-MOST_FITTED = 16
-"""Engines whose cost is fitted for a question; they are alike."""
 
 
 class Chooser(Protocol):
@@ -40,19 +34,16 @@ class AutoRun:
 
     Args:
         core: some of whose settings are ``auto``.
-        now: the clock, in seconds.
+        costs: of its engines.
         post: gives the core an event.
-        inner: takes the events: ``core`` or what passes them on to it.
         chooser: None: the simulation, in a process of its own.
     """
 
     def __init__(
-        self, core: RolloutCore, now: Callable[[], float], post: Callable[[ev.Event], None], inner: Core | None = None,
+        self, core: RolloutCore, costs: Iterable[tuple[str, FittedCost]], post: Callable[[ev.Event], None],
         chooser: Chooser | None = None,
     ) -> None:  # fmt: skip
-        self._core, self._post = core, post
-        self.requests = RequestLog(core, now, inner)
-        """Takes the core's events for it."""
+        self._core, self._costs, self._post = core, costs, post
         self._work = AutoWork(core)
         self._chooser = chooser or ChooserProcess()
         self._task: asyncio.Task[None] | None = None
@@ -61,8 +52,7 @@ class AutoRun:
         """The batch, with how much is in work among its metrics; a question is asked if it is time for one."""
         self._work.delivered(batch)
         if self._task is None and self._work.asks:
-            fitted = (fit(Requests.of(ended)) for _, ended in islice(self.requests, MOST_FITTED))
-            question = self._work.question(found.cost for found in fitted if found is not None)
+            question = self._work.question(fitted.cost for _, fitted in self._costs)
             if question is not None:
                 self._task = asyncio.get_running_loop().create_task(self._ask(question))
         return replace(batch, metrics={**batch.metrics, **self._work.metrics()})

@@ -15,10 +15,12 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.bottleneck import bottleneck
 from april.core.event_pump import EventPump
+from april.core.request_log import RequestLog
 from april.core.run_times import RunTimes
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
+from april.driver.limit import StepLimit
 from april.driver.user_code import describe
 from april.errors import RolloutError
 
@@ -49,8 +51,10 @@ class Execution:
         self.failed: BaseException | None = None
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
-        self._auto = AutoRun(self.core, _now, lambda event: self.post(event)) if settings.auto else None
-        self._pump = EventPump(self.core if self._auto is None else self._auto.requests, {
+        requests = RequestLog(self.core, _now)
+        self._limit = StepLimit(requests)
+        self._auto = AutoRun(self.core, self._limit.costs, lambda event: self.post(event)) if settings.auto else None
+        self._pump = EventPump(requests, {
             **host.executors,
             do.DrawPrompts: lambda c: self._order("draw", c.count),
             do.StartTimer: self._start_timer,
@@ -165,7 +169,8 @@ class Execution:
             self.host.end_what_runs_on()
         times = self._times.delivered(_now())
         log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
-        batch = replace(batch, metrics={**batch.metrics, **times})
+        metrics = {**batch.metrics, **times}
+        batch = replace(batch, metrics=metrics | self._limit.metrics(metrics, self._times.places))
         if self._auto is not None:
             batch = self._auto.delivered(batch)
         rollouts, settled = self.host.delivered(batch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from april.core import events as ev
@@ -14,7 +15,6 @@ from april.core.commands import Command, Submit
 from april.core.types import Attempt, SampleId
 
 if TYPE_CHECKING:
-    from april.core.event_pump import Core
     from april.core.state import RolloutCore
 
 KEPT = 4096
@@ -44,30 +44,52 @@ class Ran(NamedTuple):
     generated: int
 
 
+@dataclass(slots=True)
+class Brought:
+    """What requests of training on one engine brought together.
+
+    Attributes:
+        generated: tokens that came.
+        context: tokens that were sent.
+        resident: tokens in the engine's memory, summed up over the decode steps of each request.
+    """
+
+    generated: int = 0
+    context: int = 0
+    resident: float = 0.0
+
+    def add(self, ran: Ran) -> None:
+        """One more of them."""
+        count = ran.generated
+        self.generated += count
+        self.context += ran.context
+        self.resident += count * (ran.context + count / 2)
+
+
 class RequestLog:
     """Takes the core's events for it.
 
     Args:
         core: whose requests are looked at.
-        inner: takes the events: ``core`` or what passes them on to it.
         now: the clock, in seconds.
     """
 
-    def __init__(self, core: RolloutCore, now: Callable[[], float], inner: Core | None = None) -> None:
-        self._core, self._inner, self._now = core, inner or core, now
+    def __init__(self, core: RolloutCore, now: Callable[[], float]) -> None:
+        self._core, self._now = core, now
         self._sent: dict[str, tuple[float, int]] = {}
         """When, and the age, by attempt."""
         self._ended: dict[str, deque[Ran]] = {}
-        self._most = 0
+        self._counts: dict[str, int] = {}
+        self._brought: dict[str, Brought] = {}
 
     def handle(self, event: ev.Event) -> list[Command]:
         """As the core's."""
         if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
             attempt = self._core.context.attempts.get(event.attempt_id)
             if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
-                self._ended.setdefault(ran.engine, deque(maxlen=KEPT)).append(ran)
+                self._add(ran)
                 del self._sent[attempt.id]
-        commands = self._inner.handle(event)
+        commands = self._core.handle(event)
         for command in commands:
             if type(command) is Submit:
                 self._submitted(command.attempt)
@@ -86,6 +108,27 @@ class RequestLog:
     def __iter__(self) -> Iterator[tuple[str, deque[Ran]]]:
         """The latest requests that have ended, by engine."""
         return iter(self._ended.items())
+
+    def count(self, engine: str) -> int:
+        """Requests that have ended there so far."""
+        return self._counts.get(engine, 0)
+
+    def take(self) -> dict[str, Brought]:
+        """What the requests of training that have ended since the last call brought, by engine."""
+        taken, self._brought = self._brought, {}
+        return taken
+
+    def _add(self, ran: Ran) -> None:
+        name = ran.engine
+        if name not in self._ended:
+            self._ended[name], self._counts[name] = deque(maxlen=KEPT), 0
+        self._ended[name].append(ran)
+        self._counts[name] += 1
+        if not ran.evaluation:
+            brought = self._brought.get(name)
+            if brought is None:
+                brought = self._brought[name] = Brought()
+            brought.add(ran)
 
     def _submitted(self, attempt: Attempt) -> None:
         oldest = attempt.sample.tape.oldest_version

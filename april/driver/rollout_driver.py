@@ -23,6 +23,7 @@ from april.core import snapshot
 from april.core.batch import Batch
 from april.core.bottleneck import bottleneck
 from april.core.event_pump import EventPump
+from april.core.request_log import RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -33,6 +34,7 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.engine_calls import directory_for
 from april.driver.equal_rollouts import warn_of_equal_rollouts
 from april.driver.host_view import CoreView
+from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, limits_of
 from april.driver.other_hosts import OtherHosts
 from april.driver.pending_updates import PendingUpdates
@@ -98,7 +100,10 @@ class RolloutDriver:
         self.now = asyncio.get_running_loop().time
         self._delivered = delivered
         self._times = RunTimes(self.core)
-        self._recorder = None if record is None else Recorder(record, self.core, self.now)
+        self.requests = RequestLog(self.core, self.now)
+        self._recorder = None if record is None else Recorder(record, self.core, self.now, self.requests)
+        self._limit = StepLimit(self.requests)
+        self._auto = AutoRun(self.core, self._limit.costs, self.post, chooser) if settings.auto else None
         self.sampling = sampling
         self._allow_mismatch = allow_mismatch
         self._source = source
@@ -130,9 +135,7 @@ class RolloutDriver:
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
-        recorded = self._recorder or self.core
-        self._auto = AutoRun(self.core, self.now, self.post, recorded, chooser) if settings.auto else None
-        self._pump = EventPump(recorded if self._auto is None else self._auto.requests, {
+        self._pump = EventPump(self._recorder or self.requests, {
             **executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
@@ -503,7 +506,9 @@ class RolloutDriver:
             self.hosts.delivered(samples)
         times = self._times.delivered(self.now())
         why = bottleneck(times, self.core.settings)
-        batch = replace(batch, metrics={**batch.metrics, **times}, bottleneck=why)
+        metrics = {**batch.metrics, **times}
+        metrics |= self._limit.metrics(metrics, self._times.places)
+        batch = replace(batch, metrics=metrics, bottleneck=why)
         if self._auto is not None:
             batch = self._auto.delivered(batch)
         if self._recorder is not None:

@@ -59,11 +59,16 @@ class Decisions:
 
 
 class Recorder:
-    """Records the events of one core; ``now`` is the loop's clock. Raises ConfigError if there can be no file."""
+    """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which takes the events.
 
-    def __init__(self, record: RunRecord, core: RolloutCore, now: Callable[[], float]) -> None:
+    Raises ConfigError if there can be no file.
+    """
+
+    def __init__(
+        self, record: RunRecord, core: RolloutCore, now: Callable[[], float], requests: RequestLog | None = None
+    ) -> None:
         self._core, self._now, self._began = core, now, now()
-        self._requests = RequestLog(core, lambda: self._now() - self._began)
+        self._requests = requests or RequestLog(core, now)
         self._text: Callable[[str], str] = str if record.messages else what_raised
         self._decisions = Decisions()
         self._file = RecordFile(Path(record.path), record.limit_mib << 20)
@@ -80,7 +85,7 @@ class Recorder:
     def handle(self, event: ev.Event) -> list[Command]:
         """As the core's."""
         if self._file.over:
-            return self._core.handle(event)
+            return self._requests.handle(event)
         before: Any = None  # which ends the record below
         with suppress(Exception):
             before = self._compared(event) | self._ran(event)
@@ -150,7 +155,7 @@ class Recorder:
         ran = None if attempt is None else self._requests.ran(attempt, event.counts.tokens)
         if ran is None:
             return {}
-        began = round(ran.began_s, 6)
+        began = round(ran.began_s - self._began, 6)
         return {"ran": [ran.engine, *ran.sample, int(ran.evaluation), ran.age, began, ran.context, ran.generated]}
 
     def _add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:

@@ -161,10 +161,12 @@ class Simulation:
                 self.core, self.decoders, self._sampling, latency_s=host_latency_s, length=self._length,
                 now=lambda: self.now, post=lambda event: self._pump.post(event), turn=self.turn,
             )  # fmt: skip
-        self._recorder = None if record is None else Recorder(record, self.core, lambda: self.now)
-        self._requests = RequestLog(self.core, lambda: self.now, self._recorder)
+        self._requests = RequestLog(self.core, lambda: self.now)
+        self._recorder = None
+        if record is not None:
+            self._recorder = Recorder(record, self.core, lambda: self.now, self._requests)
         self._auto, self._choose = AutoWork(self.core) if choose else None, choose
-        self._pump = EventPump(self._requests if choose else self._recorder or self.core, {
+        self._pump = EventPump(self._recorder or (self._requests if choose else self.core), {
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),

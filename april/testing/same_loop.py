@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
+from april.core.request_log import RequestLog
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
@@ -136,6 +137,11 @@ class Rollouts:
         self._loop = scheduler.loop
         self.batches: list[Batch] = []
         """Every batch that :meth:`next_batch` has returned."""
+
+    @property
+    def requests(self) -> RequestLog:
+        """When the latest requests were sent, and what they brought."""
+        return self._driver.requests
 
     async def next_batch(self) -> Batch:
         """The next batch; errors and cancellation as in ``RolloutScheduler.anext_batch``."""

@@ -1,0 +1,115 @@
+"""The distance of a step from the limit: what it is made of, in the metrics of a run and in its report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import april
+from april.core.request_log import Brought
+from april.driver.limit import GROUPS, EngineCosts, distance_of
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
+from april.engines.simulated.fitted_cost import FEWEST, FittedCost
+from april.engines.simulated.response_lengths import LognormalLengths
+from april.record.file import RunRecord
+from april.report.limit import distance
+from april.report.run_data import read_run
+from april.testing import rollouts, run_virtual
+
+COST = DecodeCost(0.02, 1e-4, 1e-7, 1e-5)
+LENGTHS = LognormalLengths(120.0, 0.5, 0.5, seed=4, cap=900)
+PARTS = ["of_limit", "lost_reprefill", "lost_unexplained", *(f"lost_{name.replace(' ', '_')}" for name in GROUPS)]
+
+
+def run(path: Path | None = None, batches: int = 12, **config: Any) -> list[dict[str, float]]:
+    """Metrics of the batches of two simulated engines, whose trainer takes three seconds."""
+    values = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "max_response_len": 1000}
+    settings = april.Config(**(values | {"over_sampling_batch_size": 8} | config))
+
+    async def program() -> list[dict[str, float]]:
+        engines = [
+            SimulatedEngine(f"e{i}", COST, lambda r: LENGTHS.sample(*(r.sample_key or (0, 0))), max_running=32)
+            for i in range(2)
+        ]
+        found = []
+        record = None if path is None else RunRecord(path)
+        async with rollouts(
+            settings, engines=engines, prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0, record=record
+        ) as scheduler:
+            for _ in range(batches):
+                found.append(dict((await scheduler.next_batch()).metrics))
+                await asyncio.sleep(3.0)
+                await scheduler.weight_update(transfer=lambda: None)
+        return found
+
+    return run_virtual(program())
+
+
+def test_the_shares_of_a_step_add_up_to_one() -> None:
+    """As soon as the cost is known; what is lost is lost to something that there was."""
+    steps = run()
+    assert [name for name in PARTS if name in steps[-1]] == PARTS
+    for step in steps:
+        assert sum(step[name] for name in PARTS) == pytest.approx(1.0, abs=1e-9)
+        assert all(step[name] >= 0.0 for name in PARTS)
+        assert step["lost_evaluation"] == 0.0
+    assert all(step["lost_boundary"] > 0.05 for step in steps[2:])
+    assert all(step["lost_reprefill"] > 0.0 for step in steps[2:])
+
+
+def test_too_few_requests_say_nothing() -> None:
+    """No metric, rather than a wrong one."""
+    (step,) = run(batches=1, rollout_batch_size=1, over_sampling_batch_size=1)
+    assert step["generated_tokens"] > 0
+    assert not any(name in step for name in PARTS)
+
+
+def test_the_report_says_the_same(tmp_path: Path) -> None:
+    """Of all steps together, from the record."""
+    steps = run(tmp_path / "run.jsonl")
+    data = read_run(tmp_path / "run.jsonl")
+    found = distance(data, data.batches[0].time_s, data.batches[-1].time_s)
+    assert found is not None
+    seconds = sum(step["step_s"] for step in steps[1:])
+    for name, share in (("of_limit", found.at_limit), ("lost_reprefill", found.reprefill)):
+        assert sum(step[name] * step["step_s"] for step in steps[1:]) / seconds == pytest.approx(share, rel=0.03)
+    for name, share in found.causes.items():
+        told = sum(step[f"lost_{name.replace(' ', '_')}"] * step["step_s"] for step in steps[1:]) / seconds
+        assert told == pytest.approx(share, abs=0.03)
+
+
+def test_the_limit_is_full_places_and_nothing_twice() -> None:
+    """By hand: two engines, ten places each, all of it at once."""
+    brought = Brought(generated=1000, context=500, resident=2e6)
+    cost = DecodeCost(0.01, 1e-4, 1e-8, 1e-5)
+    found = distance_of([(cost, brought)] * 2, places=20, seconds=4.0, again=200.0, idle={"bubble": 6.0, "boundary": 2})
+    assert found is not None
+    each = 1000 * (0.01 / 10 + 1e-4) + 2e6 * 1e-8
+    assert found.at_limit == pytest.approx((2 * each + 1e-5 * (1000 - 200)) / 8.0)
+    assert found.reprefill == pytest.approx(1e-5 * 200 / 8.0)
+    rest = 1.0 - found.at_limit - found.reprefill
+    assert found.causes == {"bubble": pytest.approx(0.75 * rest), "boundary": pytest.approx(0.25 * rest)}
+    full = distance_of([(cost, brought)] * 2, places=20, seconds=4.0, again=200.0, idle={"bubble": 0.1})
+    assert full is not None
+    assert (full.causes, full.unexplained) == ({}, pytest.approx(rest))
+    assert distance_of([], places=20, seconds=4.0, again=0.0, idle={}) is None
+    assert distance_of([(cost, brought)], places=20, seconds=0.0, again=0.0, idle={}) is None
+
+
+def test_an_engine_that_is_new_costs_what_others_do() -> None:
+    """Until its own requests tell."""
+
+    class Log:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    costs = EngineCosts(Log())  # type: ignore[arg-type]
+    costs.look()
+    assert costs.of("a") is None
+    costs._fitted["b"] = FittedCost(COST, FEWEST, 0.0)
+    assert costs.of("a") == costs.of("b") == COST
