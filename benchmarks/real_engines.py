@@ -29,7 +29,8 @@ from april.core.idle import Idle
 from april.core.request_log import Brought, Ran
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
-from april.driver.limit import GROUPS, distance_of, idle_of
+from april.driver import limit as step_limit
+from april.driver.limit import distance_of, idle_of
 from april.driver.llm import LLM
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
@@ -312,7 +313,7 @@ def account(arm: Arm) -> dict[str, float]:
         took, told = seen.ended_s - seen.began_s, predicted_s(seen, first.cost)
         steps.append(abs(told.sum() / took.sum() - 1.0))
         requests.append((np.abs(told - took).sum(), took.sum()))
-    brought, idle = Brought(), dict.fromkeys(GROUPS, 0.0)
+    brought, idle = Brought(), dict.fromkeys(step_limit.GROUPS, 0.0)
     for step in figures:
         for ran in step.ended:
             brought.add(ran)
@@ -328,7 +329,7 @@ def account(arm: Arm) -> dict[str, float]:
         "held_out_request": float(sum(off for off, _ in requests) / sum(took for _, took in requests)),
         "fitted_limit": found.at_limit,
         "lost_reprefill": found.reprefill,
-        **{f"lost_{name.replace(' ', '_')}": found.causes.get(name, 0.0) for name in GROUPS},
+        **{f"lost_{name.replace(' ', '_')}": found.causes.get(name, 0.0) for name in step_limit.GROUPS},
         "lost_unexplained": found.unexplained,
     }
 
