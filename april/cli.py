@@ -366,6 +366,36 @@ def simulate(
 
 
 @app.command()
+def profile(
+    url: Annotated[str, typer.Argument(help="Address of a server that nobody else uses now.", metavar="URL")],
+    kind: Annotated[str, typer.Option(help="vllm, sglang or openai.")],
+    model: Annotated[str | None, typer.Option(help="Its name there, where the server has several.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the server's key.", metavar="NAME")
+    ] = None,
+    max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Most requests at the same time.")] = 64,
+    tokens: Annotated[int, typer.Option(min=16, help="Of the longest response; it has room for 512 more.")] = 256,
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("runs/profile.json"),
+) -> None:
+    """What do decoding and prefilling cost on this server? Measures it with requests of random tokens, for april plan.
+
+    Exit code 0: measured. 1: the server failed, or cannot be used. 2: the command line is wrong.
+    """
+    from april.simulate.profile_run import profile_server
+
+    console = Console(markup=False, highlight=False)
+    try:
+        profile_server(url, kind, api_key_env, model, max_in_flight, tokens, out, console)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    except AprilError as error:
+        console.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
+
+
+@app.command()
 def plan(
     path: Annotated[
         Path,
@@ -397,6 +427,10 @@ def plan(
         int | None, typer.Option(min=1, help="GPUs per engine.", rich_help_panel=_ENGINES)
     ] = None,
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.", rich_help_panel=_ENGINES)] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(help="What april profile has written: the cost of one engine.", rich_help_panel=_ENGINES),
+    ] = None,
     train_time: Annotated[
         str | None, typer.Option(help="Training of one batch: 40, or 0.5x.", rich_help_panel=_TRAINER)
     ] = None,
@@ -411,6 +445,7 @@ def plan(
     What is not given is that of the recorded run, or as in april simulate.
     """
     from april.simulate.plan_run import plan_file
+    from april.simulate.profile import read_cost
 
     given: dict[str, object] = {
         "max_staleness": max_staleness, "groups": rollout_batch_size, "samples": n_samples_per_prompt,
@@ -420,6 +455,8 @@ def plan(
     console = Console(markup=False, highlight=False)
     try:
         given = {name: value for name, value in given.items() if value is not None}
+        if cost is not None:
+            given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, processes, out, console)
     except AprilError as error:
         console.print(str(error), soft_wrap=True)

@@ -73,10 +73,13 @@ def plan_file(
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
     """What is planned for. Raises as :func:`plan_file`."""
-    if not is_record(path):
-        return Workload(lengths_file=path, **given)
-    if wrong := [name for name in ENGINE if name in given]:
+    recorded, wrong = is_record(path), [name for name in ENGINE if name in given]
+    if wrong and "measured_cost" in given:
+        raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")
+    if wrong and recorded:
         raise ValueError(f"{path} is the record of a run, whose engines' cost is known; leave out {', '.join(wrong)}")
+    if not recorded:
+        return Workload(lengths_file=path, **given)
     return replace(workload_of(path), **given)
 
 

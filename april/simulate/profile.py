@@ -1,0 +1,146 @@
+"""What decoding and prefilling cost on servers: requests at several numbers in flight, and a cost fitted to them.
+
+The same fit as of a run (:mod:`.fitted_cost`), to requests that are made for it: short and long prompts and responses,
+from one in flight to many. The last round is left out of the fit, and says how far off it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april.core.request_log import Ran
+from april.core.sampling import SamplingParams
+from april.core.types import SampleId
+from april.engines.protocol import Engine, Request
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted_s
+from april.errors import EngineError
+
+FORMAT = 1
+ROUNDS = 4
+"""Of all numbers in flight; the first is thrown away, as a server is slow at first, the last is held out."""
+PROMPTS = (32, 512)
+"""Tokens of the prompts, in turn."""
+LEAST_ID = 3
+"""Token ids below are often special."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        cost: of one engine.
+        requests: so many it was fitted to.
+        held_out: mean error of the time that requests of the last round took, by the number in flight.
+        speeds: tokens per second of one engine, by the number in flight, as seen.
+    """
+
+    cost: DecodeCost
+    requests: int
+    held_out: float
+    speeds: dict[int, float]
+
+    def write(self, path: Path) -> None:
+        """As JSON; raises OSError."""
+        plain = {"format": FORMAT, **asdict(self), "cost": asdict(self.cost)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def read_cost(path: Path) -> DecodeCost:
+    """The cost in what :meth:`Profile.write` has written.
+
+    Raises:
+        ValueError: it is none; one sentence.
+    """
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError("no format that this april knows")
+        return DecodeCost(**{str(name): value for name, value in found["cost"].items()})
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not what april profile has written: {error}") from None
+
+
+def points(most: int) -> list[int]:
+    """Numbers in flight: powers of two, and the most."""
+    return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+
+
+async def profile(
+    engine: Engine, most: int, tokens: int, now: Callable[[], float],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure one engine, which nobody else uses meanwhile.
+
+    Args:
+        engine: to be closed by the caller.
+        most: requests in flight.
+        tokens: of the longest response; the shortest has a quarter.
+        now: clock, in seconds.
+        progress: told how many measurements of how many are done.
+
+    Raises:
+        EngineError: it failed, or too little came to tell.
+    """
+    names, numbers = itertools.count(), points(most)
+    run = uuid.uuid4().hex[:12]
+    seen: list[list[list[Ran]]] = []
+    done = 0
+
+    async def one(length: int, prompt: int) -> Ran:
+        number = next(names)
+        ids = np.random.default_rng(number).integers(
+            LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
+        )
+        sampling = SamplingParams(length, seed=number)
+        began, count = now(), 0
+        request = Request(attempt_id=f"profile-{run}-{number:06d}", token_ids=ids, sampling=sampling)
+        async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                count += len(chunk.tokens)
+        return Ran("", SampleId(0, 0), False, 0, began, now(), prompt, count)
+
+    for _ in range(ROUNDS):
+        waves: list[list[Ran]] = []
+        for in_flight in numbers:
+            lengths = [tokens - (tokens - tokens // 4) * i // max(1, in_flight) for i in range(in_flight)]
+            prompts = [PROMPTS[(i + len(seen)) % len(PROMPTS)] for i in range(in_flight)]
+            waves.append(list(await asyncio.gather(*map(one, lengths, prompts))))
+            done += 1
+            progress(done, ROUNDS * len(numbers))
+        seen.append(waves)
+    return _fitted(numbers, seen)
+
+
+def _fitted(numbers: Sequence[int], seen: list[list[list[Ran]]]) -> Profile:
+    used = [ran for waves in seen[1:-1] for wave in waves for ran in wave]
+    found = fit(Requests.of(used))
+    if found is None:
+        raise EngineError(
+            f"{len(used)} requests brought {sum(ran.generated for ran in used)} tokens, which does not tell what a "
+            f"step costs; at least {FEWEST} are needed, and more than a few tokens each"
+        )
+    errors, speeds = [], {}
+    for number, wave in zip(numbers, seen[-1], strict=True):
+        requests = Requests.of(wave)
+        took = float((requests.ended_s - requests.began_s).sum())
+        errors.append(abs(float(predicted_s(requests, found.cost).sum()) / took - 1.0))
+        seconds = float(requests.ended_s.max() - requests.began_s.min())
+        speeds[number] = float(requests.generated.sum()) / seconds
+    assert math.isfinite(sum(errors))
+    return Profile(cost=found.cost, requests=found.requests, held_out=sum(errors) / len(errors), speeds=speeds)

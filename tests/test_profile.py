@@ -1,0 +1,140 @@
+"""What a server costs, measured by requests: found as it is, written, and planned with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_fixtures import ServerThread
+from typer.testing import CliRunner
+
+from april.cli import app
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine
+from april.errors import EngineError
+from april.simulate.profile import PROMPTS, ROUNDS, Profile, points, profile, read_cost
+from april.testing import FakeEngine, run_virtual
+from april.testing.servers.vllm.server import FakeVllmServer
+
+COST = DecodeCost(8e-3, 1.2e-4, 2e-7, 3e-5)
+
+
+def measured(engine: Any, **options: Any) -> Profile:
+    """On a virtual clock."""
+
+    async def program() -> Profile:
+        try:
+            values = {"most": 48, "tokens": 200} | options
+            return await profile(engine, now=asyncio.get_running_loop().time, **values)
+        finally:
+            await engine.close()
+
+    return run_virtual(program())
+
+
+def unboxed(text: str) -> str:
+    """What a command has printed, wherever its lines were broken."""
+    return " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+
+
+def test_numbers_in_flight_double_up_to_the_most() -> None:
+    """From one to all of them."""
+    assert points(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert points(4) == [1, 2, 4]
+
+
+def test_the_cost_is_found() -> None:
+    """A step with few sequences and with many, short and long ones, within 8 %; progress is told up to the end."""
+    told: list[tuple[int, int]] = []
+    engine = SimulatedEngine("e", COST, lambda r: 10_000, max_running=64)
+    found = measured(engine, progress=lambda done, total: told.append((done, total)))
+    for sequences, resident in ((1, 300), (8, 3_000), (48, 20_000)):
+        assert found.cost.step_s(sequences, resident) == pytest.approx(COST.step_s(sequences, resident), rel=0.08)
+    assert found.cost.per_prefill_token_s == pytest.approx(COST.per_prefill_token_s, rel=0.15)
+    assert found.held_out < 0.03
+    assert told[-1] == (ROUNDS * 7, ROUNDS * 7)
+    assert found.requests == (ROUNDS - 2) * sum(points(48))
+    assert list(found.speeds) == points(48)
+
+
+def test_the_last_round_is_held_out() -> None:
+    """An engine that gets slower is not what was fitted, and the profile says so."""
+
+    class Slower(SimulatedEngine):
+        async def generate(self, request: Any) -> Any:
+            number = int(request.attempt_id.rpartition("-")[2])
+            async for chunk in super().generate(request):
+                if number >= (ROUNDS - 1) * sum(points(48)):
+                    await asyncio.sleep(2.0)
+                yield chunk
+
+    found = measured(Slower("e", COST, lambda r: 10_000, max_running=64))
+    assert found.held_out > 0.2
+
+
+def test_a_server_that_says_nothing_cannot_be_measured() -> None:
+    """A sentence, not a cost."""
+    with pytest.raises(EngineError, match="does not tell what a step costs"):
+        measured(FakeEngine("silent", lengths=1, seconds_per_token=1e-9), most=4, tokens=16)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """The very numbers; anything else is refused in a sentence."""
+    path = tmp_path / "below" / "profile.json"
+    Profile(cost=COST, requests=90, held_out=0.01, speeds={1: 90.0}).write(path)
+    assert read_cost(path) == COST
+    for text, sentence in (
+        ("{}", "no format that this april knows"), ("[]", "no format"), ("{", "is not what april profile has written"),
+        ('{"format": 1}', "cost"), ('{"format": 1, "cost": {"base_s": -1, "per_sequence_s": 0, "per_kv_token_s": 0}}',
+        "must be finite"), ('{"format": 1, "cost": {"speed": 3}}', "speed"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=sentence):
+            read_cost(path)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_cost(tmp_path / "nothing")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """From an address to a plan."""
+    out = tmp_path / "profile.json"
+    server = FakeVllmServer()
+    with ServerThread(server):
+        arguments = ["profile", server.url, "--kind", "vllm", "--max-in-flight", "8", "--tokens", "16"]
+        result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert read_cost(out).base_s > 0.0
+    assert set(json.loads(out.read_text())["speeds"]) == {"1", "2", "4", "8"}
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text("\n".join(f'{{"lengths": [{10 + i}, {20 + i}, {40 + i}, {90 + 7 * i}]}}' for i in range(16)))
+    small = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--engines", "1", "--processes", "1"]
+    plan = ["plan", str(lengths), "--cost", str(out), *small, "--max-response-len", "300"]
+    planned = CliRunner().invoke(app, [*plan, "--out", str(tmp_path / "plan")])
+    assert planned.exit_code == 0, planned.output
+    wrong = CliRunner().invoke(app, [*plan, "--gpu", "h100"])
+    assert wrong.exit_code == 2
+    assert "the engines' cost was measured; leave out gpu" in unboxed(wrong.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["http://127.0.0.1:9", "--kind", "vllm"], 1, "127.0.0.1:9"),
+        (["http://127.0.0.1:9", "--kind", "vlm"], 2, "april has no engine 'vlm'"),
+        (["http://127.0.0.1:9", "--kind", "vllm", "--api-key-env", "NO_SUCH_KEY"], 2, "NO_SUCH_KEY is not set"),
+        (["127.0.0.1", "--kind", "vllm"], 2, "http://"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], code: int, sentence: str) -> None:
+    """Before anything is measured."""
+    result = CliRunner().invoke(app, ["profile", *arguments])
+    assert result.exit_code == code, result.output
+    assert sentence in unboxed(result.output)
+
+
+def test_prompts_differ() -> None:
+    """Or nobody could tell prefill from decoding."""
+    assert len(set(PROMPTS)) > 1
