@@ -309,6 +309,8 @@ def account(arm: Arm) -> dict[str, float]:
         return {}
     steps, requests = [], []
     for step in figures[half:]:
+        if not step.ended:  # all that it delivered was there before
+            continue
         seen = Requests.of(step.ended)
         took, told = seen.ended_s - seen.began_s, predicted_s(seen, first.cost)
         steps.append(abs(told.sum() / took.sum() - 1.0))

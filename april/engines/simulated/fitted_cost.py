@@ -92,6 +92,8 @@ def fit(requests: Requests) -> FittedCost | None:
 
 def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
     """How long each of the requests [R] would take by ``cost``, among the others as they were."""
+    if not len(requests):
+        return np.zeros(0)
     costs = np.array([cost.base_s, cost.per_sequence_s, cost.per_kv_token_s, cost.per_prefill_token_s])
     rows = np.arange(len(requests))
     return np.asarray(_Traffic(requests).seen(rows, costs) @ costs)
