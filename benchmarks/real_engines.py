@@ -315,6 +315,8 @@ def account(arm: Arm) -> dict[str, float]:
         took, told = seen.ended_s - seen.began_s, predicted_s(seen, first.cost)
         steps.append(abs(told.sum() / took.sum() - 1.0))
         requests.append((np.abs(told - took).sum(), took.sum()))
+    if not steps:
+        return {}
     brought, idle = Brought(), dict.fromkeys(step_limit.GROUPS, 0.0)
     for step in figures:
         for ran in step.ended:
@@ -350,12 +352,13 @@ def table(found: dict[str, Any]) -> str:
             f"| {r['abort_share']:.1%} | {r['reprefill_share']:.1%} | {r['in_flight_mean']:.1f} "
             f"| {r['off_policy_share']:.0%} |"
         )
-    lost = [name for name in next(iter(found["arms"].values())) if name.startswith("lost_")]
+    told = {name: r for name, r in found["arms"].items() if "held_out" in r}  # of the others too little ended
+    lost = [name for name in next(iter(told.values()), {}) if name.startswith("lost_")]
     lines += [
         "", "| arm | of the fitted limit | " + " | ".join(name[5:].replace("_", " ") for name in lost)
         + " | fitted cost, held-out steps (requests) |", "|---" * (3 + len(lost)) + "|",
     ]  # fmt: skip
-    for name, r in found["arms"].items():
+    for name, r in told.items():
         shares = " | ".join(f"{r[of]:.1%}" for of in ("fitted_limit", *lost))
         lines.append(f"| {name} | {shares} | off by {r['held_out']:.1%} ({r['held_out_request']:.1%}) |")
     by_curve = found["limit_by_curve"]

@@ -102,3 +102,8 @@ def test_the_log_forgets() -> None:
     log.handle(ev.StepRequested())
     assert len(log._sent) == len(log._core.context.attempts) > 0
     assert all(log.ran(attempt, 3) is not None for attempt in log._core.context.attempts)
+
+
+def test_no_requests_take_no_time() -> None:
+    """A step may have brought none."""
+    assert predicted_s(Requests.of([]), DecodeCost(1e-3, 0.0, 0.0)).tolist() == []
