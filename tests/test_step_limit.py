@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import april
-from april.core.request_log import Brought
+from april.core.request_log import KEPT, Brought, RequestLog
+from april.core.settings import EngineLimits
+from april.core.state import RolloutCore
 from april.driver.limit import GROUPS, EngineCosts, distance_of
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
@@ -99,6 +101,42 @@ def test_the_limit_is_full_places_and_nothing_twice() -> None:
     assert (full.causes, full.unexplained) == ({}, pytest.approx(rest))
     assert distance_of([], places=20, seconds=4.0, again=0.0, idle={}) is None
     assert distance_of([(cost, brought)], places=20, seconds=0.0, again=0.0, idle={}) is None
+
+
+def test_an_engine_that_brought_nothing_was_there() -> None:
+    """Half of the engines, at work all the time, are half of the limit."""
+    cost, brought = DecodeCost(1e-4, 1e-3, 0.0), Brought(generated=3960)
+    found = distance_of(
+        [(cost, brought), (cost, Brought())], places=20, seconds=4.0, again=0.0, idle={"admission": 40.0}
+    )
+    assert found is not None
+    assert found.at_limit == pytest.approx(0.5, rel=1e-3)
+    assert found.causes == {"admission": pytest.approx(1.0 - found.at_limit)}
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=10)
+    settings = config.core_settings(has_reward=False, group_reward=False, run_id=0)
+    core = RolloutCore(settings, [EngineLimits("a", 100), EngineLimits("b", 100)])
+    assert set(RequestLog(core, lambda: 0.0).take()) == {"a", "b"}
+
+
+def test_a_long_run_goes_on_being_measured() -> None:
+    """What is remembered is never all older than the latest fit."""
+
+    class Log:
+        ended = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([("a", [])])
+
+        def count(self, engine: str) -> int:
+            return self.ended
+
+    log = Log()
+    costs, seen = EngineCosts(log), set()  # type: ignore[arg-type]
+    for log.ended in range(0, 100_000, 512):
+        costs.look()
+        seen.add(costs._seen.get("a", 0))
+        assert log.ended - costs._seen.get("a", 0) < KEPT
+    assert len(seen) > 20
 
 
 def test_an_engine_that_is_new_costs_what_others_do() -> None:

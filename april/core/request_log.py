@@ -114,8 +114,11 @@ class RequestLog:
         return self._counts.get(engine, 0)
 
     def take(self) -> dict[str, Brought]:
-        """What the requests of training that have ended since the last call brought, by engine."""
+        """What the requests of training that ended since the last call brought, by engine; 0 of one that had none."""
         taken, self._brought = self._brought, {}
+        for name in self._core.engines.states:
+            if name not in taken:  # its time passed, too
+                taken[name] = Brought()
         return taken
 
     def _add(self, ran: Ran) -> None:

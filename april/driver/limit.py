@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from april.core.idle import Idle
-from april.core.request_log import Brought, RequestLog
+from april.core.request_log import KEPT, Brought, RequestLog
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
 
@@ -86,7 +86,10 @@ def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
 
 
 class EngineCosts:
-    """What decoding costs on each engine, fitted to its latest requests, anew whenever they are half as many more."""
+    """What decoding costs on each engine, fitted to its latest requests.
+
+    Anew whenever they are half as many more, or all that are remembered are new.
+    """
 
     def __init__(self, requests: RequestLog) -> None:
         self._requests = requests
@@ -98,7 +101,7 @@ class EngineCosts:
         """Fit those that have brought enough since; a few of them at a time."""
         due = [
             (name, ended) for name, ended in self._requests
-            if self._requests.count(name) >= max(FEWEST, 1.5 * self._seen.get(name, 0))
+            if self._requests.count(name) >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT))
         ]  # fmt: skip
         for name, ended in due[:FITS_AT_A_TIME]:
             self._seen[name] = self._requests.count(name)
