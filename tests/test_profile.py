@@ -135,6 +135,21 @@ def test_what_is_wrong_is_said(arguments: list[str], code: int, sentence: str) -
     assert sentence in unboxed(result.output)
 
 
+def test_no_prompt_comes_twice() -> None:
+    """Nor in the next profile: a server that remembers it would prefill nothing."""
+    seen: list[tuple[int, ...]] = []
+
+    class Listening(SimulatedEngine):
+        async def generate(self, request: Any) -> Any:
+            seen.append(tuple(request.token_ids.tolist()))
+            async for chunk in super().generate(request):
+                yield chunk
+
+    for _ in range(2):
+        measured(Listening("e", COST, lambda r: 10_000, max_running=8), most=8, tokens=32)
+    assert len(seen) == len(set(seen)) == 2 * ROUNDS * sum(points(8))
+
+
 def test_prompts_differ() -> None:
     """Or nobody could tell prefill from decoding."""
     assert len(set(PROMPTS)) > 1

@@ -104,7 +104,8 @@ async def profile(
 
     async def one(length: int, prompt: int) -> Ran:
         number = next(names)
-        ids = np.random.default_rng(number).integers(
+        # of this profile alone: a server may remember the prompts of the one before
+        ids = np.random.default_rng((int(run, 16), number)).integers(
             LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
         )
         sampling = SamplingParams(length, seed=number)
