@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import april
-from april.core.request_log import KEPT, Brought, RequestLog
+from april.core.request_log import KEPT, Brought, Ran, RequestLog
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
+from april.core.types import SampleId
 from april.driver.limit import GROUPS, EngineCosts, distance_of
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
@@ -151,3 +153,20 @@ def test_an_engine_that_is_new_costs_what_others_do() -> None:
     assert costs.of("a") is None
     costs._fitted["b"] = FittedCost(COST, FEWEST, 0.0)
     assert costs.of("a") == costs.of("b") == COST
+
+
+def test_engines_that_have_left_are_forgotten() -> None:
+    """With the step after their last request: a pool that comes and goes does not fill the memory."""
+    core = SimpleNamespace(engines=SimpleNamespace(states={"stays": None}))
+    log = RequestLog(core, lambda: 0.0)  # type: ignore[arg-type]
+    costs = EngineCosts(log)
+    for number in range(2 * FEWEST):
+        for name in ("stays", "left"):
+            log._add(Ran(name, SampleId(0, 0), False, 0, 1.0 * number, number + 0.5, 10, 20))
+    costs.look()
+    assert log.take()["left"].generated == 40 * FEWEST
+    assert {name for name, _ in log} == {name for name, _ in costs} == {"stays", "left"}
+    assert set(log.take()) == {"stays"}
+    costs.look()
+    assert {name for name, _ in log} == {name for name, _ in costs} == {"stays"}
+    assert log.count("left") == 0

@@ -114,11 +114,17 @@ class RequestLog:
         return self._counts.get(engine, 0)
 
     def take(self) -> dict[str, Brought]:
-        """What the requests of training that ended since the last call brought, by engine; 0 of one that had none."""
+        """What the requests of training that ended since the last call brought, by engine; 0 of one that had none.
+
+        Requests of engines that have left, and had none since, are forgotten.
+        """
         taken, self._brought = self._brought, {}
-        for name in self._core.engines.states:
+        there = self._core.engines.states
+        for name in there:
             if name not in taken:  # its time passed, too
                 taken[name] = Brought()
+        for gone in self._ended.keys() - there.keys() - taken.keys():  # or engines that come and go would fill it
+            del self._ended[gone], self._counts[gone]
         return taken
 
     def _add(self, ran: Ran) -> None:

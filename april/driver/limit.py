@@ -98,7 +98,10 @@ class EngineCosts:
         """Requests that an engine had brought at its latest fit."""
 
     def look(self) -> None:
-        """Fit those that have brought enough since; a few of them at a time."""
+        """Fit those that have brought enough since, a few of them at a time; forget those that are forgotten there."""
+        for gone in self._seen.keys() - {name for name, _ in self._requests}:
+            del self._seen[gone]
+            self._fitted.pop(gone, None)
         due = [
             (name, ended) for name, ended in self._requests
             if self._requests.count(name) >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT))

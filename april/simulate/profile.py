@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -140,8 +139,9 @@ def _fitted(numbers: Sequence[int], seen: list[list[list[Ran]]]) -> Profile:
     for number, wave in zip(numbers, seen[-1], strict=True):
         requests = Requests.of(wave)
         took = float((requests.ended_s - requests.began_s).sum())
+        if took <= 0.0:
+            raise EngineError(f"{len(wave)} requests took no time, which does not tell what a step costs")
         errors.append(abs(float(predicted_s(requests, found.cost).sum()) / took - 1.0))
         seconds = float(requests.ended_s.max() - requests.began_s.min())
         speeds[number] = float(requests.generated.sum()) / seconds
-    assert math.isfinite(sum(errors))
     return Profile(cost=found.cost, requests=found.requests, held_out=sum(errors) / len(errors), speeds=speeds)
