@@ -89,7 +89,7 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
     "calls end": (lambda m: sample(m, 1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
     "opened": (lambda m: set_call(m, 1, 1, start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
-    "cap": (lambda m: m.core.__setattr__("settings", replace(m.core.settings, max_in_flight=0)), "more than max_in_fl"),
+    "cap": (lambda m: vars(m.core.context.places).update(total=0, most=0), "more than max_in_flight"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
     "places": (lambda m: m.core.context.places.reserved.add(SampleId(1, 0)), "places are reserved for"),
