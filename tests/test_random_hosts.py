@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,14 +54,23 @@ def test_whatever_hosts_do_nothing_is_lost(mode: GenerationMode) -> None:
         assert seen[what], f"no life had: {what}"
 
 
+class Unrecorded:
+    """A core as it is before its events go through a recorder."""
+
+    def __init__(self, core: Any) -> None:
+        self._core, self.handle = core, core.handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+
 class RecordedLife(HostLife):
     """The events of its one process are in a file."""
 
     def new_process(self) -> None:
         super().new_process()
         core: Any = self.core
-        parts = {name: getattr(core, name) for name in ("handle", "clock", "context", "engines", "settings")}
-        self.recorder = Recorder(RunRecord(self.path), SimpleNamespace(**parts), lambda: 0.0)  # type: ignore[arg-type]
+        self.recorder = Recorder(RunRecord(self.path), Unrecorded(core), lambda: 0.0)  # type: ignore[arg-type]
         core.handle = self.recorder.handle
 
     path: Path
