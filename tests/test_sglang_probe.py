@@ -124,7 +124,8 @@ def test_what_is_no_sglang_server_is_said() -> None:
             await asyncio.Event().wait()
             return web.Response()
 
-        for handler, error, words in ((None, ConfigError, "no SGLang server"), (hang, EngineError, "has not said")):
+        cases = ((None, 30.0, ConfigError, "no SGLang server"), (hang, 0.3, EngineError, "has not said"))
+        for handler, patience, error, words in cases:
             app = web.Application()
             if handler is not None:
                 app.add_routes([web.route("*", "/{path:.*}", handler)])
@@ -133,7 +134,7 @@ def test_what_is_no_sglang_server_is_said() -> None:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             with pytest.raises(error, match=words):
-                await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=0.3))
+                await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=patience))
             await runner.cleanup()
 
     run(program)

@@ -201,7 +201,7 @@ def test_workers_of_the_router_are_those_of_the_configuration() -> None:
                 await connect(servers[:1], router)
             router.workers = router.workers[:1]
             config = SglangEngineConfig(
-                urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=0.5
+                urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=3.0
             )
             with pytest.raises(ConfigError, match="does not have"):
                 await connect_sglang(config)
