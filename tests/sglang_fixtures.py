@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from steady_loop import turn_of_all
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import SamplingParams
@@ -118,7 +119,10 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 class ServerThread:
-    """Fake servers on a loop of their own, as a scheduler's background loop sees them; also a context manager."""
+    """Fake servers on a loop of their own, as a scheduler's background loop sees them; also a context manager.
+
+    Their tokens wait for the turns of the loops that ask: no stalled thread finds them all made at once.
+    """
 
     def __init__(self, *servers: Any) -> None:
         self.servers = servers
@@ -128,6 +132,7 @@ class ServerThread:
     def __enter__(self) -> ServerThread:
         self._thread.start()
         for server in self.servers:
+            server.turn = turn_of_all
             self.call(server.start())
         return self
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
@@ -39,6 +41,8 @@ class FakeServer(Generic[R]):
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
         self.max_running, self.stepped, self.turns = max_running, stepped, turns
+        self.turn: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
         """Those of every new process."""
         self.faults: list[PlannedFault] = []
@@ -231,7 +235,7 @@ class FakeServer(Generic[R]):
             if self.alive and not self.stepped and self.pause_mode is None and busy:
                 self.step()
                 for _ in range(self.turns):
-                    await asyncio.sleep(0)
+                    await self.turn()
             else:
                 await self._wait()
 
