@@ -6,9 +6,9 @@ ranks generate the same from a sharded and a plain copy, in turns.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -43,10 +43,13 @@ async def generate(engine: TransformersEngine, name: str) -> None:
 
 def main() -> None:
     """One rank."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gathered_weights", description=__doc__)
+    parser.add_argument("model", help="directory of a Hugging Face causal model")
+    model = parser.parse_args().model
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plain, sharded = (AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32) for _ in range(2))
+    plain, sharded = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
