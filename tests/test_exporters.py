@@ -81,6 +81,13 @@ def run(*exporters: Any, steps: int = 4, **options: Any) -> list[april.Batch]:
     return batches
 
 
+def test_an_exporter_without_a_batch_is_closed_once() -> None:
+    """Also where the run ends before anything was delivered."""
+    exporter = Kept()
+    run(exporter, steps=0)
+    assert exporter.closed == 1
+
+
 def test_every_batch_reaches_every_exporter() -> None:
     """With its metrics, in order, before the scheduler is closed; texts only if they are asked for."""
     one, other = Kept(), Kept()

@@ -48,6 +48,8 @@ class Feed:
     def begin_to_close(self) -> None:
         """Nothing more comes: what waits is still logged."""
         with self._news:
+            if self._closing:
+                return
             self._closing = True
             self._news.notify()
         if self._thread is None:
