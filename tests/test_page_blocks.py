@@ -1,18 +1,110 @@
-"""Every block of settings on a page is a configuration."""
+"""Every block on a page is executed: settings here, commands in test_page_commands.py, the others by a test each.
+
+A new block of Python, and a new one that shows something, fail here until a test that runs them is named below.
+"""
 
 from __future__ import annotations
 
+import re
+from ast import FunctionDef, parse, walk
+from collections import Counter
+from functools import cache
 from typing import Any
 
 import page_trainers as trainers
 import pytest
 import yaml
-from page_blocks import YAML, Block, blocks
+from page_blocks import COMMANDS, PAGES, ROOT, YAML, Block, block, blocks
 
 import april
+from april.record.standing import Standing, Waits
+from april.watch.line import Line
 
 SMALLEST = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "max_response_len": 400}
 """What april.Config must be given, where a block has a part of the settings only."""
+
+
+README, EXAMPLES, PYTHON = "test_readme.py", "test_page_examples.py", "test_page_python.py"
+HERE, COMMAND, CONFORMANCE = "test_page_blocks.py", "test_page_commands.py", "test_conformance_docs.py"
+EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
+    "README.md": [
+        (README, "test_the_loop_in_the_readme_runs_and_is_at_most_15_lines"),
+        (README, "test_the_loop_in_the_readme_runs_and_is_at_most_15_lines"),
+        (README, "test_the_multi_turn_function_in_the_readme_runs"),
+        (README, "test_the_restart_in_the_readme_works"),
+        (README, "test_the_restart_in_the_readme_works_on_servers"),
+        (PYTHON, "test_ranks_in_the_readme"),
+        (README, "test_the_engine_field_in_the_readme_is_one"),
+    ],
+    "api.md": [(PYTHON, "test_the_api_in_short")] * 3,
+    "architecture.md": [(HERE, "test_the_rooms_of_the_house_are_there")],
+    "areal.md": [(PYTHON, "test_areal")],
+    "asynchronous.md": [(EXAMPLES, "test_continuous_generation_as_on_the_page")],
+    "chat-templates.md": [(EXAMPLES, "test_chat_templates_as_on_the_page")] * 4,
+    "corrections.md": [("test_off_policy_report.py", "test_corrections_as_on_the_page")] * 2,
+    "doctor.md": [("test_doctor_kinds.py", "test_the_example_in_the_documents")],
+    "embedded.md": [(PYTHON, "test_the_embedded_engine"), (PYTHON, "test_an_autocast_around_the_scheduler")],
+    "engines.md": [
+        (CONFORMANCE, "test_the_example_is_a_test"),
+        (CONFORMANCE, "test_vllm_in_process_as_on_the_page"),
+        (CONFORMANCE, "test_the_sketch_of_an_actor_runs_with_stand_ins"),
+    ],
+    "hosts.md": [(PYTHON, "test_hosts")] * 2,
+    "plan.md": [(COMMAND, "test_tables_have_the_lines_of_the_page")],
+    "quorum.md": [(EXAMPLES, "test_advantages_as_on_the_page")] * 2,
+    "ranks.md": [(EXAMPLES, "test_ranks_as_on_the_page")] * 5,
+    "ray.md": [(PYTHON, "test_ray")] * 2,
+    "record.md": [(PYTHON, "test_a_record")],
+    "restarts.md": [(PYTHON, "test_a_restart"), (PYTHON, "test_a_restart"), (PYTHON, "test_a_restart_on_servers")],
+    "sampling.md": [(PYTHON, "test_stop_strings")],
+    "settings.md": [(README, "test_the_flags_in_the_docs_work")],
+    "signals.md": [("test_signals_docs.py", "test_the_loop_of_the_docs")],
+    "simulate.md": [
+        (COMMAND, "test_tables_have_the_lines_of_the_page"),
+        (COMMAND, "test_own_lengths_as_on_the_page"),
+        (COMMAND, "test_tables_have_the_lines_of_the_page"),
+    ],
+    "slime.md": [(PYTHON, "test_metadata_of_slime")],
+    "testing.md": [
+        ("test_testing_docs.py", "test_the_whole_test_runs_as_it_stands"),
+        ("test_testing_docs.py", "test_the_script_on_the_page_is_a_script"),
+    ],
+    "trl.md": [(PYTHON, "test_trl")],
+    "watch.md": [
+        (HERE, "test_the_line_is_drawn_as_on_the_page"),
+        (PYTHON, "test_exporters"),
+        (PYTHON, "test_metrics_and_texts_by_hand"),
+        (PYTHON, "test_metrics_and_texts_by_hand"),
+    ],
+}
+"""Page: the test that runs each of its blocks that are neither commands nor settings, in their order."""
+
+
+@cache
+def names(test_file: str) -> frozenset[str]:
+    """Of the tests in a file."""
+    tree = parse((ROOT / "tests" / test_file).read_text("utf-8"))
+    return frozenset(node.name for node in walk(tree) if isinstance(node, FunctionDef))
+
+
+def test_every_block_is_executed() -> None:
+    """As many tests as blocks, page by page; each is there, in a file that names the page."""
+    others = Counter(b.page for b in blocks() if b.language not in (*COMMANDS, *YAML))
+    assert others == {page: len(tests) for page, tests in EXECUTED_BY.items()}
+    for page, tests in EXECUTED_BY.items():
+        for file, name in tests:
+            assert name in names(file), name
+            assert page in (ROOT / "tests" / file).read_text("utf-8"), (page, file)
+
+
+def test_nothing_else_is_a_block() -> None:
+    """Every fence on a page is found, also in a list, and there is no other kind."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert len(re.findall(r"^ *```", text, re.M)) == 2 * len([b for b in blocks() if b.page == page.name]), (
+            page.name
+        )
+        assert not re.search(r"^ *~~~|^    +\$ ", text, re.M)
 
 
 @pytest.mark.parametrize("block", blocks(*YAML), ids=str)
@@ -26,3 +118,24 @@ def test_every_yaml_block_is_a_configuration(block: Block) -> None:
     config = april.Config(**(SMALLEST | values))
     said = config.model_dump(exclude_unset=True)
     assert set(values) <= set(said)
+
+
+def test_the_rooms_of_the_house_are_there() -> None:
+    """Every file and directory in the tree of docs/architecture.md."""
+    head, *lines = block("architecture.md", "april/\n").text.splitlines()
+    named = {name.rstrip("/") for line in lines for name in line.strip().split("  ")[0].split(", ")}
+    there = {path.name for path in (ROOT / head).iterdir()}
+    packages = {path.parent.name for path in (ROOT / head).glob("*/__init__.py")}
+    assert packages <= named <= there
+
+
+def test_the_line_is_drawn_as_on_the_page() -> None:
+    """Step 12 after 34 s, with the figures of the page."""
+    line = Line()
+    moment: dict[str, Any] = {
+        "step": 12, "ready": 17, "target": 32, "whole_groups": True, "in_flight": 186, "partials": 41, "oldest": 2,
+        "engines": {"e": 186}, "waits": Waits.FUNCTIONS.value,
+    }  # fmt: skip
+    for passed in (0, 24, 34):
+        line.take(float(passed), Standing(observed=12_300 * passed, **moment))
+    assert str(line) == block("watch.md", "step 12").text.strip()

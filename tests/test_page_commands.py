@@ -20,7 +20,7 @@ from typing import Any
 import page_trainers as trainers
 import pytest
 import typer
-from page_blocks import COMMANDS, ROOT, Block, blocks, command_lines
+from page_blocks import COMMANDS, ROOT, Block, block, blocks, command_lines
 from sglang_fixtures import ServerThread
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
@@ -49,7 +49,7 @@ SAID = {"--logprobs-mode", "--scheduling-policy"}
 SMALL = {
     "simulate": [
         "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--prompt-len", "20",
-        "--max-response-len", "300", "--steps", "3", "--ramp", "1", "--no-sweep",
+        "--max-response-len", "600", "--steps", "4", "--ramp", "1", "--no-sweep",
     ],
     "plan": ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "300", "--engines", "1",
              "--processes", "1"],
@@ -213,3 +213,34 @@ def test_every_command_is_understood(block: Block, place: Path, monkeypatch: pyt
     for words in lines:
         with monkeypatch.context() as patch:
             execute(words, block.page, patch)
+
+
+def shapes(text: str) -> set[str]:
+    """Its lines with every number as 0, and without lines that are drawn."""
+    named = re.sub(r"^( *)[> ] (?:N' = |refill, )[^%x\n]*?(?=  +[\d,]+ +[\d.]+x)", r"\1NAME", text, flags=re.M)
+    lines = (" ".join(re.sub(r"\d[\d,.]*", "0", line).split()) for line in named.splitlines())
+    return {line for line in lines if line.strip("\u2500")}
+
+
+@pytest.mark.parametrize(
+    ("page", "word", "command"),
+    [
+        ("simulate.md", "One workload", "simulate --sweep"),
+        ("simulate.md", "Generation and training", "simulate --sweep --train-time 1x"),
+        ("plan.md", "What cannot be had", "plan lengths.jsonl"),
+    ],
+)
+def test_tables_have_the_lines_of_the_page(
+    page: str, word: str, command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Titles, columns and rows as the command prints them today; the figures are those of a longer run."""
+    name, *words = command.split()
+    monkeypatch.setitem(SMALL, name, [word for word in SMALL[name] if word != "--no-sweep"])
+    missing = shapes(block(page, word).text) - shapes(april([name, *words], monkeypatch))
+    assert not missing
+
+
+def test_own_lengths_as_on_the_page(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines are a file that `april simulate` takes."""
+    (place / "own.jsonl").write_text(block("simulate.md", '"lengths"').text, "utf-8")
+    assert "own.jsonl" in april(["simulate", "--lengths", "own.jsonl"], monkeypatch)
