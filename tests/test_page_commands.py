@@ -44,6 +44,28 @@ RUN_ELSEWHERE = {
     "tests/ranks/sharded_generation.py": "test_sharded_ranks.py",
 }
 """Programs without words of their own, and the test that runs them."""
+ONLY_READ = {
+    "python examples/own_loop.py": "run in small by test_examples.py",
+    "python examples/multi_turn_tool.py": "run by test_multi_turn_example.py",
+    "python -m torch.distributed.run --standalone --nproc-per-node 2 examples/own_loop_ranks.py": "two processes: "
+    "make test-ranks runs such a trainer, test_examples.py this one as one process",
+    "python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks/sharded_generation.py": "run by "
+    "test_sharded_ranks.py",
+    "python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.": "takes a model and minutes",
+    "python -m benchmarks.": "takes minutes, some a model or a GPU",
+    "python -m april.testing.conformance": "takes a real server: make test-engines",
+    "python -m tests.real_engines.benchmark": "takes a real server and an hour; make test-engines starts the same ones",
+    "python -m tests.adapters.real_slime": "takes a source tree of slime",
+    "python -m sglang": "a real server: make test-engines",
+    "vllm serve": "a real server: make test-engines",
+    "python -m verl.trainer.main_ppo": "a real trainer: make test-adapters",
+    "python -m april.adapters.openrlhf": "a real trainer: make test-adapters",
+    "torchrun": "the reader's own program; make test-adapters runs TRL on two ranks",
+    "pip install": "make test installs this package, make test-adapters the others",
+    "make ": "what make verify makes",
+    ". .venv/bin/activate": "for the reader's shell",
+}
+"""Commands, by how they begin, that are read here and not run, and why; those of `april` are all run."""
 SAID = {"--logprobs-mode", "--scheduling-policy"}
 """Flags of which docs/servers.md says that the suite starts no server with them."""
 SMALL = {
@@ -213,6 +235,21 @@ def test_every_command_is_understood(block: Block, place: Path, monkeypatch: pyt
     for words in lines:
         with monkeypatch.context() as patch:
             execute(words, block.page, patch)
+
+
+def test_what_is_not_run_has_a_reason() -> None:
+    """Every command is one of april's or listed with its reason, nothing listed is left over, and targets are made."""
+    pages = [b for b in blocks(*COMMANDS) if not next(command_lines(b.text))[0].startswith("--")]
+    lines = {" ".join(words) for b in pages for words in command_lines(b.text)}
+    flags_alone = {line for line in lines if re.match(r"[\w.]+[=:]", line)}  # overrides of verl
+    needed = {
+        start for line in lines - flags_alone if not line.startswith("april ")
+        for start in [max((s for s in ONLY_READ if line.startswith(s)), key=len, default=line)]
+    }  # fmt: skip
+    assert needed == set(ONLY_READ)
+    for target in re.findall(r"make ([a-z-]+)(?= |$)", "\n".join(ONLY_READ.values()), re.M):
+        if target != "verify":
+            make(target)
 
 
 def shapes(text: str) -> set[str]:

@@ -147,7 +147,9 @@ def test_a_killed_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as scheduler:  # fmt: skip
         first = len(servers[0].runs)
         # whichever of these first gets so far: some responses are shorter
-        servers[0].faults += [PlannedFault(RequestFault.SERVER_DIES, request=first + i, after_tokens=9) for i in range(6)]
+        servers[0].faults += [
+            PlannedFault(RequestFault.SERVER_DIES, request=first + i, after_tokens=9) for i in range(6)
+        ]
         for _ in range(3):
             batch = scheduler.next_batch()
             for sample in batch.samples:
