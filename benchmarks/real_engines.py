@@ -100,10 +100,12 @@ class StepFigures(msgspec.Struct, frozen=True):
 class Arm:
     """One schedule, with a scheduler of its own before the common engine, which they use in turns."""
 
-    def __init__(self, name: str, engine: dict[str, Any], weights: list[str]) -> None:
+    def __init__(self, name: str, settings: Config, weights: list[str], places: int) -> None:
         self.name = name
+        self.places = places
+        """In flight at most."""
         self.figures: list[StepFigures] = []
-        self._config = config(name, engine)
+        self._config = settings
         self._weights = itertools.cycle(weights)
         self._lengths = forced_lengths()
 
@@ -149,7 +151,7 @@ class Arm:
                 int(batch.metrics["reprefill_tokens"]),
                 self._engine.busy_s,
                 batch.off_policy_share,
-                idle_of({**batch.metrics, f"idle_{Idle.TRAINER}": 0.0}, IN_FLIGHT[self.name]),
+                idle_of({**batch.metrics, f"idle_{Idle.TRAINER}": 0.0}, self.places),
                 ended,
             )
         )
@@ -212,10 +214,10 @@ class LimitSlices:
         self.rates.append(sum(shares) / (end - start))
 
 
-async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int) -> dict[str, Any]:
+async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int, raw: Path | None) -> dict[str, Any]:
     """All rounds; the report."""
     times = StepTimes()
-    arms = [Arm(name, engine, weights) for name in ARMS]
+    arms = [Arm(name, config(name, engine), weights, IN_FLIGHT[name]) for name in ARMS]
     async with AsyncExitStack() as stack:
         # one for all: the labels that another connection gives to weights are none of its own
         (probe,) = await open_servers(config("sync", engine).engine)  # type: ignore[arg-type]
@@ -239,15 +241,22 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int)
             for turn in turns[shift:] + turns[:shift]:
                 await turn()
             print(f"\rround {number + 1} of {ramp + steps}", end="", file=sys.stderr, flush=True)
+            keep(arms, raw)
     print(file=sys.stderr)
     return report(arms, limits, times, steps + ramp)
+
+
+def keep(arms: list[Arm], path: Path | None) -> None:
+    """Write all steps so far, so that they are there whatever comes."""
+    if path is not None:
+        path.write_bytes(msgspec.json.encode({arm.name: arm.figures for arm in arms}))
 
 
 def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, steps: int) -> dict[str, Any]:
     """Rates, ratios, and where the time went that is not decoding."""
     cost = MeasuredCost.of(times, PROMPT_LEN)
     limit = {n: sum(s.rates) / len(s.rates) for n, s in limits.items()}
-    rows = {arm.name: arm_row(arm, limit[IN_FLIGHT[arm.name]], cost, times, steps) for arm in arms}
+    rows = {arm.name: arm_row(arm, limit[arm.places], cost, times, steps) for arm in arms}
     for row in rows.values():
         for kind in ("", "replay_"):
             rate = f"{kind}trained_per_s"
@@ -324,7 +333,7 @@ def account(arm: Arm) -> dict[str, float]:
         for name, place_s in step.idle.items():
             idle[name] += place_s
     found = distance_of(
-        [(whole.cost, brought)], places=IN_FLIGHT[arm.name], seconds=sum(s.wall_s for s in figures),
+        [(whole.cost, brought)], places=arm.places, seconds=sum(s.wall_s for s in figures),
         again=sum(s.reprefill for s in figures), idle=idle,
     )  # fmt: skip
     assert found is not None
@@ -380,11 +389,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", nargs=2, required=True, help="two directories, loaded in turn at each step")
     parser.add_argument("--steps", type=int, default=64, help="counted steps of each arm")
     parser.add_argument("--ramp", type=int, default=4, help="steps before them")
-    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--json", type=Path, help="write the report here, and all steps beside it")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.ramp < 0:
         parser.error("--steps must be at least 1 and --ramp at least 0")
-    found = asyncio.run(run({"kind": args.kind, "urls": args.url}, args.weights, args.steps, args.ramp))
+    raw = args.json.with_suffix(".steps.json") if args.json else None
+    found = asyncio.run(run({"kind": args.kind, "urls": args.url}, args.weights, args.steps, args.ramp, raw))
     print(table(found))
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
