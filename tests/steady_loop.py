@@ -16,6 +16,8 @@ from typing import Any
 GRACE_S = 1.0
 BELOW_EPOLL_S = 1e-3
 """Shorter waits do not wait: epoll would make a millisecond of them."""
+TURN_S = 1e-6
+"""A turn takes so long, so that what took turns took time."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -24,6 +26,7 @@ class _Selector(selectors.DefaultSelector):
     waited_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.waited_s += TURN_S
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
         if timeout is not None and timeout < BELOW_EPOLL_S:

@@ -209,6 +209,15 @@ def test_bad_length_files_are_refused_with_the_line(tmp_path: Path, content: byt
     assert not (tmp_path / "plan").exists()
 
 
+def test_steps_that_take_no_time_are_too_few(tmp_path: Path) -> None:
+    """What counts had all been generated in the ramp: one sentence, not a speed without end."""
+    few = ["--median-len", "2500", "--max-response-len", "300", "--n-samples-per-prompt", "8", "--steps", "3"]
+    code, output = call(*few, "--ramp", "1", "--out", str(tmp_path))
+    assert code == 1
+    assert "took no time" in output
+    assert "simulate more steps" in output
+
+
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     """A file in the way of --out is said before anything runs."""
     (tmp_path / "taken").write_text("", "utf-8")

@@ -72,9 +72,18 @@ class SimulationResult:
     digest: str = ""
 
     def summary(self, skip: int = 0) -> dict[str, float]:
-        """Totals and rates over all steps but the first ``skip`` (the ramp)."""
+        """Totals and rates over all steps but the first ``skip`` (the ramp).
+
+        Raises:
+            RolloutError: they took no time.
+        """
         steps = self.steps[skip:]
         wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
+        if not wall:
+            raise RolloutError(
+                f"{len(steps)} steps after a ramp of {skip} took no time: all that they delivered had been generated "
+                f"before; simulate more steps"
+            )
         trained = sum(s.trained_tokens for s in steps)
         generated = sum(s.generated_tokens for s in steps)
         weighted = math.fsum(s.metrics["off_policy_share"] * s.trained_tokens for s in steps)
