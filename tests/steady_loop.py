@@ -16,7 +16,7 @@ from typing import Any
 GRACE_S = 1.0
 BELOW_EPOLL_S = 1e-3
 """Shorter waits do not wait: epoll would make a millisecond of them."""
-TURN_S = 1e-6
+TURN_S = 1e-5
 """A turn takes so long, so that what took turns took time."""
 
 
