@@ -168,6 +168,8 @@ def program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words[1:] if module else words)
     with pytest.raises(Understood):  # noqa: PT012 - of either
         if module:
+            for name in (words[1], f"{words[1]}.__main__"):  # another test may have imported it
+                monkeypatch.delitem(sys.modules, name, raising=False)
             runpy.run_module(words[1], run_name="__main__")
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
