@@ -83,11 +83,12 @@ async def turn_of_all() -> None:
         others = [loop for loop in _loops if loop is not here and loop.is_running() and loop not in _blocked]
     for there in others:
         turned = asyncio.Event()
+        _blocked.add(there)  # before it can have its turn
         try:
             there.call_soon_threadsafe(_tell, there, here, turned)
-        except RuntimeError:
-            continue  # closed in between
-        _blocked.add(there)
+        except RuntimeError:  # closed in between
+            _blocked.discard(there)
+            continue
         end = time.monotonic() + GRACE_S
         while not turned.is_set() and there in _loops and time.monotonic() < end:
             with suppress(TimeoutError):
