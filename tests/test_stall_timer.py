@@ -213,11 +213,11 @@ def test_servers_that_are_alive_and_say_nothing(
 ) -> None:
     """Comments, pings, empty events and usage, spaces before a plain answer: the request is ended and continued."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, turns=20, mean_length=10**6)
+    server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, mean_length=10**6)
     with ServerThread(server):
         config = april.Config(
             rollout_batch_size=2, over_sampling_batch_size=2, n_samples_per_prompt=2, max_response_len=80,
-            abort_resend_s=0.05, stall_timeout_s=0.3,
+            abort_resend_s=0.05, stall_timeout_s=0.6,
             engine={
                 "kind": "vllm" if vllm else "sglang", "urls": [server.url], "max_token_loss": loss,
                 **(KNOWN if vllm else {"eos_token_ids": (2,)}),
