@@ -471,6 +471,10 @@ class RolloutScheduler:
 
         return self._thread.call(copy)
 
+    def held_groups(self) -> frozenset[int]:
+        """Numbers of the groups in april's books: drawn, and neither delivered whole nor dropped."""
+        return self._thread.call(lambda: frozenset(self._driver.core.buffer.groups))
+
     def validate(self) -> None:
         """Cross-check all of april's books now; raises InvariantError."""
         self._thread.call(self._driver.core.validate)

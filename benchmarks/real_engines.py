@@ -308,24 +308,20 @@ def arm_row(arm: Arm, limit: float, cost: MeasuredCost, times: StepTimes, steps:
 def account(arm: Arm) -> dict[str, float]:
     """Where the time went, by the cost that is fitted to the arm's own requests; how well that cost foretells.
 
-    ``held_out`` is the mean error of what the requests of each step of the second half take together, by the cost that
-    was fitted to those of the first half; ``held_out_request`` that of each request.
+    The cost is fitted to the requests of the first half, and tells what those of each step of the second half take
+    together: ``held_out`` is the mean error, ``held_out_sum`` that of all these steps together. ``noise``: the mean
+    error by the cost that is fitted to these very steps. No cost can tell them much better.
     """
     figures, half = arm.figures, len(arm.figures) // 2
-    first = fit(Requests.of(ran for step in figures[:half] for ran in step.ended))
-    whole = fit(Requests.of(ran for step in figures for ran in step.ended))
-    if first is None or whole is None:
+    later = [step for step in figures[half:] if step.ended]  # of the others all that was delivered was there before
+    whole, first, again = (
+        fit(Requests.of(ran for step in steps for ran in step.ended)) for steps in (figures, figures[:half], later)
+    )
+    if whole is None or first is None or again is None:
         return {}
-    steps, requests = [], []
-    for step in figures[half:]:
-        if not step.ended:  # all that it delivered was there before
-            continue
-        seen = Requests.of(step.ended)
-        took, told = seen.ended_s - seen.began_s, predicted_s(seen, first.cost)
-        steps.append(abs(told.sum() / took.sum() - 1.0))
-        requests.append((np.abs(told - took).sum(), took.sum()))
-    if not steps:
-        return {}
+    seen = [Requests.of(step.ended) for step in later]
+    took = np.array([(s.ended_s - s.began_s).sum() for s in seen])
+    told, itself = (np.array([predicted_s(s, by.cost).sum() for s in seen]) for by in (first, again))
     brought, idle = Brought(), dict.fromkeys(step_limit.GROUPS, 0.0)
     for step in figures:
         for ran in step.ended:
@@ -338,8 +334,9 @@ def account(arm: Arm) -> dict[str, float]:
     )  # fmt: skip
     assert found is not None
     return {
-        "held_out": float(np.mean(steps)),
-        "held_out_request": float(sum(off for off, _ in requests) / sum(took for _, took in requests)),
+        "held_out": float(np.abs(told / took - 1.0).mean()),
+        "held_out_sum": float(abs(told.sum() / took.sum() - 1.0)),
+        "noise": float(np.abs(itself / took - 1.0).mean()),
         "fitted_limit": found.at_limit,
         "lost_reprefill": found.reprefill,
         **{f"lost_{name.replace(' ', '_')}": found.causes.get(name, 0.0) for name in step_limit.GROUPS},
@@ -365,11 +362,13 @@ def table(found: dict[str, Any]) -> str:
     lost = [name for name in next(iter(told.values()), {}) if name.startswith("lost_")]
     lines += [
         "", "| arm | of the fitted limit | " + " | ".join(name[5:].replace("_", " ") for name in lost)
-        + " | fitted cost, held-out steps (requests) |", "|---" * (3 + len(lost)) + "|",
+        + " | fitted cost, off by, held-out steps | all of them together | fitted to themselves |",
+        "|---" * (5 + len(lost)) + "|",
     ]  # fmt: skip
     for name, r in told.items():
         shares = " | ".join(f"{r[of]:.1%}" for of in ("fitted_limit", *lost))
-        lines.append(f"| {name} | {shares} | off by {r['held_out']:.1%} ({r['held_out_request']:.1%}) |")
+        off = " | ".join(f"{r[of]:.1%}" for of in ("held_out", "held_out_sum", "noise"))
+        lines.append(f"| {name} | {shares} | {off} |")
     by_curve = found["limit_by_curve"]
     kept = ", ".join(
         f"{rate:,.0f} tok/s at {n}, {rate / by_curve[n]:.2f} of the curve's"

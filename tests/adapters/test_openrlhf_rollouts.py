@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Loader, LoaderWithWorkers, Run, row
-from april.core.types import DropReason
+from april.adapters.openrlhf.rollouts import Rollouts
+from april.core.types import DropReason, Prompt
+from april.driver.rewards import Response
 from april.engines.simulated.engine import synthetic_response
 from april.errors import CheckpointError, RolloutError
 
@@ -217,6 +219,36 @@ def test_dynamic_filtering() -> None:
         run.episode()
     assert sorted(run.labels, key=int) == [str(i) for i in range(ROWS) if i % 3 == 1]
     assert run.rollouts.ledger["prompts"].dropped == {DropReason.FILTERED: 16}
+
+
+def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that was taken just before the verdict asks for it after it; and nobody does later."""
+    in_range = Rollouts._in_range
+    rejected = 0
+
+    def judged(self: Rollouts, prompt: Prompt, responses: Sequence[Response]) -> bool:
+        nonlocal rejected
+        kept = in_range(self, prompt, responses)
+        rejected += not kept
+        assert {response.sample_id for response in responses} <= set(self._scored)
+        return kept
+
+    def scores(query: str, prompt: str, label: str) -> Any:
+        return {"rewards": 1.0, "scores": [int(label) % 2 / 2]}
+
+    monkeypatch.setattr(Rollouts, "_in_range", judged)
+    with Run(algo__dynamic_filtering_enable=True) as run:
+        for engine in run.engines:
+            engine.answer = scores
+        seen: list[set[int]] = []
+        while run.step():
+            scheduler = run.rollouts.scheduler
+            assert scheduler is not None
+            scored = {sample_id.group for sample_id in list(run.rollouts._scored)}
+            seen.append(scored - scheduler.held_groups())
+    assert rejected
+    assert any(seen)
+    assert not any(first & third for first, third in zip(seen, seen[2:], strict=False))
 
 
 def test_a_reward_function_that_fails_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from adapters.slime_stand_in import DataSource, Sample, installed, namespace
 from adapters.test_slime_checkpoints import Process
 from adapters.test_slime_rollouts import Run
 from april.adapters.slime import make_generate_rollout, post_process_rewards
-from april.core.types import SampleId
 from april.errors import RolloutError
 
 USER = "adapters.slime_functions_of_a_user"
@@ -142,15 +139,16 @@ def test_a_sample_that_fails_for_good_costs_a_sample(settings: dict[str, Any], f
 
 
 def test_nothing_of_a_rejected_group_is_kept() -> None:
-    """--dynamic-sampling-filter-path sees the first k; what else was scored of a group goes with them."""
+    """--dynamic-sampling-filter-path sees the first k; what else was scored of a group goes two batches later."""
     with Run(**QUORUM, dynamic_sampling_filter_path=f"{USER}.keep_short") as run:
+        seen: list[set[int]] = []
         for rollout_id in range(8):
             samples = [s for g in run(rollout_id) for s in g]
             assert len(samples) == N * SIZE
-        session = run.function.function.sessions[id(run.data)]
-        held = {group["id"] for key in ("ready", "waiting") for group in session.scheduler.state_dict()["core"][key]}
-        assert sum(run.scheduler.ledger()["prompts"].dropped.values())
-        assert {sample_id.group for sample_id in run.hooks.held} <= held
+            kept = {sample_id.group for sample_id in list(run.hooks.held)}
+            seen.append(kept - run.scheduler.held_groups())
+        assert any(seen)
+        assert not any(first & third for first, third in zip(seen, seen[2:], strict=False))
 
 
 @pytest.mark.parametrize("settings", [
@@ -193,15 +191,3 @@ def test_a_quorum_needs_no_hook_where_rewards_go_as_they_are() -> None:
     function.function.close()
     assert "advantage" not in groups[0][0].metadata["april"]
     assert sum(map(len, groups)) == N * SIZE
-
-
-def test_a_rejected_group_takes_along_what_the_filter_was_not_shown() -> None:
-    """Two more of it were scored while the filter thought."""
-    with Run(**QUORUM, dynamic_sampling_filter_path=f"{USER}.keep_short") as run:
-        run(0)
-        hooks = run.hooks
-        hooks._filter = lambda args, group: False
-        hooks.held |= {SampleId(99, index): Sample(99, index, "p", reward=1.0) for index in range(5)}
-        shown = [SimpleNamespace(sample_id=SampleId(99, index)) for index in (0, 2, 3)]
-        assert not asyncio.run(hooks.filter(None, shown))  # type: ignore[arg-type]
-        assert not [sample_id for sample_id in hooks.held if sample_id.group == 99]

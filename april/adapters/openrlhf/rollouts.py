@@ -23,6 +23,7 @@ from april.core.ledger import Ledger
 from april.core.types import GenerationMode, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import CheckpointError, DataExhausted, RolloutError
+from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
 from april.state_file import pack, unpack
 
@@ -60,6 +61,7 @@ class Rollouts:
         self._prompts = Prompts(self._encode)
         self._rows: Iterator[Any] | None = None
         self._scored: Held = {}
+        self._kept = KeptSamples(self._scored)
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
         self._handing_over = threading.Lock()
@@ -103,6 +105,7 @@ class Rollouts:
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
+        self._kept.settle(self.scheduler.held_groups())
         metrics = {name: round(value, 4) for name, value in batch.metrics.items()}
         log.info("april: batch %d under weights %s: %s", batch.id, batch.version, metrics)
         return responses, self._prompts.drawn - before, False
@@ -187,11 +190,7 @@ class Rollouts:
         """OpenRLHF's dynamic filter: the mean score is inside of ``--algo.dynamic_filtering_range``."""
         low, high = self._args.algo.dynamic_filtering_range
         scores = [self._scored[response.sample_id].score for response in responses]
-        kept = bool(low < sum(scores) / len(scores) < high)
-        if not kept:
-            for response in responses:
-                del self._scored[response.sample_id]
-        return kept
+        return bool(low < sum(scores) / len(scores) < high)
 
     def close(self) -> None:
         """End the scheduler; what it held and no checkpoint has is gone."""
@@ -222,10 +221,6 @@ class Rollouts:
         theirs, drawn = self._prompts.save(state["prompts"]["position"], loader_state)
         groups = {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
-        # of groups that are gone; rewards go on writing meanwhile
-        for sample in list(self._scored):
-            if sample.group not in groups and sample.group < state["core"]["groups_drawn"]:
-                self._scored.pop(sample, None)
         content = {
             "state": state, "prompts": drawn,
             "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],

@@ -62,6 +62,7 @@ class FunctionEngine(ServerEngine):
         self._fresh: Held = {}
         self._before: Held = {}
         """As they were before the last call, whose tokens april may refuse."""
+        self.kept = (samples, self._fresh, self._before)
         self._urls = urls
         self._clients: list[HttpClient] = []
         self._calls: dict[str, asyncio.Task[Any]] = {}
@@ -71,7 +72,7 @@ class FunctionEngine(ServerEngine):
         """The rollout function that belongs to this engine: it says which sample a request is about."""
         self._fresh[llm.sample_id] = self._groups.begin(prompt, llm.sample_id)
         await llm.generate()
-        del self._fresh[llm.sample_id]
+        self._fresh.pop(llm.sample_id, None)
         self._before.pop(llm.sample_id, None)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.samples import Groups, Held, fill
-from april.core.types import MOST_SAMPLES, Prompt, SampleId
+from april.core.types import Prompt
 from april.driver.rewards import Response
 from april.errors import RolloutError
 
@@ -30,8 +30,6 @@ class SlimeHooks:
         self._groups = groups
         self._finished = finished
         self.held: Held = {}
-        self._rejected: Held = {}
-        """Of groups that the filter has rejected since the last batch: a state taken meanwhile may still have them."""
         self.dropped: Counter[str] = Counter()
         """Groups that the filter has rejected since the last batch, by its reason."""
         self.judged: list[list[Any]] = []
@@ -54,13 +52,7 @@ class SlimeHooks:
         """What the filter has rejected and what was scored since this was last asked; scoring goes on meanwhile."""
         dropped, self.dropped = self.dropped, Counter()
         judged, self.judged = self.judged, []
-        self._rejected.clear()
         return dropped, sorted(judged, key=lambda group: group[0].index)
-
-    @property
-    def everything(self) -> Held:
-        """Samples that a state of this moment may need."""
-        return self.held | self._rejected
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
         """Reward of one response, by slime's own ``async_rm``."""
@@ -106,13 +98,6 @@ class SlimeHooks:
         self._remaining -= 1
         if self._remaining < target:  # where slime would submit as many again
             self._remaining += self._args.over_sampling_batch_size or target
-        # with a quorum more of them may be scored than the filter was shown
-        group_id = responses[0].sample_id.group
-        for index in range(MOST_SAMPLES * self._args.n_samples_per_prompt):
-            if (sample := SampleId(group_id, index)) in self.held:
-                # never in neither of the two
-                self._rejected[sample] = self.held[sample]
-                del self.held[sample]
         return False
 
     def _sample(self, prompt: Prompt, response: Response) -> Any:

@@ -195,4 +195,4 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
 
 
 Held = dict[SampleId, Any]
-"""Scored samples that are not delivered yet."""
+"""Samples that are not delivered yet, by name."""

@@ -28,6 +28,7 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
 from april.engines.protocol import Engine
 from april.errors import CheckpointError, ConfigError
+from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
 
 log = logging.getLogger("april")
@@ -90,6 +91,7 @@ class Session:
         while len(self._batches) > NAMED_BATCHES:
             del self._batches[min(self._batches)]
         groups = self._groups_of(batch)
+        self._kept.settle(self.scheduler.held_groups())
         dropped, judged = self._hooks.take()
         args, load = self._args, self._framework.load_function
         if getattr(args, "rollout_sample_filter_path", None):
@@ -160,11 +162,13 @@ class Session:
         )  # fmt: skip
         self._finished: Held | None = None
         engines, rollout = self._own_engines, single_turn
+        engine_keeps: tuple[Held, ...] = ()
         if self._function is not None:
             self._finished = {}
             engine = FunctionEngine(args, framework, self._function, groups, self._finished, self._weights.urls)
-            engines, rollout = [engine], engine.rollout
+            engines, rollout, engine_keeps = [engine], engine.rollout, engine.kept
         hooks = self._hooks = SlimeHooks(args, framework, groups, self._finished)
+        self._kept = KeptSamples(hooks.held, *engine_keeps)
         in_groups = bool(getattr(args, "group_rm", False))
         self.scheduler = RolloutScheduler(
             config, prompts=groups, engines=engines, rollout=rollout, tokenizer=self._tokenizer, check=self._check,
@@ -249,7 +253,7 @@ class Session:
         else:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
         inside = carry.groups_in(state)
-        held = self._hooks.everything
+        held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
             held |= leased
         kept = {"held": held, "finished": (self._finished or {}).copy()}

@@ -1,0 +1,51 @@
+"""What adapters keep of samples: there for every state that may ask for it, and gone when nobody can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from april.core.types import SampleId
+from april.kept_samples import KeptSamples
+
+HELD, DROPPED = SampleId(1, 0), SampleId(2, 0)
+
+
+def test_a_group_that_was_dropped_is_there_for_one_more_batch() -> None:
+    """A state that was taken just before the drop asks for its samples just after it."""
+    table: dict[SampleId, Any] = {HELD: "a", DROPPED: "b"}
+    kept = KeptSamples(table)
+    kept.settle({1})
+    assert table == {HELD: "a", DROPPED: "b"}
+    kept.settle({1})
+    assert table == {HELD: "a"}
+
+
+def test_what_comes_after_the_drop_goes_too() -> None:
+    """A reward that was on its way; of several tables each."""
+    first: dict[SampleId, Any] = {DROPPED: "a"}
+    second: dict[SampleId, Any] = {}
+    kept = KeptSamples(first, second)
+    kept.settle({1})
+    late = second[DROPPED._replace(index=1)] = "late"
+    kept.settle({1})
+    assert (first, list(second.values())) == ({}, [late])
+    kept.settle({1})
+    assert second == {}
+
+
+def test_a_group_that_was_drawn_after_the_look_at_the_books_stays() -> None:
+    """Its first reward may come before the tables are looked at."""
+    table: dict[SampleId, Any] = {HELD: "a", SampleId(5, 0): "new"}
+    kept = KeptSamples(table)
+    kept.settle({1})
+    kept.settle({1, 5})
+    assert len(table) == 2
+
+
+def test_what_is_held_stays() -> None:
+    """However many batches pass."""
+    table: dict[SampleId, Any] = {HELD: "a"}
+    kept = KeptSamples(table)
+    for _ in range(5):
+        kept.settle({1})
+    assert table == {HELD: "a"}
