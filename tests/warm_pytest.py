@@ -1,0 +1,57 @@
+"""``python warm_pytest.py``: runs of pytest, each in a process of its own, with what all of them import already there.
+
+Each line on standard input is a JSON object: ``directory``, ``arguments``, ``environment`` and ``out``, a path for what
+is printed. For each, one line comes back: the exit code. Neither april nor its tests are imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+NOT_RUN = 70
+"""Exit code of a run that did not come to its end: none of pytest's."""
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    import aiohttp  # noqa: F401
+    import hypothesis.strategies  # noqa: F401
+    import numpy  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest_asyncio  # noqa: F401
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if not child:
+            code = NOT_RUN
+            try:
+                code = _run(asked)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _run(asked: dict[str, Any]) -> int:
+    """In the child."""
+    import pytest
+
+    out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, onto in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(number, onto)
+    os.chdir(asked["directory"])
+    os.environ.update(asked["environment"])
+    sys.path.insert(0, asked["directory"])
+    # what is there already was not rewritten, and has no assertions that a test shows
+    return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *asked["arguments"]]))
+
+
+if __name__ == "__main__":
+    main()
