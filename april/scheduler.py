@@ -149,9 +149,7 @@ class RolloutScheduler:
         self._thread = self._loop_type()
         others: RemoteHosts | None = None
         try:
-            self._onlookers = Onlookers(
-                progress, exporters, sample_texts, detokenizer, self._thread, lambda: self._driver
-            )
+            self._onlookers = Onlookers(progress, exporters, sample_texts, detokenizer, self._thread)
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
@@ -178,6 +176,7 @@ class RolloutScheduler:
         except BaseException:
             self._thread.stop()
             raise
+        self._onlookers.driver = self._driver
         self._evaluator = Evaluator(self._driver)
         self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)

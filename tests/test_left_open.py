@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Sequence
 
 import pytest
-from real_schedulers import assert_nothing_is_left, config, endless, scheduler
+from real_schedulers import FAST, assert_nothing_is_left, config, endless, scheduler
 
 import april
 from april.driver.rewards import Response
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import SchedulerClosed
 
 PROGRAM = """
@@ -70,6 +71,29 @@ def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureF
         thread.join(30)
     assert not threads_of_april(before)
     assert sorted(closed) == ["e0", "e1"]
+    assert "dropped without close()" in caplog.text
+
+
+def test_a_scheduler_that_is_dropped_ends_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever runs holds the driver, and nothing of that holds the scheduler: or it would generate for ever."""
+    before = threads_of_april()
+    endless_response = SimulatedEngine(
+        "e0", FAST, lambda r: 5 if r.sample_key == (0, 0) else 10**9, max_running=8, max_context=2 * 10**9
+    )
+    settings = april.Config(
+        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, max_response_len=10**9,
+        generation="continuous",
+    )  # fmt: skip
+    rollouts = april.RolloutScheduler(settings, prompts=endless(), reward=None, engines=[endless_response])
+    rollouts.next_batch()
+    left = threads_of_april(before)
+    gone = weakref.ref(rollouts)
+    del rollouts
+    gc.collect()
+    assert gone() is None
+    for thread in left:
+        thread.join(30)
+    assert not threads_of_april(before)
     assert "dropped without close()" in caplog.text
 
 

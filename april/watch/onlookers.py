@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,11 +19,17 @@ from april.watch.progress import Tell, progress_on
 
 
 class Onlookers:
-    """Of one scheduler; arguments as its own, which say what is wrong with them."""
+    """Of one scheduler; arguments as its own, which say what is wrong with them.
+
+    The driver has them, so they do not have the scheduler: it would never be dropped while requests run.
+    """
+
+    driver: RolloutDriver
+    """Set before anybody waits."""
 
     def __init__(
         self, progress: Any, exporters: Sequence[Exporter], sample_texts: int, detokenizer: Detokenizer | None,
-        thread: LoopThread, driver: Callable[[], RolloutDriver],
+        thread: LoopThread,
     ) -> None:  # fmt: skip
         if isinstance(sample_texts, bool) or not isinstance(sample_texts, int) or sample_texts < 0:
             raise ConfigError(f"sample_texts must be a number of responses per batch, got {sample_texts!r}")
@@ -34,7 +40,7 @@ class Onlookers:
                 "exporters must be a list of such as april.export.TensorBoard: with log(metrics, step), "
                 "log_texts(texts, step) and close()"
             )
-        self._thread, self._driver, self._texts = thread, driver, sample_texts
+        self._thread, self._texts = thread, sample_texts
         self._feeds = [Feed(exporter, detokenizer) for exporter in exporters]
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 
@@ -58,7 +64,7 @@ class Onlookers:
 
     def _ask(self, tell: Tell) -> None:
         def look() -> None:
-            driver = self._driver()
+            driver = self.driver
             driver.local.streams.catch_up()  # tokens that have arrived and wait to be read
             tell(driver.now(), standing_of(driver.core))
 
