@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from april.ranks import scheduler
 from april.ranks.center import Center
 from april.ranks.member import Member
 from april.ranks.scheduler import RankScheduler
+from april.ray.rank import ActorMember
 
 
 def cut(rollouts: RankScheduler) -> None:
@@ -257,6 +260,38 @@ def test_an_interrupt_in_a_transfer(culprit: int) -> None:
     assert run_ranks(program) == [((0, 0), (0, 1))] * 2
 
 
+def test_an_interrupt_after_a_transfer_that_failed_elsewhere() -> None:
+    """Rank 0 is interrupted while its engines go on: called again, it tells all ranks of the failure, and all go on."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        failed: list[april.RankError] = []
+
+        def transfer() -> None:
+            if rank == 1:
+                raise ValueError("no room")
+
+        def interrupted(*arguments: Any) -> Any:
+            if failed:
+                raise failed[0]
+            try:
+                return update(*arguments)
+            except april.RankError as error:
+                failed.append(error)
+                raise KeyboardInterrupt from None
+
+        batch = rollouts.next_batch()
+        if rollouts._own is not None:
+            update, rollouts._own.weight_update = rollouts._own.weight_update, interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                rollouts.weight_update(transfer=transfer, trained=batch.id)
+        with pytest.raises(ValueError if rank == 1 else april.RankError, match="no room"):
+            rollouts.weight_update(transfer=transfer, trained=batch.id)
+        failed.clear()
+        return rollouts.weight_update(transfer=lambda: None, trained=batch.id)
+
+    assert run_ranks(program, 3) == [(0, 1)] * 3
+
+
 def test_calls_in_wrong_places() -> None:
     """Inside of a user's function, on a closed scheduler, two at once: refused here, and nobody else is bothered."""
 
@@ -299,12 +334,14 @@ def test_a_share_that_nobody_gets() -> None:
         assert str(outcome) == "ranks: nobody has the data_rank 1, of data_size 2"
 
 
-def test_an_answer_on_its_way_is_not_taken_for_another_calls() -> None:
+@pytest.mark.parametrize("kind", [Member, partial(ActorMember, core=None, number=0)], ids=["over TCP", "of an actor"])
+def test_an_answer_on_its_way_is_not_taken_for_another_calls(kind: Callable[[april.Ranks], Member]) -> None:
     """Who was interrupted in a call and makes another one hears that they differ, not how the first one ended."""
-    member = Member(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
+    member = kind(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
     hear = member._frame
     try:
         member.arrive(0, "next_batch()")
+        member._thread.call(lambda: hear(say.encode(say.Answer(0, b"a batch"))))  # it has come already
         member.arrive(0, "commit(0)")
         member._thread.call(lambda: hear(say.encode(say.Step(0, "transfer", what="next_batch()"))))
         member._thread.call(lambda: hear(say.encode(say.Answer(0, b"a batch", what="next_batch()"))))

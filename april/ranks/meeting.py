@@ -73,7 +73,7 @@ class Meeting:
             return False
         if self.began:
             if rank == 0:
-                self._since = None  # it is back
+                self._since = self.step_failed = None  # it is back, and the step that failed was of its last try
             return False
         self._what[rank] = what
         if self._since is None:

@@ -42,6 +42,8 @@ class Member:
         """What has come of each call that has not ended here."""
         self._made = (-1, "")
         """The last call."""
+        self.arguments = b""
+        """Of the call that is made next, where whoever carries it out has none of them."""
         self._ended = 0
         """Calls that have ended here."""
         self._waiting: list[tuple[int, int, Reply[say.Step | say.Answer]]] = []
@@ -85,7 +87,7 @@ class Member:
             if self._made[0] == call and self._made[1] != what:
                 self._come.pop(call, None)  # it was for the call that was interrupted; rank 0 says that they differ
             self._made = (call, what)
-            self._send(say.Arrive(call, what))
+            self._send(say.Arrive(call, what, self.arguments))
 
         self._thread.call(begin)
 

@@ -8,7 +8,6 @@ from typing import Any
 from april.config.settings import Config
 from april.engines.protocol import Engine
 from april.errors import ConfigError
-from april.ranks import messages as say
 from april.ranks.member import Member
 from april.ranks.membership import MeetingPoint, Ranks
 from april.ranks.open_call import OpenCall
@@ -36,8 +35,6 @@ class ActorMember(Member):
         super().__init__(ranks)
         self._core = core
         self._number = number
-        self.arguments = b""
-        """Of the call that is made next."""
 
     def open(self, point: MeetingPoint | None = None) -> None:
         """The link is there already; see :func:`attached`."""
@@ -46,11 +43,6 @@ class ActorMember(Member):
             self.join(link_of(self._core, self._number))
 
         self._thread.run(join)
-
-    def arrive(self, call: int, what: str) -> None:
-        """Make a call."""
-        self.raise_if_broken()
-        self._thread.call(lambda: self._send(say.Arrive(call, what, self.arguments)))
 
 
 class ActorScheduler(RankScheduler):
