@@ -317,7 +317,7 @@ def test_an_evaluation_returns_what_functions_on_hosts_returned(caplog: pytest.L
                     }  # fmt: skip
             outputs = [r.output for row in result.responses[3:] for r in row]
             assert sorted(map(str, outputs)) == ["None"] * 4 + ["{1, 2}"] * 2
-            warnings = [r.getMessage() for r in caplog.records if "a value of type set" in r.getMessage()]
+            warnings = [r.getMessage() for r in caplog.records if "(it is a set)" in r.getMessage()]
             assert sorted(w.partition(":")[0] for w in warnings) == ["host a", "host b"]
             samples = p.scheduler.driver.local.samples
             assert not samples.elsewhere

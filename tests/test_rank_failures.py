@@ -186,7 +186,16 @@ def test_rank_0_cannot_begin() -> None:
             assert re.search(sentence, str(outcome)), outcome
 
 
-def test_data_that_cannot_travel_later() -> None:
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ({3}, "data['n'] is a set"),
+        ("half a smile \ud83d", "data has what cannot be written: UnicodeEncodeError"),
+        ([{"deep": {1 << 70: 1}}], "data has what cannot be written: OverflowError"),
+    ],
+    ids=["a set", "half a character", "a large key"],
+)
+def test_data_that_cannot_travel_later(odd: Any, why: str) -> None:
     """A generator's prompts are seen when they are drawn: the error names the prompt on all ranks, and whoever goes on
     gets the responses of all others."""
 
@@ -195,10 +204,10 @@ def test_data_that_cannot_travel_later() -> None:
             rollouts.next_batch()
         return str(caught.value), drain(rollouts)[0], rollouts.ledger()["prompts"].delivered
 
-    drawn = ({"token_ids": [1 + i], "n": {3} if i == 1 else i} for i in range(5))
+    drawn = ({"token_ids": [1 + i], "n": odd if i == 1 else i} for i in range(5))
     outcomes = run_ranks(program, prompts=drawn)
     for sentence, _, delivered in outcomes:
-        assert "the data of prompt 1 cannot go to another rank: data['n'] is a set" in sentence
+        assert f"the data of prompt 1 cannot go to another rank: {why}" in sentence
         assert delivered == 4
     there = [s.prompt.position for _, batches, _ in outcomes for batch in batches for s in batch.samples]
     assert sorted(there) == [position for position in (0, 2, 3, 4) for _ in range(3)]

@@ -458,16 +458,16 @@ def decode_from_host(frame: bytes) -> list[FromHost]:
         raise ProtocolError(f"a host sent what cannot be read: {error}") from None
 
 
-def plain_bytes(value: Any) -> bytes:
-    """What a user's function gave, as MessagePack; what would arrive as another thing than it is does not travel.
+def plain_bytes(value: Any, where: str = "it") -> bytes:
+    """What a user gave, as MessagePack; what would arrive as another thing than it is does not travel.
 
-    Raises TypeError, which says what that is.
+    Raises TypeError, which says what that is; ``where``: what the value is called there.
     """
     try:
-        _refuse_odd(value)
+        _refuse_odd(value, where)
         return _ENCODER.encode(value)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(str(error)) from None
+        raise TypeError(f"{where} has what cannot be written: {type(error).__name__}: {error}") from None
 
 
 def of_plain_bytes(data: bytes) -> Any:
@@ -481,7 +481,7 @@ def of_plain_bytes(data: bytes) -> Any:
 def why_not_plain(data: Mapping[str, Any]) -> str | None:
     """Why the data of a prompt cannot travel between processes, or None."""
     try:
-        plain_bytes(dict(data))
+        plain_bytes(dict(data), "data")
     except TypeError as error:
         return str(error)
     return next((f"the key {key!r}, which is no string" for key in data if type(key) is not str), None)
@@ -490,18 +490,20 @@ def why_not_plain(data: Mapping[str, Any]) -> str | None:
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def _refuse_odd(value: Any) -> None:
+def _refuse_odd(value: Any, where: str) -> None:
     kind = type(value)
     if kind is dict:
         for key, item in value.items():
             if type(key) not in _SCALARS:
-                raise TypeError(f"a key of type {type(key).__name__}")
-            _refuse_odd(item)
+                raise TypeError(f"{where} has a key of type {type(key).__name__}")
+            if type(item) not in _SCALARS:
+                _refuse_odd(item, f"{where}[{key!r}]")
     elif kind is list:
-        for item in value:
-            _refuse_odd(item)
+        for i, item in enumerate(value):
+            if type(item) not in _SCALARS:
+                _refuse_odd(item, f"{where}[{i}]")
     elif kind not in _SCALARS:
-        raise TypeError(f"a value of type {kind.__name__}")
+        raise TypeError(f"{where} is a {kind.__name__}")
 
 
 # -------------------------------------------------------------------- plain forms

@@ -24,10 +24,9 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult
 from april.driver.rewards import Response
 from april.errors import RolloutError
+from april.hosts.messages import plain_bytes
 
 T = TypeVar("T")
-
-_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 class _Prompt(msgspec.Struct, array_like=True):
@@ -81,36 +80,27 @@ class _Response(msgspec.Struct, array_like=True):
 # ---------------------------------------------------------------- plain values
 
 
-def not_plain(value: Any, where: str = "data") -> str | None:
-    """Why a value would not arrive as it is; None: it is plain, or made of plain values."""
-    kind = type(value)
-    if kind in _PLAIN:
-        if kind is int and not -(1 << 63) <= value < 1 << 64:
-            return f"{where} is a number of more than 64 bits"
-        return None
-    if kind is list:
-        return _first(not_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if kind is dict:
-        keys = _first(f"{where} has a key of type {type(k).__name__}" for k in value if type(k) not in (str, int))
-        return keys or _first(not_plain(item, f"{where}[{key!r}]") for key, item in value.items())
-    return f"{where} is a {kind.__name__}"
-
-
 def refuse_not_plain(prompt: Prompt) -> None:
     """Raise RolloutError for a prompt whose data cannot go to another process."""
-    if why := not_plain(_as_dict(prompt.data)):
+    try:
+        plain_bytes(_as_dict(prompt.data), "data")
+    except TypeError as why:
         raise RolloutError(
             f"the data of prompt {prompt.position} cannot go to another rank: {why}; use numbers, text, bytes, lists "
             "and dicts"
-        )
+        ) from None
+
+
+def _plain_or_none(output: Any) -> Any:
+    try:
+        plain_bytes(output)
+    except TypeError:
+        return None
+    return output
 
 
 def _as_dict(data: Mapping[str, Any]) -> Any:
     return data if type(data) is dict else dict(data)
-
-
-def _first(sentences: Iterable[str | None]) -> str | None:
-    return next((s for s in sentences if s is not None), None)
 
 
 # ---------------------------------------------------------------- batches
@@ -193,7 +183,7 @@ def pack_evaluation(result: EvaluationResult) -> bytes:
         return _Response(
             id=r.sample_id, tokens=_joined([r.tokens], np.int32), logprobs=_joined([r.logprobs], np.float32),
             loss_mask=_joined([r.loss_mask], np.uint8), finish=r.finish,
-            output=None if not_plain(r.output) else r.output, reward=r.reward,
+            output=_plain_or_none(r.output), reward=r.reward,
         )  # fmt: skip
 
     return msgspec.msgpack.encode(
