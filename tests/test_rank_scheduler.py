@@ -242,6 +242,19 @@ def test_the_small_calls() -> None:
     assert words.startswith("<RankScheduler rank 0 of 2 <RolloutScheduler ")
 
 
+def test_every_rank_sees_the_groups_that_are_held() -> None:
+    """The third of N' = 3 groups, whichever it is, waits for the next batch."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        batch = rollouts.next_batch()
+        return rollouts.held_groups(), {s.id.group for s in batch.samples}
+
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=3, over_sampling_batch_size=3, max_response_len=9)
+    (held, mine), (same, others) = run_ranks(program, config=config)
+    assert held == same == set(range(3)) - mine - others
+    assert len(held) == 1
+
+
 def test_a_state_of_two_ranks_goes_on_on_three() -> None:
     """Whole on whoever asks; loaded from rank 0's, on any number of ranks: every prompt is trained once."""
 

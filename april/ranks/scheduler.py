@@ -298,6 +298,12 @@ class RankScheduler:
         """See :meth:`april.RolloutScheduler.ledger`."""
         return self._own.ledger() if self._own is not None else content.unpack_ledgers(self._ask("ledger"))
 
+    def held_groups(self) -> frozenset[int]:
+        """See :meth:`april.RolloutScheduler.held_groups`."""
+        if self._own is not None:
+            return self._own.held_groups()
+        return frozenset(content.unpack_plain(self._ask("held_groups")))
+
     def validate(self) -> None:
         """See :meth:`april.RolloutScheduler.validate`."""
         if self._own is not None:
@@ -555,6 +561,8 @@ def look(rollouts: RolloutScheduler, method: str, arguments: list[Any]) -> bytes
             return content.pack_plain(rollouts.version)
         case "ledger":
             return content.pack_ledgers(rollouts.ledger())
+        case "held_groups":
+            return content.pack_plain(sorted(rollouts.held_groups()))
         case "validate":
             rollouts.validate()
             return b""
