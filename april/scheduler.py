@@ -174,6 +174,7 @@ class RolloutScheduler:
                 )
             )
         except BaseException:
+            self._thread.begin_to_stop(None if others is None else others.close)  # whoever came in is told
             self._thread.stop()
             raise
         self._onlookers.driver = self._driver

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from host_process import reward
 
 import april
+from april.testing import FakeEngine
 
 PROMPTS = 16
 
@@ -67,3 +70,18 @@ def test_a_host_that_is_killed_while_it_generates_costs_no_prompt(tmp_path: Path
     assert all(s.reward == s.prompt.data["i"] for s in samples)
     assert {s.engine for x in samples for s in x.segments} == {"a/f", "b/f"}
     assert ledger["tokens"].observed == ledger["tokens"].delivered == sum(len(s.tokens) for s in samples)
+
+
+@pytest.mark.parametrize("wrong", ["no host comes", "no prompts"])
+def test_a_scheduler_that_could_not_be_made_listens_no_longer(wrong: str) -> None:
+    """A host that comes is refused at once, and does not wait before a door that nobody opens."""
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=9)
+    door = april.HostListener(april.new_token(), first_s=0.01)
+    given: dict[str, Any] = {"prompts": [[1]]}
+    if wrong == "no prompts":
+        given = {"prompts": 5, "engines": [FakeEngine("f")]}
+    with pytest.raises(april.ConfigError):
+        april.RolloutScheduler(config, reward=None, hosts=door, **given)
+    host, _, port = door.address.partition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))

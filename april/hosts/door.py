@@ -104,6 +104,6 @@ class HostListener(HostDoor):
     async def close(self) -> None:
         """See :class:`HostDoor`."""
         if self._opening is not None:
-            await self._opening
+            await asyncio.wait([self._opening])  # the end of the loop may have cancelled it
             await self._listener.close()
         self._socket.close()

@@ -183,7 +183,7 @@ class RemoteHosts:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for desk, guest in self._guests.items():
+        for desk, guest in list(self._guests.items()):
             desk.say(Goodbye("the scheduler is closed"))
             self._send(desk, guest)
             guest.link.close()
