@@ -19,6 +19,7 @@ from april.core.versions import PolicyVersion
 from april.errors import ConfigError, EngineError
 from april.ranks import content
 from april.ranks.membership import Ranks
+from april.ranks.rank_host import FUNCTIONS
 from april.ray.actor_calls import this_actor
 from april.ray.core_actor import CORE, CoreActor, EngineFactory, HostSpec
 from april.ray.host_actor import HostActor
@@ -26,7 +27,7 @@ from april.ray.rank import ActorScheduler
 
 log = logging.getLogger("april")
 
-FUNCTIONS = frozenset({"rollout", "reward", "group_reward", "filter", "tokenizer"})
+OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer"))
 """Options of the scheduler that its hosts have, too."""
 CLOSE_S = 30.0
 """For the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""
@@ -169,7 +170,7 @@ def scheduler(
         rank_deadline_s=rank_deadline_s,
     )  # fmt: skip
     lives = {"namespace": _namespace(name), **({"lifetime": "detached"} if detached else {})}
-    functions = {key: value for key, value in options.items() if key in FUNCTIONS}
+    functions = {key: value for key, value in options.items() if key in OF_HOSTS}
     specs = [
         HostSpec(
             engine=config.engine if engines else _dealt(config.engine, i, hosts), factory=engines, seed=config.seed,

@@ -15,6 +15,8 @@ FORMAT = 3
 """Of records; grows when an older april could not replay them."""
 HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
 """Lines that are no events."""
+IN_THE_MIDDLE = "in the middle: the process was killed, or still runs"
+"""How a record ends without a last line."""
 
 
 class Line(NamedTuple):
@@ -96,3 +98,10 @@ def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
     if head.get("format") != FORMAT:
         by = f"april {head.get('april')} has written it in format {head.get('format')}"
         raise RecordError(f"{path} cannot be read: {by}, this april reads format {FORMAT}")
+
+
+def end_of(what: str, parts: dict[str, Any]) -> str | None:
+    """How the record ends, if a line is the last one."""
+    if what == OVER:
+        return f"the run went on, its record did not: {parts.get('why')}"
+    return "the run was closed" if what == CLOSED else None

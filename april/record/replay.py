@@ -21,7 +21,17 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
-from april.record.lines import BATCH, CLOSED, OVER, STANDING, STATE, lines_of, refuse_other_formats
+from april.record.lines import (
+    BATCH,
+    CLOSED,
+    IN_THE_MIDDLE,
+    OVER,
+    STANDING,
+    STATE,
+    end_of,
+    lines_of,
+    refuse_other_formats,
+)
 from april.record.plain import back, filled
 from april.record.recorder import Decisions
 
@@ -49,7 +59,7 @@ class Replay:
     checks: int = 0
     unchecked: int = 0
     seconds: float = 0.0
-    end: str = "in the middle: the process was killed, or still runs"
+    end: str = IN_THE_MIDDLE
     """How the record ends."""
 
     def rows(self) -> dict[str, str]:
@@ -92,8 +102,8 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
     if whole_story:
         run.core.context.history = History(None)
     for number, time_s, what, parts, digest in lines:
+        run.end = end_of(what, parts) or run.end
         if what == OVER:
-            run.end = f"the run went on, its record did not: {parts.get('why')}"
             break
         where, broke = f"line {number} of {path} ({what}, at {time_s:g} s)", ""
         try:
@@ -119,7 +129,6 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         return
     if what == CLOSED:
         core.validate()
-        run.end = "the run was closed"
         return
     if what == STATE:
         snapshot.restore(core, filled(parts))

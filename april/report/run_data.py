@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from april.core.settings import CoreSettings
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
-from april.record.lines import BATCH, CLOSED, OVER, lines_of, refuse_other_formats
+from april.record.lines import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
 from april.record.plain import back
 
 Floats = NDArray[np.float64]
@@ -55,7 +55,7 @@ class RunData:
     head: dict[str, Any]
     settings: CoreSettings
     seconds: float = 0.0
-    end: str = "in the middle: the process was killed, or still runs"
+    end: str = IN_THE_MIDDLE
     batches: list[Batch] = field(default_factory=list)
     updates_s: list[float] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunData:
     failures: Counter[str] = Counter()
     rows: list[tuple[float, ...]] = []
     finished: list[tuple[int, int]] = []
-    seconds, end = 0.0, RunData.end
+    seconds, end = 0.0, IN_THE_MIDDLE
     try:
         for line in lines:
             parts, seconds = line.parts, line.time_s
@@ -126,10 +126,8 @@ def read_run(path: Path) -> RunData:
                 case "Batch":
                     ages = {int(age): int(count) for age, count in parts["ages"].items()}
                     batches.append(Batch(seconds, parts["metrics"], parts["lengths"], ages))
-                case "Over":
-                    end = f"the run went on, its record did not: {parts.get('why')}"
-                case "Closed":
-                    end = "the run was closed"
+                case what:
+                    end = end_of(what, parts) or end
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"line {line.number} of {path} cannot be: {type(error).__name__}: {error}") from None
     if not batches and not rows:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from april.errors import RecordError
-from april.record.lines import BATCH, CLOSED, OVER, STANDING, Line, LineReader, refuse_other_formats
+from april.record.lines import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
 from april.record.standing import Standing, standing_from
 
 KEPT = 8
@@ -120,10 +120,8 @@ class Follower:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
                 seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
                 seen.dropped.update({n: int(v) for n, v in metrics.items() if _DROPPED in n and v})
-            elif line.what == OVER:
-                seen.end = f"the run went on, its record did not: {parts.get('why')}"
-            elif line.what == CLOSED:
-                seen.end = "the run was closed"
+            else:
+                seen.end = end_of(line.what, parts)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecordError(
                 f"line {line.number} of {self._path} cannot be: {type(error).__name__}: {error}"
