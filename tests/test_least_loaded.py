@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from april.core import least_loaded
 from april.core.engine_table import AFFINITY_SLACK, EngineGate, EngineHealth, EngineState, EngineTable
 from april.core.settings import EngineLimits
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -62,8 +63,9 @@ def change(table: EngineTable, rng: random.Random, number: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_engine_is_the_one_that_a_scan_finds(seed: int) -> None:
-    """After every change, for every version, whatever is avoided and preferred."""
+def test_the_engine_is_the_one_that_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every change, for every version, whatever is avoided and preferred, and however often places are given."""
+    monkeypatch.setattr(least_loaded, "SPARE", seed % 2 * least_loaded.SPARE)
     rng = random.Random(seed)
     table = EngineTable([limits(rng, i) for i in range(rng.choice([1, 2, 3, 70]))], FIRST_VERSION)
     found = set()
@@ -100,3 +102,12 @@ def test_a_request_looks_at_one_engine_of_a_thousand(monkeypatch: pytest.MonkeyP
     assert not looked_at
     assert table.pick(FIRST_VERSION, avoid="e700") is table.states["e700"]
     assert looked_at == [table.states["e700"]]
+
+
+def test_engines_that_come_and_go_make_no_number_grow() -> None:
+    """A host that comes back every minute for months costs a request what it cost at first."""
+    table = EngineTable([EngineLimits("stays", 100), EngineLimits("comes", 100)], FIRST_VERSION)
+    for _ in range(1000):
+        table.leave("comes")
+        table.join(EngineLimits("comes", 100)).confirm(FIRST_VERSION)
+        assert max(state.place for state in table.states.values()) <= 2 * len(table.states) + least_loaded.SPARE

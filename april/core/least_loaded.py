@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from april.core.engine_table import EngineState
 
 
+SPARE = 64
+"""Places of engines that have left, beside as many as there are engines, before all places are given anew."""
+
+
 class LeastLoaded:
     """An iteration gives those with the fewest requests first, and of equals the one that has been here longest.
 
@@ -40,6 +44,15 @@ class LeastLoaded:
 
     def join(self, engine: EngineState) -> None:
         """It comes behind those that are here."""
+        if self._joined > 2 * len(self._engines) + SPARE:  # or the numbers would grow with all that come and go
+            there, self._engines = self._engines, {}
+            self._joined, self._with_load = 0, {}
+            for other in there.values():
+                other.load = None
+                self._append(other)
+        self._append(engine)
+
+    def _append(self, engine: EngineState) -> None:
         engine.order, engine.place = self, self._joined
         self._engines[engine.place] = engine
         self._joined += 1
