@@ -71,6 +71,32 @@ def test_every_rank_gets_its_share_until_the_data_ends() -> None:
             rank.close()
 
 
+def raises() -> Any:
+    """Prompts that cannot be read."""
+    yield [1]
+    raise ZeroDivisionError("no prompts")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kinds", "words"),
+    [
+        ("text", (april.ConfigError, april.ConfigError), "must be an iterable of prompts"),
+        ([{"token_ids": [1], "path": "caf\udce9"}], (april.RolloutError, april.RolloutError), "half a character"),
+        (raises(), (ZeroDivisionError, RankError), "no prompts"),
+    ],
+)  # fmt: skip
+def test_a_call_that_rank_0_cannot_make(prompts: Any, kinds: tuple[type, type], words: str) -> None:
+    """What it gives cannot go to the core: all ranks are told, at that call, and go on together."""
+    with World() as world:
+        ranks = [world.attach(r)[0] for r in range(2)]
+        outcomes = beside(*(lambda r=rank: r.evaluate(prompts if r is ranks[0] else None) for rank in ranks))
+        assert tuple(map(type, outcomes)) == kinds
+        assert all(words in str(outcome) for outcome in outcomes)
+        assert settled(to_the_end(ranks)) == EVERYTHING
+        for rank in ranks:
+            rank.close()
+
+
 def test_a_rank_that_was_started_anew_gets_its_share_again() -> None:
     """It died while it trained: the others wait in weight_update, and nothing is trained twice or left out."""
     with World() as world:

@@ -13,6 +13,7 @@ import numpy as np
 from april.core.types import Prompt
 from april.driver.prompt_source import as_prompt
 from april.errors import ConfigError, RankError
+from april.ranks import messages as say
 from april.ranks.content import refuse_not_plain
 
 METHODS = frozenset(
@@ -20,6 +21,8 @@ METHODS = frozenset(
 )
 """What ranks may have the scheduler do."""
 _WITH_PROMPTS = {"evaluate", "extend"}
+_FAILED = ""
+"""In place of a method."""
 _TRANSFER, _PROMPT = 1, 2
 _NO_BOUND = 1 << 31
 """Token ids are below it; the core knows the vocabulary."""
@@ -44,12 +47,20 @@ def pack_call(method: str, arguments: Iterable[Any], named: Mapping[str, Any]) -
         arguments[0] = [_as_ext(as_prompt(prompt, _NO_BOUND, i)) for i, prompt in enumerate(prompts)]
     try:
         return msgspec.msgpack.encode((method, arguments, dict(named)), enc_hook=_plain)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{method}: an argument cannot go to the core's actor: {error}") from None
 
 
+def pack_failure(error: Exception) -> bytes:
+    """In place of a call that :func:`pack_call` could not pack: all ranks are told why."""
+    return msgspec.msgpack.encode((_FAILED, say.told(error), {}))
+
+
 def unpack_call(content: bytes, transfer: Callable[[], None]) -> tuple[str, list[Any], dict[str, Any]]:
-    """Method and arguments; ``transfer`` has all ranks hand weights over. Raises RankError for any other method."""
+    """Method and arguments; ``transfer`` has all ranks hand weights over.
+
+    Raises RankError for any other method, and what :func:`pack_failure` was given.
+    """
 
     def made(code: int, data: memoryview) -> Any:
         if code == _TRANSFER:
@@ -58,6 +69,8 @@ def unpack_call(content: bytes, transfer: Callable[[], None]) -> tuple[str, list
         return Prompt(np.frombuffer(ids, np.int32).copy(), extras)
 
     method, arguments, named = msgspec.msgpack.decode(content, ext_hook=made)
+    if method == _FAILED:
+        raise say.error_of(tuple(arguments))
     if method not in METHODS:
         raise RankError(f"a rank asks for {method!r}, which is no call of the ranks", (0,))
     return method, arguments, named

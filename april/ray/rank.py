@@ -7,13 +7,13 @@ from typing import Any
 
 from april.config.settings import Config
 from april.engines.protocol import Engine
-from april.errors import ConfigError
+from april.errors import AprilError, ConfigError
 from april.ranks.member import Member
 from april.ranks.membership import MeetingPoint, Ranks
 from april.ranks.open_call import OpenCall
 from april.ranks.scheduler import RankScheduler
 from april.ray.actor_calls import link_of
-from april.ray.call import Asked, pack_call
+from april.ray.call import Asked, pack_call, pack_failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,17 @@ class ActorScheduler(RankScheduler):
         return super()._weight_update(path, transfer, trained)
 
     def _as_another_rank(self, seat: Member, made: Any, call: OpenCall) -> Any:
+        wrong: Exception | None = None
         if self._rank == 0:
-            self._member.arguments = pack_call(*made.run(_not_here))
-        return super()._as_another_rank(seat, made, call)
+            try:
+                self._member.arguments = pack_call(*made.run(_not_here))
+            except Exception as error:
+                wrong = error
+                self._member.arguments = pack_failure(error)
+        try:
+            return super()._as_another_rank(seat, made, call)
+        except AprilError as told:
+            raise told if wrong is None else wrong from None
 
     def __repr__(self) -> str:
         return f"<ActorScheduler rank {self._rank} of {self.ranks.world_size}>"
