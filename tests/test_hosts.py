@@ -173,6 +173,27 @@ def test_a_host_that_dies_in_the_middle_loses_nothing_that_was_told(functions: d
     run_virtual(main())
 
 
+def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> None:
+    """The name of a file may have half a character: the host that says so keeps its connection and what runs there."""
+    failed: set[Any] = set()
+
+    async def often(prompt: Any, response: Any) -> float:
+        if response.sample_id not in failed:
+            failed.add(response.sample_id)
+            raise OSError("caf\udce9")
+        return await reward(prompt, response)
+
+    async def main() -> None:
+        async with place(6, reward=often) as p:
+            await p.host("a", [fake("f")])
+            await p.all_batches()
+            p.check(6)
+            assert len(p.links) == 1
+
+    run_virtual(main())
+    assert len(failed) == 12
+
+
 def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
     """Without a sign of life for deadline_s the scheduler goes on without it."""
 

@@ -32,7 +32,7 @@ from april.driver.llm import (
 from april.driver.mistakes import Mistakes
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
-from april.driver.user_code import describe
+from april.driver.user_code import describe, message_of
 from april.errors import RolloutError
 
 
@@ -181,7 +181,7 @@ class SampleFunctions:
         """Its evaluation ends by this."""
         assert sample.evaluation is not None
         self.raised.setdefault(sample.evaluation.request.evaluation, error)
-        why = str(error) if isinstance(error, RolloutError) else f"{what} raised {describe(error)}"
+        why = message_of(error) if isinstance(error, RolloutError) else f"{what} raised {describe(error)}"
         self._post(ev.SampleFailed(sample.id, why))
 
     async def cleaned_up(self) -> None:

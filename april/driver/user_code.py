@@ -153,9 +153,17 @@ def cancelled_inside() -> RolloutError:
     return RolloutError("something that it waited for was cancelled")
 
 
+def message_of(error: BaseException) -> str:
+    """What an error says, as text that UTF-8 can carry: names of files may have halves of characters."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception:  # of the user's own ``__str__``
+        return "its message cannot be read"
+
+
 def describe(error: BaseException) -> str:
     """Type and message of an error, in one line; april's own messages need no type."""
-    message = " ".join(str(error).split())
+    message = " ".join(message_of(error).split())
     if message and isinstance(error, AprilError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

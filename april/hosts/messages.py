@@ -488,20 +488,24 @@ def why_not_plain(data: Mapping[str, Any]) -> str | None:
 
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+LEVELS = 100
+"""Of lists and dicts in each other, in one value: what is read at another depth of calls is read all the same."""
 
 
-def _refuse_odd(value: Any, where: str) -> None:
+def _refuse_odd(value: Any, where: str, levels: int = LEVELS) -> None:
     kind = type(value)
+    if not levels and kind in (dict, list):
+        raise TypeError(f"{where[:100]} ... has more than {LEVELS} levels")
     if kind is dict:
         for key, item in value.items():
             if type(key) not in _SCALARS:
                 raise TypeError(f"{where} has a key of type {type(key).__name__}")
             if type(item) not in _SCALARS:
-                _refuse_odd(item, f"{where}[{key!r}]")
+                _refuse_odd(item, f"{where}[{key!r}]", levels - 1)
     elif kind is list:
         for i, item in enumerate(value):
             if type(item) not in _SCALARS:
-                _refuse_odd(item, f"{where}[{i}]")
+                _refuse_odd(item, f"{where}[{i}]", levels - 1)
     elif kind not in _SCALARS:
         raise TypeError(f"{where} is a {kind.__name__}")
 

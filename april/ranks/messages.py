@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from april import errors
-from april.driver.user_code import describe
+from april.driver.user_code import describe, message_of
 from april.errors import AprilError, LinkError, RankError
 
 TOLD_CHARS = 2000
@@ -119,7 +119,7 @@ def told(error: BaseException, who: str = "rank 0") -> Told:
     """An error for another rank: april's keep their type, all others become a RankError that names ``who``."""
     name = type(error).__name__
     if _TYPES.get(name) is type(error):
-        return name, str(error)[:TOLD_CHARS], error.ranks if isinstance(error, RankError) else ()
+        return name, message_of(error)[:TOLD_CHARS], error.ranks if isinstance(error, RankError) else ()
     return told_of_rank_0(f"{who} raised {describe(error)}")
 
 
