@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable
@@ -15,13 +16,17 @@ from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, drain, engine, nam
 
 import april
 from april.driver.user_code import inside_user_code
-from april.hosts.sockets import SocketLink
+from april.errors import LinkError
+from april.hosts.sockets import Hello, SocketLink, connect
 from april.ranks import messages as say
 from april.ranks import scheduler
-from april.ranks.center import Center
+from april.ranks.center import PURPOSE, Center
 from april.ranks.member import Member
 from april.ranks.scheduler import RankScheduler
 from april.ray.rank import ActorMember
+
+ROUND: list[Any] = []
+ROUND.append(ROUND)
 
 
 def cut(rollouts: RankScheduler) -> None:
@@ -160,6 +165,80 @@ def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
     ]
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("where", ["its with block", "a transfer"])
+def test_an_error_of_words_that_utf8_does_not_have(where: str, culprit: int) -> None:
+    """The name of a file may have half a character: the others are told all the same, at once."""
+
+    def transfer() -> None:
+        raise OSError("caf\udce9")
+
+    def program(rollouts: RankScheduler, rank: int) -> None:
+        rollouts.next_batch()
+        if rank == culprit and where == "its with block":
+            transfer()
+        rollouts.weight_update(transfer=transfer if rank == culprit else lambda: None)
+
+    outcomes = run_ranks(program, timeouts={"rank_timeout_s": 5.0})
+    assert (type(outcomes[culprit]), str(outcomes[culprit])) == (OSError, "caf\udce9")
+    assert str(raised(outcomes[1 - culprit])).endswith("OSError: caf\\udce9")
+    assert outcomes[1 - culprit].ranks == (culprit,)
+
+
+def test_an_error_that_cannot_say_what_it_is() -> None:
+    """Its own ``__str__`` raises: its type is told."""
+
+    class Speechless(Exception):
+        def __str__(self) -> str:
+            raise KeyError("words")
+
+    def program(rollouts: RankScheduler, rank: int) -> None:
+        if rank == 1:
+            raise Speechless
+        rollouts.next_batch()
+
+    outcome, own = run_ranks(program, timeouts={"rank_timeout_s": 5.0})
+    assert isinstance(own, Speechless)
+    assert str(raised(outcome)) == "rank 1 has ended with an error: Speechless: its message cannot be read"
+
+
+def test_a_hundred_ranks_come_at_once() -> None:
+    """They all wait for the same word, and none may be taken for one stranger too many."""
+    store, size = Store(), 100
+    center = Center(OnePlace(world_size=size, address="127.0.0.1:0", store=store), lambda *_: b"", lambda _: None)
+    point = OnePlace(world_size=size, address="127.0.0.1:0", store=store).meeting_point()
+    center.open(point)
+    address, token = point.find()
+
+    async def come() -> None:
+        hellos = [Hello(PURPOSE, f"{rank} {rank}") for rank in range(1, size)]
+        for link in await asyncio.gather(*(connect(address, token, hello) for hello in hellos)):
+            link.close()
+
+    asyncio.run(come())
+    center.close(ConnectionError("enough"))
+
+
+def test_a_state_that_is_longer_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has asked for it is told, and the ranks go on together."""
+    send = SocketLink.send
+
+    def no_state(link: SocketLink, frame: bytes) -> None:
+        if b"checksum" in frame:
+            raise LinkError("a message of too many bytes")
+        send(link, frame)
+
+    monkeypatch.setattr(SocketLink, "send", no_state)
+
+    def program(rollouts: RankScheduler, rank: int) -> int:
+        if rank == 1:
+            with pytest.raises(LinkError, match="too many bytes"):
+                rollouts.state_dict()
+        return len(rollouts.next_batch())
+
+    assert run_ranks(program) == [3, 3]
+
+
 def test_a_rank_that_never_comes() -> None:
     """To its construction, or to a call: the others end after rank_timeout_s and name it."""
     store = Store()
@@ -180,6 +259,10 @@ def test_rank_0_cannot_begin() -> None:
         ({"reward": 3}, "reward must be a function"),
         ({"prompts": [{"token_ids": [1], "at": np.float32(3)}]}, r"data of prompt 0 cannot .*\['at'\] is a float32"),
         ({"prompts": [{"token_ids": [1], "pair": [(1, 2)]}]}, r"data\['pair'\]\[0\] is a tuple; use numbers, text"),
+        ({"prompts": [{"token_ids": [1], "path": "caf\udce9"}]}, r"data\['path'\] is text with half a character"),
+        ({"prompts": [{"token_ids": [1], "d": {"\ud800": 1}}]}, r"the key '\\ud800' of data\['d'\] is text with half"),
+        ({"prompts": [{"token_ids": [1], "d": {1 << 70: 1}}]}, r"the key 118\d+ of data\['d'\] is a number of more"),
+        ({"prompts": [{"token_ids": [1], "round": ROUND}]}, r"data\['round'\]\[0\].* \.\.\. has more than 100 levels"),
     ):
         for outcome in run_ranks(lambda rollouts, rank: None, **options):  # type: ignore[arg-type]
             assert type(outcome) is april.ConfigError

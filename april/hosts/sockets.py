@@ -34,7 +34,7 @@ LONGEST_FRAME = 1 << 30
 HANDSHAKE_S = 10.0
 """How long a peer has to prove the token."""
 STRANGERS = 64
-"""Connections that may be at their handshake at the same time."""
+"""Connections that may be at their handshake at the same time, where nobody is expected."""
 CLOSING_TURNS = 4
 """Of the loop: asyncio makes a transport of a connection that it has taken, tells of it, and closes it in one each."""
 
@@ -291,6 +291,7 @@ class Listener:
     Args:
         accepted: given each link whose other side has proven the token; its ``hello`` says what it is for. Who does not
             want it closes it.
+        strangers: how many connections may be at their handshake at the same time.
     """
 
     def __init__(
@@ -300,9 +301,11 @@ class Listener:
         *,
         within_s: float = HANDSHAKE_S,
         limit: int = LONGEST_FRAME,
+        strangers: int = STRANGERS,
     ) -> None:
         self._key = _key_of(token)
         self._accepted = accepted
+        self._strangers = strangers
         self._within_s = within_s
         self._limit = limit
         self._server: asyncio.Server | None = None
@@ -316,7 +319,9 @@ class Listener:
         Raises LinkError.
         """
         listening = bound(address) if isinstance(address, str) else address
-        self._server = await asyncio.get_running_loop().create_server(self._protocol, sock=listening)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._protocol, sock=listening, backlog=self._strangers
+        )
         return told_address(listening.getsockname())
 
     async def close(self) -> None:
@@ -341,8 +346,8 @@ class Listener:
 
         if self._closed:
             return _Refusing()
-        if len(self._links) >= STRANGERS:
-            log.warning("a connection was refused: %d others are at their greeting", STRANGERS)
+        if len(self._links) >= self._strangers:
+            log.warning("a connection was refused: %d others are at their greeting", self._strangers)
             return _Refusing()
         link = SocketLink(self._key, greeted, within_s=self._within_s, limit=self._limit)
         self._links.add(link)

@@ -16,7 +16,7 @@ from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.hosts.link import Link
-from april.hosts.sockets import Listener, SocketLink
+from april.hosts.sockets import STRANGERS, Listener, SocketLink
 from april.ranks import messages as say
 from april.ranks.heartbeats import Heartbeats
 from april.ranks.meeting import Meeting
@@ -62,7 +62,9 @@ class Center:
         """Listen, and say where; raises LinkError."""
 
         async def listen() -> str:
-            self._listener = Listener(point.token, self.accept)
+            # all ranks come at the same moment: when they hear where this is
+            everybody = STRANGERS + self._ranks.world_size
+            self._listener = Listener(point.token, self.accept, strangers=everybody)
             address = await self._listener.open(self._ranks.address)
             self._tick()
             return address
@@ -198,10 +200,10 @@ class Center:
         async def show() -> None:
             try:
                 content = await asyncio.to_thread(self._look, asked.method, asked.arguments)
-            except Exception as error:
+                if (link := self._links.get(rank)) is not None:
+                    link.send(say.encode(say.Shown(asked.number, content)))
+            except Exception as error:  # also what is too long: that is nobody's end, as a share would be
                 self._send(rank, say.Shown(asked.number, error=say.told(error)))
-            else:
-                self._send(rank, say.Shown(asked.number, content))
 
         task = asyncio.get_running_loop().create_task(show())
         self._looks.add(task)
