@@ -15,9 +15,10 @@ import pytest
 from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, drain, engine, names_of, raised, run_ranks
 
 import april
+from april.driver.loop_thread import LoopThread
 from april.driver.user_code import inside_user_code
 from april.errors import LinkError
-from april.hosts.sockets import Hello, SocketLink, connect
+from april.hosts.sockets import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
 from april.ranks import messages as say
 from april.ranks import scheduler
 from april.ranks.center import PURPOSE, Center
@@ -25,6 +26,7 @@ from april.ranks.member import Member
 from april.ranks.scheduler import RankScheduler
 from april.ray.rank import ActorMember
 
+TOKEN = new_token()
 ROUND: list[Any] = []
 ROUND.append(ROUND)
 
@@ -250,6 +252,36 @@ def test_a_rank_that_never_comes() -> None:
     there = OnePlace(rank=1, world_size=2, address="127.0.0.1:0", store=Store(), rank_timeout_s=0.1)
     with pytest.raises(april.RankError, match=r"rank 0 has not said where it listens within 0\.1 s"):
         RankScheduler(CONFIG, ranks=there)
+
+
+def test_rank_0_takes_a_rank_and_says_nothing() -> None:
+    """It was stopped in that moment, or its machine is gone: a rank that stands still is missed, before it says
+    anything, too."""
+    store, links, raises = Store(), [], []  # type: ignore[var-annotated]
+    loop, silent = LoopThread("rank 0"), Listener(TOKEN, lambda link: links.append(link))
+    store.set("ranks", f"{loop.run(silent.open)} {TOKEN}")
+
+    def live() -> None:
+        try:
+            RankScheduler(CONFIG, ranks=OnePlace(rank=1, world_size=2, store=store, rank_deadline_s=0.2))
+        except april.RankError as error:
+            raises.append(error)
+
+    async def end() -> None:
+        await silent.close()
+        for link in links:
+            link.close()
+        for _ in range(CLOSING_TURNS):
+            await asyncio.sleep(0)
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S / 4)
+    loop.run(end)
+    loop.stop()
+    (error,) = raises
+    assert "rank 0 cannot be reached: nothing was heard of it for 0.2 s (rank_deadline_s)" in str(error)
+    assert error.ranks == (0,)
 
 
 def test_rank_0_cannot_begin() -> None:

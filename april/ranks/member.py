@@ -64,7 +64,12 @@ class Member:
             while True:
                 try:
                     link = await connect(address, token, hello)
-                    frames = await _first_frames(link)
+                    try:
+                        async with asyncio.timeout(self._beats.deadline_s):
+                            frames = await _first_frames(link)
+                    except TimeoutError:
+                        link.close()
+                        raise LinkError(self._beats.sentence) from None
                     self.join(link)
                     for frame in frames:
                         self._frame(frame)
