@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -22,7 +23,6 @@ from april.errors import LinkError
 
 PROTOCOL = 2
 """Raised whenever a message changes."""
-
 
 
 class ProtocolError(LinkError):
@@ -467,7 +467,7 @@ def plain_bytes(value: Any, where: str = "it") -> bytes:
         _refuse_odd(value, where)
         return _ENCODER.encode(value)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"{where} has what cannot be written: {type(error).__name__}: {error}") from None
+        raise TypeError(_why_not_written(value, where) or f"{where} cannot be written: {error}") from None
 
 
 def of_plain_bytes(data: bytes) -> Any:
@@ -508,6 +508,22 @@ def _refuse_odd(value: Any, where: str, levels: int = LEVELS) -> None:
                 _refuse_odd(item, f"{where}[{i}]", levels - 1)
     elif kind not in _SCALARS:
         raise TypeError(f"{where} is a {kind.__name__}")
+
+
+def _why_not_written(value: Any, where: str) -> str | None:
+    if type(value) is dict:
+        keys = (_why_not_written(key, f"the key {key!r} of {where}") for key in value)
+        items = (_why_not_written(item, f"{where}[{key!r}]") for key, item in value.items())
+        return next(filter(None, chain(keys, items)), None)
+    if type(value) is list:
+        return next(filter(None, (_why_not_written(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
+    try:
+        _ENCODER.encode(value)
+    except UnicodeEncodeError:
+        return f"{where} is text with half a character (a surrogate), which UTF-8 does not have"
+    except OverflowError:
+        return f"{where} is a number of more than 64 bits"
+    return None
 
 
 # -------------------------------------------------------------------- plain forms
