@@ -16,7 +16,7 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import OnStale, Refill, Work
+from april.core.types import OnFailedSample, OnStale, Refill, SampleId, Work
 from april.errors import CheckpointError, InvariantError
 
 ALL = tuple(Work)
@@ -184,3 +184,14 @@ def test_damaged_work_is_refused(name: str, value: Any) -> None:
     state["settings"][name] = value
     with pytest.raises(CheckpointError, match="the state is damaged"):
         restored(state)
+
+
+@pytest.mark.parametrize(("drawn", "later", "k"), [(0.5, 1.0, 4), (1.0, 0.5, 7)])
+def test_a_group_that_shrinks_keeps_the_quorum_it_was_drawn_with(drawn: float, later: float, k: int) -> None:
+    """A baseline is of as many others as was said when the group was drawn, or of all that are left of it."""
+    policy: dict[str, Any] = {"on_failed_sample": OnFailedSample.SHRINK, "max_attempt_failures": 1}
+    m = machine(lambda g, i: 9, samples=8, group_quorum=drawn, max_in_flight=64, **policy)
+    m.post(ev.StepRequested())
+    m.post(ev.WorkChanged(group_quorum=later))
+    m.post(ev.SampleFailed(SampleId(0, 7), "the judge was away"))
+    assert m.core.buffer.groups[0].quorum == k

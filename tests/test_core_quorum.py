@@ -15,7 +15,9 @@ from april.core.batch import Batch
 from april.core.completion_monitor import CompletionMonitor
 from april.core.settings import quorum_of
 from april.core.state import RolloutCore
-from april.core.types import DropReason, Group, OnFailedSample, Prompt, SampleState
+from april.core.types import DropReason, Group, OnFailedSample, Prompt, Refill, SampleState, Work
+from april.core.versions import PolicyVersion
+from april.errors import CheckpointError
 
 
 def machine(length: Any, *, n: int = 1, samples: int = 4, quorum: float = 0.75, **changes: Any) -> CoreMachine:
@@ -169,6 +171,47 @@ def test_restoring_into_whole_groups_is_refused_where_a_part_was_delivered() -> 
     whole = RolloutCore(settings(n=1, samples=4, over=3), [s.limits for s in m.core.engines.states.values()])
     with pytest.raises(Exception, match="counts in part"):
         snapshot.restore(whole, state)
+
+
+@pytest.mark.parametrize("auto", [(), (Work.QUORUM,)], ids=["0.99", "auto"])
+def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: tuple[Work, ...]) -> None:
+    """As many samples as can be delivered in time may be of more groups than can, where groups have shrunk."""
+    fails: dict[str, Any] = {"on_failed_sample": OnFailedSample.SHRINK, "max_attempt_failures": 1}
+    changes: dict[str, Any] = {"n": 2, "over": 4, "max_staleness": 1, "refill": Refill.SAMPLE} | fails
+    m = machine(lambda g, i: 9, quorum=1.0 if auto else 0.99, auto=auto, **changes)
+    m.post(ev.StepRequested())
+    for _ in range(6):
+        for attempt in list(m.in_flight.values()):
+            if attempt.sample.id.index:
+                m.post(ev.SampleFailed(attempt.sample.id, "the judge was away"))
+        m.finish_aborts()
+    for attempt_id in m.in_flight:
+        m.tokens(attempt_id, 3)
+    state = snapshot.take(m.core, None)
+    engines = [s.limits for s in m.core.engines.states.values()]
+    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set .* or group_quorum as it was"):
+        snapshot.restore(RolloutCore(settings(samples=4, **changes), engines), state)
+    snapshot.restore(RolloutCore(settings(samples=4, group_quorum=0.75, **changes), engines), state)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_restoring_whole_groups_by_samples_is_never_in_the_way(late: bool) -> None:
+    """Not even where groups were late before, as by a trainer that updates twice for a batch: a late group is
+    n late samples."""
+    m = machine(lambda g, i: 9, n=1, over=2, quorum=1.0, max_staleness=1)
+    m.post(ev.StepRequested())
+    for attempt_id in m.in_flight:
+        m.tokens(attempt_id, 3)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    for version in range(1, 3 * late + 1):
+        m.post(ev.WeightsUpdated(PolicyVersion(0, version)))
+    core = RolloutCore(
+        settings(n=1, over=2, samples=4, group_quorum=0.75, max_staleness=1),
+        [s.limits for s in m.core.engines.states.values()],
+    )
+    snapshot.restore(core, snapshot.take(m.core, None))
+    assert core.buffer.units == 8
 
 
 def test_a_group_that_counts_since_a_restart_has_its_cohort_in_the_order_of_finishing() -> None:

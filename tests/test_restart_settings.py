@@ -195,6 +195,23 @@ def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
     run_virtual(program())
 
 
+def test_what_was_late_where_it_could_be_masked_is_refused_where_nothing_is() -> None:
+    """on_stale: mask promises nothing of too-old tokens, so on_stale: finish takes no state over that has some."""
+
+    async def program() -> None:
+        async with started(max_staleness=1, over_sampling_batch_size=12, on_stale="mask") as run:
+            for _ in range(3):
+                await run.next_batch()
+                for _ in range(3):
+                    await run.weight_update()
+            state = run.state_dict()
+        async with started(max_staleness=1, over_sampling_batch_size=12) as run:
+            with pytest.raises(CheckpointError, match=r"in time with .*, which on_stale: finish promises .*=mask\)"):
+                await run.load_state_dict(state)
+
+    run_virtual(program())
+
+
 def test_an_unchanged_configuration_is_never_in_the_way() -> None:
     """A trainer that updates twice per batch has too old groups already: it may go on as it did."""
 

@@ -161,8 +161,7 @@ class Failures:
             self._completion.unfinished(sample)
         group.unfinished -= 1
         size = group.delivered + group.held - 1
-        if group.state is not GroupState.READY or context.settings.whole_groups:
-            group.quorum = context.settings.quorum(size)
+        group.quorum = min(group.quorum, size)
         if reason is DropReason.FAILED:
             context.out.append(do.Warn(f"{error}; it is given up, and its group goes on with {size} samples"))
         self._drop(sample, reason, f"dropped ({reason}): {error}")

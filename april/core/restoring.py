@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 REFUSED = {"n_samples_per_prompt": "n_samples_per_prompt", "run_seed": "seed"}
 """Settings that must not change over a restart, and their names in the configuration."""
-PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale")
+PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum", "auto")
 """Settings on which it depends what can be delivered in time."""
 
 
@@ -287,24 +287,31 @@ def _without_room(core: RolloutCore, state: State) -> list[Sample]:
 def _require_in_time(core: RolloutCore, state: State) -> None:
     """With on_stale: finish, a changed setting must not make what is held too old."""
     settings, saved = core.settings, state["settings"]
-    changed = {name: saved[name] for name in PLANNED if name in saved and saved[name] != getattr(settings, name)}
+    changed = {name: was for name, (was, _) in changed_settings(core, state).items() if name in PLANNED}
     if settings.on_stale is not OnStale.FINISH or not changed:
         return
-    before = replace(settings, **{**changed, "on_stale": OnStale(saved["on_stale"])})
     late = _late(core, settings)
-    if late <= _late(core, before):
+    if not late or (saved["on_stale"] == OnStale.FINISH and late <= _late_before(core, changed)):
         return
     was = ", ".join(f"{name}={value}" for name, value in changed.items())
     slacks = _slacks(core, settings)
     batch, what = settings.units_per_group, "groups" if settings.whole_groups else "samples"
+    whole_now = settings.whole_groups and not changed.keys().isdisjoint(("group_quorum", "auto"))
     enough = max(-(-count // (slack + 1) // batch) for count, slack in enumerate(slacks, 1)) if slacks[0] >= 0 else 0
     raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
     raise CheckpointError(
         f"{late} of the {core.buffer.units} {what} of the state could not be delivered in time with "
         f"rollout_batch_size={settings.rollout_batch_size}, max_staleness={settings.max_staleness} and "
         f"max_age={settings.max_age}, which on_stale: finish promises (it was saved with {was}); set {raises}"
-        "max_staleness as it was, or on_stale to restart, drop or mask"
+        f"{'group_quorum' if whole_now else 'max_staleness'} as it was, or on_stale to restart, drop or mask"
     )
+
+
+def _late_before(core: RolloutCore, changed: Mapping[str, Any]) -> int:
+    """The same under the settings of before, which are no reason to refuse it: in what a batch counts now."""
+    auto = {"auto": tuple(map(Work, changed["auto"]))} if "auto" in changed else {}
+    before = replace(core.settings, **{**changed, **auto})
+    return _late(core, before) * max(1, core.settings.units_per_group // before.units_per_group)
 
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
