@@ -107,6 +107,11 @@ def test_equal_rewards_have_no_advantage_at_all(method: Any) -> None:
         assert batch.advantages(method, epsilon=0.0).tolist() == [0.0] * (k + 2)
 
 
+def test_rewards_whose_spread_is_no_number() -> None:
+    """So near to each other that their squares are 0, and no epsilon: no division by it."""
+    assert april.group_advantages([1e-200, 0.0], [[0.0], [1e-200]], epsilon=0.0).tolist() == [0.0, 0.0]
+
+
 def test_without_siblings() -> None:
     """A group of one: the textbook's r - mean is 0; rloo has nothing to compare with, and says what to do."""
     batch = batch_of([delivered(0, 0, 1.0, ((0, 1.0), (1, 0.0))), delivered(1, 0, 1.0, ((0, 1.0),))])
@@ -129,7 +134,8 @@ def test_tensors_give_tensors() -> None:
     ragged[:] = [np.array(o) for o in others]
     assert april.group_advantages(np.array(rewards), ragged).tolist() == expected.tolist()
     assert april.group_advantages([], []).shape == april.group_advantages(np.zeros(0), np.zeros(0)).shape == (0,)
-    assert april.group_advantages([1.0, 0.0], np.array([0.0, 2.0]), "rloo").tolist() == [1.0, -2.0]
+    for one_each in (np.array([0.0, 2.0]), [0.0, 2.0]):
+        assert april.group_advantages([1.0, 0.0], one_each, "rloo").tolist() == [1.0, -2.0]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,26 @@ def test_ratios_that_overflow(level: Any) -> None:
         assert float(truncated[0, 1]) == (1.0 if level == "token" else 2.0)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_weight_is_infinite_where_there_is_no_bound(level: Any) -> None:
+    """A loss of 0 times infinity is NaN; the weight is the largest that float32 has, without a warning or gradient."""
+    for own, other, mask in both([[-0.5]], [[-1000.0]], [[1]]):
+        found = april.masked_weights(own, other, mask, 0.0, math.inf, level=level)
+        assert float(found[0, 0]) == np.finfo(np.float32).max
+    own = torch.tensor([[-0.5]], requires_grad=True)
+    found = april.masked_weights(own, [[-1000.0]], [[1]], 0.0, math.inf, level=level, keep_gradient=True)
+    (gradient,) = torch.autograd.grad(found.sum(), own)
+    assert gradient.tolist() == [[0.0]]
+
+
+def test_arrays_that_may_not_be_written_are_taken_as_they_are() -> None:
+    """As they come out of shared memory: torch warns of those."""
+    own, other, mask = both([[-1.0, -0.5]], [[-1.0, -1.0]], [[1, 0]])[0]
+    for array in (other, mask):
+        array.setflags(write=False)
+    assert april.truncated_weights(torch.from_numpy(own), other, mask).tolist() == [[1.0, 0.0]]
+
+
 def test_long_responses_in_float32() -> None:
     """16,384 tokens: the product of a float32 tensor's ratios is that of float64 to a thousandth."""
     rng = np.random.default_rng(0)
@@ -150,6 +170,9 @@ def test_what_is_no_log_probability_is_refused(wrong: float) -> None:
                 weights(own, other, mask)
             with pytest.raises(ValueError, match=f"behaviour_logprobs {sentence}"):
                 weights(other, own, mask)
+            if isinstance(own, torch.Tensor):  # torch warns where a number is made of what has a gradient
+                with pytest.raises(ValueError, match=f": logprobs {sentence}"):
+                    weights(own.clone().requires_grad_(), other, mask, keep_gradient=True)
 
 
 def test_arguments_that_cannot_be() -> None:
@@ -163,7 +186,7 @@ def test_arguments_that_cannot_be() -> None:
         april.truncated_weights(own, own, own, level="word")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="arrays have no gradient"):
         april.masked_weights(own, own, own, keep_gradient=True)
-    for limit in (0.0, -1.0, math.nan, math.inf):
+    for limit in (0.0, -1.0, math.nan, math.inf, 1e39):
         with pytest.raises(ValueError, match="limit must be a number above 0"):
             april.truncated_weights(own, own, own, limit)
     for low, high in ((-1.0, 2.0), (2.0, 1.0), (0.0, 0.0), (math.nan, 1.0)):

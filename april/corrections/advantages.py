@@ -133,7 +133,7 @@ def group_advantages(
         if method != "dr_grpo":
             squares = advantages**2 + (np.where(there, advantages[:, None] - ahead, 0.0) ** 2).sum(1)
             std = np.sqrt(squares / np.maximum(k - ddof, 1))
-            advantages = np.divide(advantages, std + epsilon, out=np.zeros_like(own), where=advantages != 0)
+            advantages = np.divide(advantages, std + epsilon, out=np.zeros_like(own), where=std + epsilon > 0)
     return _like(rewards, advantages.astype(np.float32))
 
 
@@ -200,7 +200,7 @@ def _rectangle(rows: Any) -> Float64:
     if hasattr(rows, "ndim") and rows.dtype != object:
         found = _float64(rows)
         return found[:, None] if found.ndim == 1 else found
-    arrays = [_float64(row) for row in rows]
+    arrays = [np.atleast_1d(_float64(row)) for row in rows]
     filled = np.full((len(arrays), max((len(a) for a in arrays), default=0)), np.nan)
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array

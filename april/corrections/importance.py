@@ -34,6 +34,8 @@ LEVELS: tuple[str, ...] = get_args(Level)
 
 HALVES = ("float16", "bfloat16")
 """Types in which a log-probability is too coarse: in bfloat16 one of -10 is known to 0.06, its ratio to 6 %."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Of the weights: above it float32 has infinity, which makes NaN of a loss of 0."""
 ROUNDING = 0.01
 """Log-probabilities above 0 by less are rounding."""
 
@@ -80,10 +82,10 @@ def truncated_weights(
             The paper's do not; GSPO's ratio does in its own loss.
 
     Raises ValueError for shapes that do not fit, numbers that are no log-probabilities (NaN, infinite, above 0) where
-    there is loss, float16 and bfloat16, another level, and a limit that is not above 0.
+    there is loss, float16 and bfloat16, another level, and a limit that is not above 0 or that float32 does not hold.
     """
-    if not (limit > 0 and math.isfinite(limit)):
-        raise ValueError(f"truncated_weights: limit must be a number above 0, got {limit!r}")
+    if not 0 < limit <= LARGEST:
+        raise ValueError(f"truncated_weights: limit must be a number above 0 that float32 holds, got {limit!r}")
     who = "truncated_weights"
     xp, ratios, counted = _log_ratios(who, logprobs, behaviour_logprobs, loss_mask, level, keep_gradient)
     weights = xp.exp(xp.clip(ratios, None, math.log(limit)))  # cut before exp, which could overflow
@@ -128,7 +130,8 @@ def masked_weights(
 
     Args:
         logprobs, behaviour_logprobs, loss_mask, level, keep_gradient: as for :func:`truncated_weights`.
-        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` are no bound.
+        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` are no bound. A ratio that float32
+            does not hold is cut to the largest number that it does.
 
     Raises ValueError as :func:`truncated_weights`, and for another order of low and high.
     """
@@ -138,7 +141,8 @@ def masked_weights(
     xp, ratios, counted = _log_ratios(who, logprobs, behaviour_logprobs, loss_mask, level, keep_gradient)
     kept = counted & (ratios >= (math.log(low) if low else -math.inf)) & (ratios <= math.log(high))
     # exp(0) in the place of what is masked: its overflow would be NaN in the gradient
-    return _float32(xp.where(kept, xp.exp(xp.where(kept, ratios, 0.0)), 0.0))
+    weights = xp.exp(xp.clip(xp.where(kept, ratios, 0.0), None, math.log(LARGEST)))
+    return _float32(xp.where(kept, xp.clip(weights, None, LARGEST), 0.0))
 
 
 def float64_logprobs(who: str, what: str, values: Any) -> NDArray[np.float64]:
@@ -152,7 +156,7 @@ def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
     wrong = counted & ~((values <= ROUNDING) & (values > -math.inf))
     if bool(wrong.any()):
         raise ValueError(
-            f"{who}: {what} holds {float(values[wrong][0]):g} for one of {int(wrong.sum())} tokens with loss; give "
+            f"{who}: {what} holds {values[wrong][0].item():g} for one of {int(wrong.sum())} tokens with loss; give "
             "log-probabilities: finite, and at most 0"
         )
 
@@ -171,8 +175,8 @@ def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: 
         xp: Any = torch
         own = logprobs if keep_gradient else logprobs.detach()
         own = own if own.dtype == torch.float64 else own.float()
-        other = torch.as_tensor(behaviour, device=own.device).detach().to(own.dtype)
-        counted = torch.as_tensor(loss_mask, device=own.device) != 0
+        other = _tensor(behaviour, own.device).detach().to(own.dtype)
+        counted = _tensor(loss_mask, own.device) != 0
     else:
         if keep_gradient:
             raise ValueError(f"{who}: keep_gradient=True needs logprobs as a tensor; arrays have no gradient")
@@ -194,6 +198,13 @@ def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: 
             total = total / counted.sum(-1).clip(1)
         ratios = xp.where(counted, total[:, None], 0.0)
     return xp, ratios, counted
+
+
+def _tensor(values: Any, device: Any) -> Any:
+    """A tensor on this device; arrays are copied, as torch warns of those that nobody may write into."""
+    import torch
+
+    return values.to(device) if hasattr(values, "detach") else torch.tensor(np.asarray(values), device=device)
 
 
 def _check_type(who: str, what: str, values: Any) -> None:
