@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +336,22 @@ def test_nobody_waits_for_an_answer_at_the_end() -> None:
     assert asyncio.run(closed()) == -9
 
 
+def test_a_question_that_is_given_up_leaves_nothing_open() -> None:
+    """Cancelled, it ends once its process has: a loop that closes next has no pipe of it left."""
+
+    async def given_up() -> int | None:
+        process = ChooserProcess()
+        task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
+        while process._process is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        running = process._process
+        task.cancel()
+        await asyncio.wait([task])
+        return running.returncode
+
+    assert asyncio.run(given_up()) == -9
+
+
 # -------------------------------------------------------------------- in the scheduler
 
 
@@ -398,6 +415,24 @@ def test_the_run_goes_on_while_it_is_answered(
         "auto: N' = 7, group_quorum 0.75 from now on, after N' = 4: 1.40 times its speed is expected, 50% of the "
         "trained tokens from older weights"
     ]
+
+
+def test_the_end_waits_for_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked has ended, with its process, when the scheduler is closed: nothing of it outlives the loop."""
+
+    class Slow(Oracle):
+        ended = False
+
+        async def ask(self, question: Question) -> Answer:
+            try:
+                return await super().ask(question)
+            finally:
+                await asyncio.sleep(0.5)
+                self.ended = True
+
+    monkeypatch.setattr(sys.modules[__name__], "Oracle", Slow)
+    _, oracle = scheduled(monkeypatch, BETTER, 3)
+    assert (oracle.asked, oracle.ended) == (1, True)
 
 
 def test_no_answer_leaves_everything_as_it_is(

@@ -79,3 +79,10 @@ class AutoRun:
         if self._task is not None:
             self._task.cancel()
         self._chooser.close()
+
+    async def closed(self) -> None:
+        """Nothing is asked any more, and no process is left."""
+        task = self._task
+        self.close()
+        if task is not None:
+            await asyncio.wait([task])

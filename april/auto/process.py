@@ -28,6 +28,8 @@ class ChooserProcess:
             said, wrong = await process.communicate(question.encode())
         finally:
             self.close()
+            if process.returncode is None:  # killed; its pipes must not outlive the loop
+                await process.communicate()
         if process.returncode:
             last = wrong.decode(errors="replace").strip().rpartition("\n")[2]
             raise RolloutError(f"the simulation has ended with {process.returncode}: {last[:300]}")

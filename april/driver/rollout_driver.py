@@ -402,7 +402,7 @@ class RolloutDriver:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
         if self._auto is not None:
-            self._auto.close()
+            await self._auto.closed()
         if self.hosts is not None:
             await self.hosts.close()
         await self.local.close()
