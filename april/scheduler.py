@@ -27,7 +27,7 @@ from april.driver.abandoned import Abandoned
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
-from april.driver.llm import RolloutFunction, single_turn, wrong_sampling
+from april.driver.llm import RolloutFunction, exact_types, single_turn, wrong_sampling
 from april.driver.local_host import limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
@@ -354,7 +354,7 @@ class RolloutScheduler:
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
-        return partial(self._evaluator.evaluate, checked, n_samples, sampling, seed)
+        return partial(self._evaluator.evaluate, checked, n_samples, exact_types(sampling), seed)
 
     # ---------------------------------------------------------------- data and restarts
 

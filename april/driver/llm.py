@@ -170,6 +170,18 @@ def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
     return wrong_stop_strings(sampling.stop)
 
 
+def exact_types(sampling: SamplingParams) -> SamplingParams:
+    """The same with Python's own int and float, once they are not wrong: a record writes what its replay reads."""
+    return replace(
+        sampling,
+        max_tokens=int(sampling.max_tokens),
+        min_tokens=int(sampling.min_tokens),
+        temperature=float(sampling.temperature),
+        top_p=float(sampling.top_p),
+        stop_token_ids=tuple(map(int, sampling.stop_token_ids)),
+    )
+
+
 def checked_call(
     sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:

@@ -27,6 +27,7 @@ from april.driver.llm import (
     check_mismatch,
     checked_call,
     completion_of,
+    exact_types,
     single_turn,
 )
 from april.driver.mistakes import Mistakes
@@ -151,7 +152,7 @@ class SampleFunctions:
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.call = call
             function.stop_clock()  # parked time is not the function's
-            self._post(ev.CallMade(sample.id, sampling, token_ids))
+            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids))
             try:
                 return await call
             finally:
