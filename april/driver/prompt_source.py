@@ -421,8 +421,11 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
     if array.ndim == 2 and len(array) == 1:
         array = array[0]  # a tokenizer's batch of one
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        shape = f" of shape {list(array.shape)}, {array.dtype}" if array.ndim and array.size else ""
+        advice = " (apply your chat template and tokenizer first)" if array.dtype.kind == "U" else ""
         raise ConfigError(
-            f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU"
+            f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU, "
+            f"got {type(ids).__name__}{shape}{advice}"
         )
     if array.min() < 0 or array.max() >= vocab_size:
         bad = array[(array < 0) | (array >= vocab_size)][0]
