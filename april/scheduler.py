@@ -148,12 +148,19 @@ class RolloutScheduler:
         """The last weight update, until a call has heard its end."""
         self._thread = self._loop_type()
         others: RemoteHosts | None = None
+        made: Sequence[Engine] = ()
+
+        async def undo() -> None:
+            if others is not None:
+                await others.close()  # whoever came in is told
+            await Abandoned(made).end()
+
         try:
             self._onlookers = Onlookers(progress, exporters, sample_texts, detokenizer, self._thread)
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
-                engines = create_engines(config.engine, model, config.seed, self._thread.run)
+                engines = made = create_engines(config.engine, model, config.seed, self._thread.run)
             self._engines = list(engines)
             _check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
             if hosts is not None:
@@ -174,7 +181,7 @@ class RolloutScheduler:
                 )
             )
         except BaseException:
-            self._thread.begin_to_stop(None if others is None else others.close)  # whoever came in is told
+            self._thread.begin_to_stop(undo)
             self._thread.stop()
             raise
         self._onlookers.driver = self._driver

@@ -97,6 +97,24 @@ def test_a_scheduler_that_is_dropped_ends_its_requests(caplog: pytest.LogCapture
     assert "dropped without close()" in caplog.text
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scheduler_that_could_not_be_made_closes_what_it_made(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that the caller gave stay the caller's."""
+    closed: list[str] = []
+    close = SimulatedEngine.close
+
+    async def closing(self: SimulatedEngine) -> None:
+        closed.append(self.name)
+        await close(self)
+
+    monkeypatch.setattr(SimulatedEngine, "close", closing)
+    with scheduler() as other:
+        engines = other.engines if given else None
+        with pytest.raises(april.ConfigError, match="prompts"):
+            april.RolloutScheduler(config(engine={"kind": "simulated"}), prompts=5, reward=None, engines=engines)
+        assert bool(closed) is not given
+
+
 def test_a_closed_scheduler_is_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     """There is nothing left to end."""
     with scheduler() as rollouts:

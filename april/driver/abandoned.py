@@ -1,4 +1,4 @@
-"""What is left to do when a scheduler could not be closed: it was dropped before, or its loop did not answer."""
+"""What is left to do when a scheduler could not be closed: it was never made, was dropped, or did not answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Abandoned:
     The user's functions are not among them: they may hold the scheduler, which would then never be dropped.
     """
 
-    def __init__(self, engines: Sequence[Engine], threads: WorkerThreads) -> None:
+    def __init__(self, engines: Sequence[Engine], threads: WorkerThreads | None = None) -> None:
         self._engines = engines
         self._threads = threads
 
@@ -32,7 +32,8 @@ class Abandoned:
 
     async def end(self) -> None:
         """Close them; nothing else is left on the loop."""
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
         closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
         if closing:
             await asyncio.wait(closing, timeout=PATIENCE_S)
