@@ -445,6 +445,48 @@ def test_no_answer_leaves_everything_as_it_is(
     assert "nobody knows" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (replace(BETTER, over_sampling_batch_size=0), "over_sampling_batch_size"),
+        (replace(BETTER, over_sampling_batch_size=10**9), "over_sampling_batch_size"),
+        (replace(BETTER, group_quorum=0.0), "group_quorum"),
+        (replace(BETTER, group_quorum=7.0), "group_quorum"),
+        (replace(BETTER, group_quorum=float("nan")), "group_quorum"),
+        (replace(BETTER, refill=Refill.GROUP), "refill"),
+        (replace(BETTER, max_in_flight=0), "max_in_flight"),
+    ],
+)
+def test_an_answer_that_cannot_be_changes_nothing(
+    wrong: InWork, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The core takes what it is told, so it is told nothing that would end or starve the run."""
+    with pytest.raises(ValueError, match=f"cannot be .*{why}"):
+        question().check(answer(wrong))
+    found, _ = scheduled(monkeypatch, wrong if why != "max_in_flight" else replace(wrong, group_quorum=0.0), 6)
+    assert {(m["auto_over_sampling_batch_size"], m["auto_changes"]) for m in found} == {(4.0, 0.0)}
+    assert "N' = 4 stays, as nothing better could be looked for: the answer cannot be" in caplog.text
+
+
+def test_figures_that_are_no_numbers_and_what_is_not_free_are_refused() -> None:
+    """What is in work now may always stay, whatever it is."""
+    with pytest.raises(ValueError, match="no number"):
+        question().check(answer(tokens_per_s=float("nan")))
+    with pytest.raises(ValueError, match="group_quorum is not to be chosen"):
+        question(free=(Work.OVER_SAMPLING,)).check(answer(replace(NOW, group_quorum=0.75)))
+    beyond = replace(NOW, over_sampling_batch_size=99, max_in_flight=99)
+    question(now=beyond).check(answer(beyond))
+
+
+def test_a_chooser_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning; the next question comes in its time."""
+    monkeypatch.setattr(auto_run, "PATIENCE_S", 0.5)
+    found, oracle = scheduled(monkeypatch, BETTER, 10)
+    assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
+    assert oracle.asked >= 2
+    assert "nothing better could be looked for: TimeoutError" in caplog.text
+
+
 def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A replay decides the same with them."""
     path = tmp_path / "run.jsonl"

@@ -18,6 +18,9 @@ from april.engines.simulated.fitted_cost import FittedCost
 
 log = logging.getLogger("april")
 
+PATIENCE_S = 1800.0
+"""For an answer; then the question is given up, and the next one comes in its time."""
+
 
 class Chooser(Protocol):
     """Answers questions."""
@@ -59,9 +62,12 @@ class AutoRun:
 
     async def _ask(self, question: Question) -> None:
         try:
-            answer = await self._chooser.ask(question)
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await self._chooser.ask(question)
+            question.check(answer)
         except Exception as error:
-            log.warning("auto: %s stays, as nothing better could be looked for: %s", question.now, error)
+            why = str(error) or type(error).__name__
+            log.warning("auto: %s stays, as nothing better could be looked for: %s", question.now, why)
             return
         finally:
             self._task = None

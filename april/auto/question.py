@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -73,6 +74,28 @@ class Question:
     def encode(self) -> bytes:
         """As JSON."""
         return msgspec.json.encode(self)
+
+    def check(self, answer: Answer) -> None:
+        """Raise ValueError for what is no answer to this: the core takes what it is told."""
+        best, free = answer.best, self.free
+        figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
+        wrong, most = "", (self.max_staleness + 1) * self.groups
+        if not all(math.isfinite(figure) for figure in figures):
+            wrong = "what it expects is no number"
+        elif fixed := [name for name in Work if name not in free and getattr(best, name) != getattr(self.now, name)]:
+            wrong = f"{fixed[0]} is not to be chosen"
+        elif best.refill not in (self.now.refill, Refill.NONE, Refill.SAMPLE):
+            wrong = "refill"
+        elif best == self.now:  # whatever it is
+            return
+        elif Work.OVER_SAMPLING in free and not self.groups <= best.over_sampling_batch_size <= most:
+            wrong = "over_sampling_batch_size"
+        elif Work.IN_FLIGHT in free and not 1 <= best.max_in_flight <= self.places:
+            wrong = "max_in_flight"
+        elif not 0.0 < best.group_quorum <= 1.0:
+            wrong = "group_quorum"
+        if wrong:
+            raise ValueError(f"the answer cannot be ({wrong}): {answer}")
 
     @classmethod
     def decode(cls, data: bytes) -> Question:
