@@ -126,6 +126,36 @@ def test_an_exporter_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixtu
     assert said == ["exporter Failing failed at step 0, the run goes on: ConnectionError: no route at step 0"]
 
 
+def test_an_exporter_that_wants_to_exit_gets_the_next_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """``SystemExit`` and the panics of Rust are no Exception; it is warned of, fed on and closed like any other."""
+
+    class Exits(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            super().log(metrics, step)
+            raise SystemExit(4)
+
+    exporter = Exits()
+    batches = run(exporter)
+    assert len(exporter.rows) == len(batches) == 4
+    assert exporter.closed == 1
+    assert "exporter Exits failed at step 0, the run goes on: SystemExit: 4" in caplog.text
+
+
+def test_an_exporter_has_metrics_of_its_own() -> None:
+    """What it writes into them neither the trainer sees nor another exporter."""
+
+    class Takes(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            assert isinstance(metrics, dict)
+            super().log(metrics, step)
+            metrics.clear()
+
+    well = Kept()
+    batches = run(Takes(), well)
+    assert well.rows == [(b.id, b.metrics) for b in batches]
+    assert all("step_s" in b.metrics for b in batches)
+
+
 def test_a_tokenizer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The metrics have been logged by then."""
 

@@ -39,7 +39,7 @@ class Feed:
             if self._closing or len(self._waiting) >= MOST_WAITING:
                 self._left_out += 1
                 return
-            self._waiting.append((step, metrics, samples))
+            self._waiting.append((step, dict(metrics), samples))  # its own: the trainer may write into the batch's
             self._news.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
@@ -77,17 +77,17 @@ class Feed:
                 self._exporter.log(metrics, step)
                 if samples and self._detokenizer is not None:
                     self._exporter.log_texts(texts_of(samples, self._detokenizer), step)
-            except Exception as error:
+            except BaseException as error:  # SystemExit too: the thread is april's, and the next batch comes
                 self._failed(f"step {step}", error)
         self._close()
 
     def _close(self) -> None:
         try:
             self._exporter.close()
-        except Exception as error:
+        except BaseException as error:
             self._failed("its end", error)
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def _failed(self, what: str, error: BaseException) -> None:
         log.log(
             logging.DEBUG if self._warned else logging.WARNING,
             "exporter %s failed at %s, the run goes on: %s", self._name, what, describe(error),
