@@ -12,13 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import april
 from april.atomic_file import write_atomic
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
-from april.server_text import said
+from april.server_text import printable, said
 from april.simulate.trainer import Placement
 
 app = typer.Typer(
@@ -109,7 +110,7 @@ def doctor(
     try:
         report = examine(urls or [], config, api_key_env, Patience(timeout, each, each))
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
     raise typer.Exit(present(report, as_json))
 
 
@@ -131,14 +132,14 @@ def replay(
     try:
         done = run(path, whole_story=story is not None)
     except RecordError as error:
-        console.print(str(error), soft_wrap=True)
+        console.print(printable(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
     table = Table(show_header=False, box=None)
-    for row in done.rows().items():
-        table.add_row(*row)
+    for name, text in done.rows().items():
+        table.add_row(name, printable(text))
     console.print(table)
     if story is not None:
-        console.print(done.core.story(SampleId(int(named[1]), int(named[2]))), soft_wrap=True)
+        console.print(printable(done.core.story(SampleId(int(named[1]), int(named[2])))), soft_wrap=True)
 
 
 @app.command()
@@ -163,17 +164,17 @@ def report(
         with console.status("reading") as status:
             runs = []
             for path in paths:
-                status.update(f"reading {path}")
+                status.update(Text(f"reading {printable(str(path))}"))
                 runs.append(read_run(path))
             status.update("drawing")
             text = page(runs)
         write_atomic(out, text.encode())
     except RecordError as error:
-        console.print(str(error), soft_wrap=True)
+        console.print(printable(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
-    console.print(f"wrote {out}", soft_wrap=True)
+    console.print(f"wrote {printable(str(out))}", soft_wrap=True)
 
 
 @app.command()
@@ -335,7 +336,7 @@ def simulate(
         )
         out.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
     except OSError as error:
         raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
     console = Console(markup=False)
@@ -353,14 +354,17 @@ def simulate(
     for line in verdict(report):
         console.print(line, highlight=False)
     written = [out / "simulate.json"]
-    written[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if find_spec("matplotlib"):
-        from april.simulate.figure import draw
-        from april.simulate.loop_figure import draw_loop
+    try:
+        written[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if find_spec("matplotlib"):
+            from april.simulate.figure import draw
+            from april.simulate.loop_figure import draw_loop
 
-        written.append(out / "simulate.png")
-        (draw if train_time is None else draw_loop)(report, runs, written[1])
-    else:
+            written.append(out / "simulate.png")
+            (draw if train_time is None else draw_loop)(report, runs, written[1])
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {written[-1]}: {error.strerror}; choose another --out") from None
+    if len(written) == 1:
         console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)
 
@@ -387,9 +391,9 @@ def profile(
     try:
         profile_server(url, kind, api_key_env, model, max_in_flight, tokens, out, console)
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
     except AprilError as error:
-        console.print(str(error), soft_wrap=True)
+        console.print(printable(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
@@ -459,9 +463,9 @@ def plan(
             given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, processes, out, console)
     except AprilError as error:
-        console.print(str(error), soft_wrap=True)
+        console.print(printable(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
     except OSError as error:
         raise typer.BadParameter(f"cannot write below {out}: {error.strerror}; choose another --out") from None

@@ -73,6 +73,14 @@ def said(value: object, limit: int = MAX_CHARS) -> str:
     return f"{text[:limit]} ..." if more or len(text) > limit else text
 
 
+def printable(text: str) -> str:
+    """The text with its spaces and lines; what else cannot be printed by its number, so that no terminal obeys it.
+
+    Whole sentences of april's that repeat names and texts of others; keys are not looked for.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def quoted(value: object, limit: int = 64) -> str:
     """The same between quotation marks, for names."""
     return f"'{said(value, limit)}'"

@@ -157,6 +157,7 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-staleness", "-1"], "'--max-staleness'"),
         (["--on-stale", "pray"], "'restart', 'mask'"),
         (["--train-time", "soon"], "train_time='soon' is no time: give seconds (40), or batch times"),
+        (["--train-time", "9" * 400], "is more than the 315,360,000 s of ten years"),
         (["--placement", "separate"], "have no meaning where training takes no time; give train_time"),
         (["--train-time", "1", "--placement", "elsewhere"], "'colocated', 'separate'"),
         (["--train-time", "1", "--fetch-ahead", "-1"], "'--fetch-ahead'"),
@@ -187,6 +188,8 @@ def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path, arguments: li
         (b"12\n{\n", "line 2: not JSON"),
         (b"12\n\n0\n", "line 3: expected an integer >= 1"),
         (b'{"lengths": [3, "4"]}\n', "line 1: expected an integer >= 1"),
+        (b"[" * 100_000 + b"\n", "line 1: not JSON"),
+        (b"3\n" + b"1" * 5000 + b"\n", "line 2: not JSON"),
         (b"\n", "the trace is empty"),
         (b"\xff\xfe", "is no UTF-8 text"),
         (None, "cannot read"),
@@ -207,6 +210,25 @@ def test_bad_length_files_are_refused_with_the_line(tmp_path: Path, content: byt
     assert sentence in text
     assert "lengths.jsonl" in text
     assert not (tmp_path / "plan").exists()
+
+
+def test_a_length_of_any_size_is_cut_at_the_most(tmp_path: Path) -> None:
+    """Also one that is beyond what a float holds."""
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(f"{10**400}\n" + '{"lengths": [3]}\n')
+    assert workload.read_lengths(path, 0).group(0, 4).max() in (3, 2**31 - 1)
+    path.write_text(f'{{"lengths": [{10**400}, 3]}}\n')
+    assert sorted(workload.read_lengths(path, 0).group(0, 2)) == [3, 2**31 - 1]
+
+
+@pytest.mark.parametrize("name", ["simulate.json", "simulate.png"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    """The tables are there by then."""
+    (tmp_path / name).mkdir()
+    code, text = call("--out", str(tmp_path), "--no-sweep")
+    assert code == 2
+    assert f"{name}: Is a directory; choose another --out" in text
+    assert "seconds per step" in text
 
 
 def test_steps_that_take_no_time_are_too_few(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from april.record.standing import standing_of
 
 log = logging.getLogger("april")
 
-_JSON = json.JSONEncoder(separators=(",", ":"))
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+"""What no reader of JSON takes is not written: it would hide all that comes after it."""
 STAND_EVERY_S = 5.0
 """Between two lines that say how the run stands; they come with events, so there is none while nothing happens."""
 

@@ -16,6 +16,7 @@ from april.report import pictures
 from april.report.limit import distance
 from april.report.run_data import RunData
 from april.report.svg import CAUSES, Ink, css
+from april.server_text import printable
 
 STYLE = """
 *{box-sizing:border-box}
@@ -77,21 +78,26 @@ def page(runs: Sequence[RunData]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+        f'<meta name="color-scheme" content="light dark"><title>{_text(title)}</title>'
         f"<style>{css()}{STYLE}</style></head>"
         f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs)}{body}'
-        f'<footer>Made by april {escape(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
+        f'<footer>Made by april {_text(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
         f'{"s" if len(runs) > 1 else ""}.</footer></main></body></html>\n'
     )
+
+
+def _text(text: str) -> str:
+    """Text of others: no markup, nothing that turns its direction, nothing that no file can hold."""
+    return escape(printable(text))
 
 
 def _run(run: RunData, number: int) -> str:
     steps = [batch.metrics for batch in run.batches]
     advice = bottleneck(whole(steps), run.settings) if steps else ""
     parts = [
-        f"<h1>{escape(run.name)}</h1>",
-        f'<p class="soft">{escape(_began(run))}; {escape(run.end)}.</p>',
-        f'<p class="advice">{escape(advice[:1].upper() + advice[1:])}.</p>' if advice else "",
+        f"<h1>{_text(run.name)}</h1>",
+        f'<p class="soft">{_text(_began(run))}; {_text(run.end)}.</p>',
+        f'<p class="advice">{_text(advice[:1].upper() + advice[1:])}.</p>' if advice else "",
         _facts(run),
         "<h2>Busy places</h2>",
         f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
@@ -158,7 +164,7 @@ def _figures(run: RunData) -> dict[str, str]:
 
 def _facts(run: RunData) -> str:
     facts = _figures(run).items()
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts)
+    cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in facts)
     return f'<dl class="facts">{cells}</dl>'
 
 
@@ -167,9 +173,9 @@ def _comparison(runs: Sequence[RunData]) -> str:
         return ""
     tables = [_figures(run) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
-    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    head = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(t.get(name, chr(0x2013)))}</td>' for t in tables)}</tr>"
+        f"<tr><td>{_text(name)}</td>{''.join(f'<td>{_text(t.get(name, chr(0x2013)))}</td>' for t in tables)}</tr>"
         for name in names
     )
     return f'<h1>{len(runs)} runs</h1><div class="scroll"><table><tr><th></th>{head}</tr>{rows}</table></div>'
@@ -195,7 +201,7 @@ def _limit(run: RunData) -> str:
     )
     bar = "".join(f'<div style="flex:{share:.4f};background:var({ink.variable})"></div>' for _, share, ink in parts)
     key = "".join(
-        f'<li><i style="background:var({ink.variable})"></i>{escape(name)} {share:.0%}</li>'
+        f'<li><i style="background:var({ink.variable})"></i>{_text(name)} {share:.0%}</li>'
         for name, share, ink in parts
     )
     return f'<p>{words}</p><div class="bar">{bar}</div><ul class="key">{key}</ul>'
@@ -218,7 +224,7 @@ def _auto(run: RunData) -> str:
             rows.append([f"{number:,}", f"{now}", expected])
             last = now
     head = "".join(f"<th>{words}</th>" for words in ("from batch", "in work", "expected of the best"))
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<h2>What auto chose</h2><div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
 
 
@@ -238,7 +244,7 @@ def _dropped(run: RunData) -> str:
     rows += [(f"requests that failed: {kind.replace('_', ' ')}", count) for kind, count in run.failures.items()]
     if not rows:
         return "<h2>Dropped and failed</h2><p>Nothing.</p>"
-    cells = "".join(f"<tr><td>{escape(words)}</td><td>{count:,.0f}</td></tr>" for words, count in rows)
+    cells = "".join(f"<tr><td>{_text(words)}</td><td>{count:,.0f}</td></tr>" for words, count in rows)
     return f'<h2>Dropped and failed</h2><div class="scroll"><table>{cells}</table></div>'
 
 
@@ -255,7 +261,7 @@ def _engines(run: RunData) -> str:
                 f"{c.per_prefill_token_s * 1e6:.1f}", f"{cost.error:.1%}",
             ]  # fmt: skip
         cells = [name, f"{int(mine.sum()):,}", f"{run.generated[mine].sum():,.0f}", *costs]
-        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+        rows.append(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
     head = "".join(
         f"<th>{words}</th>"
         for words in (

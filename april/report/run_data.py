@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
@@ -20,6 +22,31 @@ Floats = NDArray[np.float64]
 KINDS = (
     BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
 )  # fmt: skip
+
+MOST = 1e12
+"""Of times, tokens and ages in a record; more would be no run."""
+_Group = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+_Time = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=int(MOST))]
+_Metric = Annotated[float, msgspec.Meta(ge=-1e39, le=1e39)]
+_Ran = tuple[str, int, int, bool | int, _Count, _Time, _Count, _Count]
+NEEDED = (
+    *SECONDS, *SHARES, "trained_tokens", "generated_tokens", "reprefill_tokens", "off_policy_share", "staleness_mean",
+    "staleness_max",
+)  # fmt: skip
+"""Metrics that every batch has."""
+
+
+class _Delivered(msgspec.Struct):
+    """The parts of a line of a batch."""
+
+    metrics: dict[str, _Metric]
+    lengths: list[_Count]
+    ages: dict[int, _Count]
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in NEEDED if name not in self.metrics]:
+            raise ValueError(f"without the metric {missing[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +137,30 @@ def read_run(path: Path) -> RunData:
     seconds, end = 0.0, IN_THE_MIDDLE
     try:
         for line in lines:
-            parts, seconds = line.parts, line.time_s
+            parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
             match line.what:
                 case "AttemptEnded" | "AttemptFailed":
                     if line.what == "AttemptFailed":
                         failures[str(parts.get("kind", "broke_off"))] += 1
                     if (ran := parts.get("ran")) is not None:
-                        engine, _, _, evaluation, age, began, context, generated = ran
+                        engine, _, _, evaluation, age, began, context, generated = msgspec.convert(ran, _Ran)
                         number = numbers.setdefault(engine, len(numbers))
                         rows.append((number, age, began, seconds, context, generated, evaluation))
                 case "SampleReturned":
-                    finished.append((int(parts.get("generated", 0)), int(parts["sample"][0])))
+                    group, _ = msgspec.convert(parts["sample"], tuple[_Group, int])
+                    finished.append((msgspec.convert(parts.get("generated", 0), _Count), group))
                 case "UpdateRequested":
                     updates.append(seconds)
                 case "Batch":
-                    ages = {int(age): int(count) for age, count in parts["ages"].items()}
-                    batches.append(Batch(seconds, parts["metrics"], parts["lengths"], ages))
+                    found = msgspec.convert(parts, _Delivered, str_keys=True)
+                    batches.append(Batch(seconds, found.metrics, found.lengths, found.ages))
                 case what:
                     end = end_of(what, parts) or end
+    except RecordError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"line {line.number} of {path} cannot be: {type(error).__name__}: {error}") from None
+        kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+        raise RecordError(f"line {line.number} of {path} cannot be: {kind}: {error}") from None
     if not batches and not rows:
         raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show")
     columns = np.array(rows, np.float64).reshape(-1, 7).T

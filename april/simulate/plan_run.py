@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from april.errors import RecordError
 from april.extras import install
 from april.record.lines import HEAD
+from april.server_text import printable
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, plan
 from april.simulate.plan_show import as_plain, draw_plan, plan_table, settings
@@ -67,7 +68,7 @@ def plan_file(
         draw_plan(found, max_off_policy_share, written[-1])
     else:
         console.print(f"no picture: that needs matplotlib, {install('plot')}", soft_wrap=True)
-    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
+    console.print(printable(f"wrote {', '.join(map(str, written))}"), soft_wrap=True)
     return found
 
 

@@ -71,7 +71,7 @@ def read_cost(path: Path) -> DecodeCost:
         return DecodeCost(**{str(name): value for name, value in found["cost"].items()})
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what april profile has written: {error}") from None
 
 

@@ -28,6 +28,7 @@ MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 LENGTH_SAMPLES = 50_000
 """Responses drawn to know the distribution."""
 MOST_IN_FLIGHT = 100_000
+MOST_TRAIN_S = 10 * 365 * 86_400.0
 BOUNDS = (1, 2, 4, 8)
 """max_staleness of the continuous modes."""
 
@@ -207,7 +208,10 @@ class Workload:
                 f"train_time={self.train_time!r} is no time: give seconds (40), or batch times, each the time of a "
                 "batch at the engines' limit (0.5x)"
             )
-        return float(given[1]) * (self.batch_s if given[2] == "x" else 1.0)
+        seconds = float(given[1]) * (self.batch_s if given[2] == "x" else 1.0)
+        if seconds > MOST_TRAIN_S:
+            raise ValueError(f"train_time={self.train_time[:40]!r} is more than the {MOST_TRAIN_S:,.0f} s of ten years")
+        return seconds
 
     @property
     def separate(self) -> bool:

@@ -122,6 +122,8 @@ class Follower:
                 seen.dropped.update({n: int(v) for n, v in metrics.items() if _DROPPED in n and v})
             else:
                 seen.end = end_of(line.what, parts)
+        except RecordError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecordError(
                 f"line {line.number} of {self._path} cannot be: {type(error).__name__}: {error}"

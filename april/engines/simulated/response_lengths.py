@@ -170,7 +170,7 @@ class TraceLengths(ResponseLengths):
                     continue
                 try:
                     value = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
                     raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
                 row = value.get("lengths") if isinstance(value, dict) else [value]
                 if not isinstance(row, list) or not row or any(type(x) is not int or x < 1 for x in row):
@@ -187,11 +187,11 @@ class TraceLengths(ResponseLengths):
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
         if not self._grouped:
             draws = uniforms("trace sample", self._seed, group, n_samples)
-            return _as_lengths([float(self._rows[int(u * len(self._rows))][0]) for u in draws], self._cap)
+            return _as_lengths([self._rows[int(u * len(self._rows))][0] for u in draws], self._cap)
         pick, turn = uniforms("trace group", self._seed, group, 2)
         row = self._rows[int(pick * len(self._rows))]
         start = int(turn * len(row))
-        return _as_lengths([float(row[(start + i) % len(row)]) for i in range(n_samples)], self._cap)
+        return _as_lengths([row[(start + i) % len(row)] for i in range(n_samples)], self._cap)
 
 
 def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
@@ -204,7 +204,7 @@ def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
     return numbers[:count]
 
 
-def _as_lengths(values: list[float], cap: int | None) -> NDArray[np.int32]:
+def _as_lengths(values: Sequence[float], cap: int | None) -> NDArray[np.int32]:
     top = cap if cap is not None else 2**31 - 1
     return np.array([min(top, max(1, round(value))) if value < top else top for value in values], dtype=np.int32)
 

@@ -1,0 +1,122 @@
+"""Records that somebody else made: whatever stands in one, each command says a sentence and no terminal obeys it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import recorded, rewritten
+from typer.testing import CliRunner
+
+from april.cli import app
+from april.errors import RecordError
+from april.record.file import RunRecord
+from april.record.recorder import Recorder
+from april.record.replay import replay
+from april.report.page import page
+from april.report.run_data import read_run
+from april.simulate.simulation import Simulation
+from april.simulate.workload import Workload
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e[/red]</script>\nmore"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short run."""
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    recorded(path, steps=3)
+    return path
+
+
+def put(what: str, *keys: str | int, to: Any) -> Callable[[list[Any]], list[Any]]:
+    """In all lines of a kind one part is another."""
+
+    def change(line: list[Any]) -> list[Any]:
+        if line[1] == what:
+            parts = line[2]
+            for key in keys[:-1]:
+                parts = parts[key] if not isinstance(parts, dict) or key in parts else {}
+            if isinstance(parts, list) or keys[-1] in parts:
+                parts[keys[-1]] = to
+        return line
+
+    return change
+
+
+WRONG = [
+    ("AttemptEnded", "ran", 3, "x"), ("AttemptEnded", "ran", 4, None), ("AttemptEnded", "ran", 5, 1e308),
+    ("AttemptEnded", "ran", 7, -3), ("AttemptEnded", "ran", 7, 10**30), ("SampleReturned", "sample", []),
+    ("SampleReturned", "sample", 0, 10**30), ("SampleReturned", "generated", "many"), ("Batch", "ages", None),
+    ("Batch", "ages", ["x"]), ("Batch", "lengths", {}), ("Batch", "lengths", [1e308]), ("Batch", "metrics", None),
+    ("Batch", "metrics", {}), ("Batch", "metrics", "update_s", None), ("Batch", "metrics", "reward_mean", 1e300),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_part_that_cannot_be_is_named_by_its_line(record: Path, tmp_path: Path, wrong: tuple[Any, ...]) -> None:
+    """For the report and for a plan, however well the checks of the lines fit."""
+    path = rewritten(record, tmp_path / "wrong.jsonl", put(wrong[0], *wrong[1:-1], to=wrong[-1]))
+    with pytest.raises(RecordError, match=r"^line \d+ of .*wrong.jsonl cannot be: ValueError: "):
+        read_run(path)
+    result = CliRunner().invoke(app, ["plan", str(path), "--out", str(tmp_path / "plan")])
+    assert (result.exit_code, "cannot be" in " ".join(result.output.split())) == (1, True)
+
+
+def test_damage_is_said_once(record: Path, tmp_path: Path) -> None:
+    """The sentence about a line is not packed into one about the line before; nor is that about the format."""
+    path = tmp_path / "damaged.jsonl"
+    path.write_bytes(record.read_bytes() + b"x\n")
+    with pytest.raises(RecordError, match=r"^line \d+ of .*damaged.jsonl is damaged, or was changed$"):
+        read_run(path)
+    path = rewritten(record, tmp_path / "newer.jsonl", put("Record", "format", to=99))
+    said = CliRunner().invoke(app, ["watch", str(path), "--once"]).output
+    assert said.startswith(f"{path} cannot be read: april ")
+
+
+@pytest.mark.parametrize("field", ["april", "began", "format"])
+@pytest.mark.parametrize("command", ["replay", "report", "plan", "watch"])
+def test_text_of_others_moves_no_terminal(record: Path, tmp_path: Path, command: str, field: str) -> None:
+    """Escape sequences, what turns the direction, NUL: shown by number, whichever command meets them."""
+    path = rewritten(record, tmp_path / "run.jsonl", put("Record", field, to=HOSTILE))
+    more = {"report": ["--out", str(tmp_path / "page.html")], "watch": ["--once"]}.get(command, [])
+    if command == "plan" and field != "format":
+        more = ["--max-response-len", "0"]  # refused, after which nothing is simulated
+    output = CliRunner().invoke(app, [command, str(path), *more], env={"NO_COLOR": "1"}).output
+    assert not {"\x1b", "\x07", "\u202e"} & set(output)
+    if command == "report" and field == "began":
+        text = (tmp_path / "page.html").read_text("utf-8")
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert "owned\\x07\\u202e[/red]&lt;/script&gt;" in text
+
+
+@pytest.mark.parametrize("name", [b"x[/red]y.jsonl", b"\xff\x1b[2J.jsonl"])
+def test_any_name_of_a_file_will_do(record: Path, tmp_path: Path, name: bytes) -> None:
+    """One that looks like rich's markup, and one that is no UTF-8."""
+    path, out = tmp_path / os.fsdecode(name), tmp_path / os.fsdecode(b"\xff.html")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(record.read_bytes())
+    result = CliRunner().invoke(app, ["report", str(path), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.read_text("utf-8").startswith("<!doctype html>")
+    assert "\\udcff.html" in result.output
+
+
+def test_a_number_that_no_reader_takes_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would hide all that comes after it: the record ends there, says so, and can be read to there."""
+    workload = Workload(groups=4, samples=4, engines=1, max_response_len=400)
+    path = tmp_path / "run.jsonl"
+    simulation = Simulation(
+        workload.core_settings(workload.modes["april"]), workload.cost, workload.lengths, record=RunRecord(path)
+    )
+    simulation.run(2)
+    recorder = simulation._recorder
+    assert isinstance(recorder, Recorder)
+    recorder._add("Standing", lambda: {"observed": float("nan")})
+    simulation.close()
+    assert "Standing could not be written down (ValueError)" in caplog.text
+    assert replay(path).end.endswith("Standing could not be written down (ValueError)")
+    assert page([read_run(path)])
