@@ -187,6 +187,15 @@ def test_too_many_old_tokens_are_asked_about_early() -> None:
     assert q.max_off_policy_share < 0.3
 
 
+def test_where_nothing_is_better_old_tokens_are_asked_about_in_turn() -> None:
+    """Each question costs a simulation: what was answered a moment ago is not asked again."""
+    better = replace(BETTER, group_quorum=1.0)
+    run = Watched(lambda q: answer(better), max_off_policy_share=0.3)
+    run.run(60)
+    early = [at for at, _ in run.asked][2]
+    assert [at for at, _ in run.asked] == [2, 6, early, early + 16, early + 16 + MOST]
+
+
 def test_nothing_is_asked_before_the_cost_is_known() -> None:
     """Nor forgotten: the next batch asks."""
     core = RolloutCore(

@@ -40,6 +40,8 @@ class AutoWork:
         """Off-policy share and tokens of batches that were made as it is now."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
         self._answer: Answer | None = None
+        self._nothing_better = False
+        """There was none the last time that too much was old: whether there is one now is asked in its turn."""
         self._changes = 0
 
     def delivered(self, batch: Batch) -> None:
@@ -54,12 +56,14 @@ class AutoWork:
             self._shares.append((batch.off_policy_share, int(batch.metrics["trained_tokens"])))
             if self._since_changed > SETTLING + LATEST and self._lengths.changed(LATEST):
                 self._lengths.forget_before(LATEST)
-                self._wait = FIRST
+                self._wait, self._nothing_better = FIRST, False
 
     @property
     def asks(self) -> bool:
         """It is time for a question."""
-        return self._since_asked >= self._wait or (self._since_asked >= FIRST and self._seen_share > self._most)
+        if self._since_asked >= self._wait:
+            return True
+        return self._since_asked >= FIRST and not self._nothing_better and self._seen_share > self._most
 
     def question(self, costs: Iterable[DecodeCost]) -> Question | None:
         """What to ask now, with the cost of each engine; None while those are not known."""
@@ -85,6 +89,7 @@ class AutoWork:
     def answered(self, answer: Answer) -> WorkChanged | None:
         """What to change; None where it stays as it is."""
         self._answer, settings = answer, self._core.settings
+        self._nothing_better = answer.best == InWork.of(settings) and self._seen_share > self._most
         if answer.best == InWork.of(settings):
             return None
         self._changes += 1

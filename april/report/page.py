@@ -219,8 +219,9 @@ def _auto(run: RunData) -> str:
         now = replace(InWork.of(run.settings), **{str(name): value for name, value in given.items()})
         if now != last:
             expected = ""
-            if (speed := m.get("auto_expected_tokens_per_s")) is not None:
-                expected = f"{speed:,.0f} tokens per second, {m['auto_expected_off_policy_share']:.0%} off-policy"
+            speed, share = (m.get(f"auto_expected_{what}") for what in ("tokens_per_s", "off_policy_share"))
+            if speed is not None and share is not None:
+                expected = f"{speed:,.0f} tokens per second, {share:.0%} off-policy"
             rows.append([f"{number:,}", f"{now}", expected])
             last = now
     head = "".join(f"<th>{words}</th>" for words in ("from batch", "in work", "expected of the best"))
@@ -250,7 +251,8 @@ def _dropped(run: RunData) -> str:
 
 def _engines(run: RunData) -> str:
     rows = []
-    for number, name in enumerate(run.engines):
+    order = {engine.get("name"): i for i, engine in enumerate(run.head["engines"])}  # who came later, last
+    for number, name in sorted(enumerate(run.engines), key=lambda engine: order.get(engine[1], len(order))):
         mine = run.engine == number
         cost = run.costs.get(name)
         costs = ["", "", "", "", ""]
