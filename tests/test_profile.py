@@ -127,13 +127,18 @@ def test_the_command(tmp_path: Path) -> None:
         (["http://127.0.0.1:9", "--kind", "vlm"], 2, "april has no engine 'vlm'"),
         (["http://127.0.0.1:9", "--kind", "vllm", "--api-key-env", "NO_SUCH_KEY"], 2, "NO_SUCH_KEY is not set"),
         (["127.0.0.1", "--kind", "vllm"], 2, "http://"),
+        (["http://127.0.0.1:9", "--kind", "vllm", "--out", "."], 2, "cannot write .: Is a directory"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: list[str], code: int, sentence: str) -> None:
-    """Before anything is measured."""
+def test_what_is_wrong_is_said(
+    arguments: list[str], code: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured; and no file is left."""
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["profile", *arguments])
     assert result.exit_code == code, result.output
     assert sentence in unboxed(result.output)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_no_prompt_comes_twice() -> None:

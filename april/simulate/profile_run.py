@@ -31,6 +31,7 @@ def profile_server(
     engine = {"kind": kind, "urls": [url], "api_key_env": api_key_env, "model": model}
     engine = {name: value for name, value in engine.items() if value is not None}
     config = Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=tokens, engine=engine)
+    _require_writable(out)
     columns = (TextColumn("measuring"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
 
     async def measured() -> Profile:
@@ -61,3 +62,12 @@ def profile_server(
     found.write(out)
     console.print(f"wrote {out}: april plan LENGTHS --cost {out}", soft_wrap=True)
     return found
+
+
+def _require_writable(out: Path) -> None:
+    """What takes minutes to measure must not be lost in the end."""
+    there = out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.open("a").close()
+    if not there:
+        out.unlink()
