@@ -196,6 +196,15 @@ def test_where_nothing_is_better_old_tokens_are_asked_about_in_turn() -> None:
     assert [at for at, _ in run.asked] == [2, 6, early, early + 16, early + 16 + MOST]
 
 
+def test_a_few_old_batches_are_chance() -> None:
+    """Small batches differ: a share that keeps the limit on average is not lowered for one window that does not."""
+    run = Watched(lambda q: answer(replace(BETTER, group_quorum=1.0)), max_off_policy_share=0.6)
+    shares = [s.metrics["off_policy_share"] for s in run.run(60).steps]
+    assert np.mean(shares[2 + SETTLING :]) < 0.6
+    assert max(np.mean(shares[i : i + SETTLING]) for i in range(2 + SETTLING, 30)) > 0.6
+    assert [at for at, _ in run.asked] == [2, 6, 14, 30]
+
+
 def test_nothing_is_asked_before_the_cost_is_known() -> None:
     """Nor forgotten: the next batch asks."""
     core = RolloutCore(

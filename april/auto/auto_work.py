@@ -36,7 +36,7 @@ class AutoWork:
         self._lengths = LengthWindow()
         self._prompts: deque[float] = deque(maxlen=16)
         self._train_s: deque[float] = deque(maxlen=16)
-        self._shares: deque[tuple[float, int]] = deque(maxlen=8)
+        self._shares: deque[tuple[float, int]] = deque(maxlen=16)
         """Off-policy share and tokens of batches that were made as it is now."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
         self._answer: Answer | None = None
@@ -63,7 +63,7 @@ class AutoWork:
         """It is time for a question."""
         if self._since_asked >= self._wait:
             return True
-        return self._since_asked >= FIRST and not self._nothing_better and self._seen_share > self._most
+        return self._since_asked >= FIRST and not self._nothing_better and self._too_old
 
     def question(self, costs: Iterable[DecodeCost]) -> Question | None:
         """What to ask now, with the cost of each engine; None while those are not known."""
@@ -79,7 +79,7 @@ class AutoWork:
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
             max_staleness=min(core.leases.bound, s.max_age), on_stale=s.on_stale,
-            max_off_policy_share=self._most * min(1.0, self._off_by),
+            max_off_policy_share=self._most * self._off_by,
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=float(np.mean(self._train_s)) if self._train_s else 0.0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,
@@ -89,7 +89,7 @@ class AutoWork:
     def answered(self, answer: Answer) -> WorkChanged | None:
         """What to change; None where it stays as it is."""
         self._answer, settings = answer, self._core.settings
-        self._nothing_better = answer.best == InWork.of(settings) and self._seen_share > self._most
+        self._nothing_better = answer.best == InWork.of(settings) and self._too_old
         if answer.best == InWork.of(settings):
             return None
         self._changes += 1
@@ -110,15 +110,24 @@ class AutoWork:
         return found
 
     @property
-    def _seen_share(self) -> float:
-        """Off-policy share of what was trained since the latest change; 0 while too little was."""
-        tokens = sum(count for _, count in self._shares)
-        if len(self._shares) < SETTLING or not tokens:
-            return 0.0
-        return sum(share * count for share, count in self._shares) / tokens
+    def _too_old(self) -> bool:
+        """More is old than the limit allows, and not by chance."""
+        share, error = self._seen_share
+        return share - 2.0 * error > self._most
 
     @property
     def _off_by(self) -> float:
-        """Expected over seen off-policy share of what is in work."""
-        seen = self._seen_share
-        return 1.0 if self._answer is None or seen <= self._most else self._answer.off_policy_share / seen
+        """Expected over seen off-policy share of what is in work; at most 1, and what chance may do is left out."""
+        if self._answer is None or self._answer.off_policy_share <= 0.0:
+            return 1.0
+        share, error = self._seen_share
+        return self._answer.off_policy_share / max(self._answer.off_policy_share, share - error)
+
+    @property
+    def _seen_share(self) -> tuple[float, float]:
+        """Off-policy share of what was trained since the latest change and its standard error; 0 if that is little."""
+        tokens = sum(count for _, count in self._shares)
+        if len(self._shares) < SETTLING or not tokens:
+            return 0.0, 0.0
+        share = sum(share * count for share, count in self._shares) / tokens
+        return share, float(np.std([share for share, _ in self._shares], ddof=1)) / len(self._shares) ** 0.5
