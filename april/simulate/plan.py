@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from multiprocessing import get_context
 
 from april.core.types import Refill, Work
@@ -195,7 +196,11 @@ def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
 
 def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
     """Simulate one candidate for ``steps`` steps, the first ``ramp`` left out; raises RolloutError if it is stuck."""
-    f = measure(replace(workload, steps=steps, ramp=ramp), schedule).figures
+    return _row(replace(workload, steps=steps, ramp=ramp), schedule)
+
+
+def _row(workload: Workload, schedule: Schedule) -> Row:
+    f = measure(workload, schedule).figures
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
     at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]
     stands_still_s = 0.0 if workload.separate else f["steps"] * workload.train_s
@@ -237,21 +242,27 @@ def plan(
     share = max_off_policy_share
     times = max(1, min(MORE, ENOUGH // (workload.groups * workload.samples)))
 
-    def run_all(schedules: Sequence[Schedule], steps: tuple[int, int], more: int) -> None:
+    # the lengths are read once and drawn once, not for each candidate
+    seen = replace(workload, lengths_file=None, measured_lengths=workload.lengths)
+    brief, long = (replace(seen, steps=times * steps, ramp=times * ramp) for steps, ramp in (BRIEF, LONG))
+    assert brief.length_sample.size
+    assert long.length_sample.size
+
+    def run_all(schedules: Sequence[Schedule], at: Workload, more: int) -> None:
         total = len(done) + len(schedules) + more
-        for row in run(workload, schedules, (times * steps[0], times * steps[1])):
-            rows[row.schedule] = replace(row, long=steps == LONG)
+        for row in run(at, schedules):
+            rows[row.schedule] = replace(row, long=at is long)
             done.append(row)
             progress(len(done), total)
 
     done: list[Row] = []
     with _pool(processes) as run:
         schedules = coarse(workload, space)
-        run_all(schedules, BRIEF, FINALISTS + 1 + ROUNDS * 4)
+        run_all(schedules, brief, FINALISTS + 1 + ROUNDS * 4)
         for left in range(ROUNDS - 1, -1, -1):
             best = choose(list(rows.values()), share)
-            run_all(neighbours(workload, best.schedule, rows, space), BRIEF, FINALISTS + 1 + left * 4)
-        run_all(_finalists(schedules[0], list(rows.values()), share), LONG, 0)
+            run_all(neighbours(workload, best.schedule, rows, space), brief, FINALISTS + 1 + left * 4)
+        run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
     best = choose([row for row in rows.values() if row.long], share)
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
 
@@ -273,19 +284,13 @@ class _pool:
         if processes > 1:
             self._executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
 
-    def __enter__(self) -> Callable[[Workload, Sequence[Schedule], tuple[int, int]], Iterator[Row]]:
+    def __enter__(self) -> Callable[[Workload, Sequence[Schedule]], Iterator[Row]]:
         return self._run
 
     def __exit__(self, *_: object) -> None:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
-    def _run(self, workload: Workload, schedules: Sequence[Schedule], steps: tuple[int, int]) -> Iterator[Row]:
-        jobs = [(workload, schedule, *steps) for schedule in schedules]
-        if self._executor is None:
-            return map(_expect, jobs)
-        return self._executor.map(_expect, jobs)
-
-
-def _expect(job: tuple[Workload, Schedule, int, int]) -> Row:
-    return expect(*job)
+    def _run(self, workload: Workload, schedules: Sequence[Schedule]) -> Iterator[Row]:
+        run = map if self._executor is None else self._executor.map
+        return run(_row, repeat(workload), schedules)
