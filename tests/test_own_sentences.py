@@ -35,6 +35,7 @@ ALLOWED = {
     ("coordinator/results.py", "response_len"): "names of metrics",
     ("coordinator/results.py", "reward_"): "names of metrics",
     ("corrections/importance.py", "torch."): "names of dtypes",
+    ("core/restoring.py", "auto"): "names of settings",
     ("core/restoring.py", "settled"): "keys of a state",
     ("core/sealed.py", "april"): "keys of a state",
     ("demo/show.py", "loss"): "keys of figures",

@@ -81,22 +81,22 @@ def test_neighbours_are_half_way_and_new() -> None:
     assert [s.in_flight for s in neighbours(SMALL, refill, tried, Space.whole(SMALL, (1.0,)))] == [24, 40]
 
 
-def landscape(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+def landscape(schedule: Schedule) -> Row:
     """As if N' = 13 with a quorum of 0.75 were best."""
     one_shot = schedule.refill is Refill.NONE
     speed = 1.0 - abs(schedule.over - 13) / 40 - abs(schedule.quorum - 0.75) / 10 if one_shot else 0.5
-    return replace(row(8, speed, 0.5), schedule=schedule, long=(steps, ramp) == planning.LONG)
+    return replace(row(8, speed, 0.5), schedule=schedule)
 
 
 def test_the_search_goes_up_the_hill(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of all is found with a third of the runs; progress ends where it says."""
-    runs: list[tuple[Schedule, int]] = []
+    runs: list[Schedule] = []
 
-    def run(job: tuple[Workload, Schedule, int, int]) -> Row:
-        runs.append((job[1], job[2]))
-        return landscape(*job)
+    def run(workload: Workload, schedule: Schedule) -> Row:
+        runs.append(schedule)
+        return landscape(schedule)
 
-    monkeypatch.setattr(planning, "_expect", run)
+    monkeypatch.setattr(planning, "_row", run)
     told: list[tuple[int, int]] = []
     found = plan(SMALL, progress=lambda done, total: told.append((done, total)))
     assert (found.best.schedule.over, found.best.schedule.quorum) == (13, 0.75)
