@@ -234,14 +234,14 @@ def test_a_simulation_needs_somebody_who_chooses() -> None:
 def rows(monkeypatch: pytest.MonkeyPatch, value: Callable[[Schedule], tuple[float, float]]) -> None:
     """Simulations of which is known what they give: (speed, off-policy share)."""
 
-    def expected(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+    def expected(workload: Workload, schedule: Schedule) -> Row:
         speed, share = value(schedule)
         return Row(
             schedule=schedule, tokens_per_s=speed, off_policy_share=share, staleness_mean=1.0, staleness_max=2,
             step_s=1.0, held_tokens=0.0,
         )  # fmt: skip
 
-    monkeypatch.setattr("april.simulate.plan.expect", expected)
+    monkeypatch.setattr("april.simulate.plan._row", expected)
 
 
 def test_what_is_hardly_better_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
