@@ -34,6 +34,8 @@ def test_every_row_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     if name == "float32":
         assert max(row["max"] for row in rows.values()) < 1e-4
     else:
-        own = rows["transformers alone and padded"]["mean"] + rows["transformers alone, float32"]["mean"]
-        assert 0 < rows["april, transformers alone"]["mean"] < 2 * own
+        padding, rounding = rows["transformers alone and padded"]["mean"], rows["transformers alone, float32"]["mean"]
+        assert rounding > 0
+        # 0 on processors on which a row's sums do not depend on the rows beside it
+        assert rows["april, transformers alone"]["mean"] < 2 * (padding + rounding)
     assert not torch.is_autocast_enabled("cpu")
