@@ -8,6 +8,7 @@ Needs the machine for itself, and some ten minutes.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import Annotated
@@ -32,6 +33,7 @@ def main(
     train: Annotated[float, typer.Option(min=0, help="Its time, in batches at the server's limit.")] = 1.0,
 ) -> None:
     """Tables go to the terminal, everything else to runs/real_engines/KIND.json and its like."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     out = ROOT / "runs" / "real_engines"
     out.mkdir(parents=True, exist_ok=True)
     models = make_models(out / "models", eos=False)

@@ -30,6 +30,10 @@ def vllm_server(
     settings = QUIET | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # the model runs in the engine's own process, on one of two cores: a worker of its own would be waited for in a
+        # loop of sched_yield, beside which Linux 6.18 leaves the HTTP server without a core for seconds
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
         "VLLM_SERVER_DEV_MODE": "1" if open_routes else "0",
         "PATH": f"{where / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }
