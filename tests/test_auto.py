@@ -45,7 +45,8 @@ def question(**changes: Any) -> Question:
     """Of a small run."""
     values: dict[str, Any] = {
         "groups": 4, "samples": 4, "max_response_len": 400, "prompt_len": 8, "max_staleness": 3,
-        "on_stale": OnStale.FINISH, "max_off_policy_share": 1.0, "continuous": False, "train_s": 0.0, "engines": 2,
+        "on_stale": OnStale.FINISH, "max_off_policy_share": 1.0, "continuous": False, "train_s": 0.0, "fetch_ahead": 0,
+        "engines": 2,
         "cost": (1e-2, 1e-4, 1e-7, 1e-5), "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
         "places": 64, "free": tuple(Work), "now": NOW,
     }  # fmt: skip
@@ -92,8 +93,9 @@ class Watched(Simulation):
     """A simulation whose chooser answers as it is told, and remembers what it was asked."""
 
     def __init__(
-        self, told: Callable[[Question], Answer], lengths: ResponseLengths | None = None, **settings: Any
-    ) -> None:
+        self, told: Callable[[Question], Answer], lengths: ResponseLengths | None = None, *, train_s: float = 2.0,
+        fetch_ahead: int = 0, **settings: Any,
+    ) -> None:  # fmt: skip
         self.asked: list[tuple[int, Question]] = []
         values: dict[str, Any] = {
             "rollout_batch_size": 4, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4, "max_in_flight": 16,
@@ -106,7 +108,7 @@ class Watched(Simulation):
 
         super().__init__(
             CoreSettings(**(values | settings)), COST, lengths or LognormalLengths(100.0, 0.5, 0.5, seed=1), engines=2,
-            choose=asked, most_in_flight=64, check=True, train_s=2.0,
+            choose=asked, most_in_flight=64, check=True, train_s=train_s, fetch_ahead=fetch_ahead,
         )  # fmt: skip
 
 
@@ -203,6 +205,27 @@ def test_a_few_old_batches_are_chance() -> None:
     assert np.mean(shares[2 + SETTLING :]) < 0.6
     assert max(np.mean(shares[i : i + SETTLING]) for i in range(2 + SETTLING, 30)) > 0.6
     assert [at for at, _ in run.asked] == [2, 6, 14, 30]
+
+
+def test_where_any_share_will_do_none_is_too_old() -> None:
+    """More old tokens than were expected make no limit where the configuration has none."""
+    run = Watched(lambda q: answer(off_policy_share=0.1))
+    run.run(16)
+    assert min(s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING :]) > 0.1
+    assert len(run.asked) > 2
+    assert {q.max_off_policy_share for _, q in run.asked} == {1.0}
+
+
+def test_a_trainer_that_asks_ahead_is_simulated_so() -> None:
+    """Its engines do not stand still while it trains, and a batch takes it as long as it takes."""
+    run = Watched(stays, fetch_ahead=1, train_s=20.0)
+    run.run(16)
+    _, q = run.asked[-1]
+    assert (q.fetch_ahead, q.continuous) == (1, False)
+    assert q.train_s == pytest.approx(20.0, rel=0.03)
+    workload = workload_of(q)
+    assert (workload.separate, workload.fetch_ahead) == (True, 1)
+    assert workload.train_s == pytest.approx(q.train_s)
 
 
 def test_nothing_is_asked_before_the_cost_is_known() -> None:
@@ -307,6 +330,35 @@ def test_a_run_that_allows_no_old_tokens_can_ask() -> None:
     """max_staleness 0: only what is delivered with its own step can be in work."""
     q = question(max_staleness=0)
     assert {s.over for s in coarse(workload_of(q), space_of(q)) if s.refill is Refill.NONE} == {4}
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.MASK, OnStale.DROP])
+def test_what_would_be_refused_is_not_proposed(on_stale: OnStale) -> None:
+    """More groups than can be trained in time are no candidates, also where the configuration would take them."""
+    q = question(max_staleness=1, on_stale=on_stale)
+    found = coarse(workload_of(q), space_of(q))
+    assert max(s.over for s in found if s.refill is Refill.NONE) == 8
+
+
+def test_what_is_in_work_is_always_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a quorum without more in work, with which a run begins: or another would pass for it."""
+    rows(monkeypatch, lambda s: (100.0 + s.over, 0.1))
+    now = replace(NOW, group_quorum=0.5)
+    q = question(now=now, samples=8, free=(Work.OVER_SAMPLING, Work.IN_FLIGHT))
+    assert coarse(workload_of(q), space_of(q))[0] == space_of(q).base
+    found = choose(q)
+    assert found.best.over_sampling_batch_size > 4
+    assert found.speed_up == pytest.approx(112.0 / 104.0)
+    strict = replace(q, max_staleness=0)
+    assert choose(strict).best == now
+
+
+def test_what_cannot_be_in_work_any_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_staleness was lowered below what N' needs: the best of the others, however little faster it is."""
+    rows(monkeypatch, lambda s: (100.0, 0.1))
+    q = question(max_staleness=1, now=replace(NOW, over_sampling_batch_size=12, max_in_flight=48))
+    assert space_of(q).base not in coarse(workload_of(q), space_of(q))
+    assert choose(q).best.over_sampling_batch_size <= 8
 
 
 def test_the_real_simulation_finds_more_in_work_better() -> None:
@@ -520,9 +572,15 @@ def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_numbers_in_the_configuration_cost_nothing() -> None:
-    """Without auto nobody asks, and no request is remembered for it."""
+    """Without auto there is nobody who asks."""
     settings = april.Config(rollout_batch_size=1, n_samples_per_prompt=4, max_response_len=9)
     assert settings.auto == ()
+
+    async def run() -> None:
+        async with rollouts(settings, engines=[FakeEngine()], prompts=[[1, 2]]) as run:
+            assert run.scheduler._driver._auto is None
+
+    run_virtual(run())
 
 
 @pytest.mark.parametrize(

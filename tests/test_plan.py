@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import april
 from april.cli import app
-from april.core.types import Refill
+from april.core.types import OnStale, Refill
 from april.errors import RecordError
 from april.record.file import RunRecord
 from april.simulate import plan as planning
+from april.simulate.measure import measure
 from april.simulate.observed import workload_of
 from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, expect, front, neighbours, plan
+from april.simulate.plan_run import read_workload
 from april.simulate.plan_show import settings
 from april.simulate.simulation import Simulation
 from april.simulate.trainer import Placement
@@ -172,6 +174,47 @@ def test_the_command(record: Path, tmp_path: Path) -> None:
     assert "cannot be read" in unboxed(missing.output)
 
 
+def test_what_is_given_replaces_what_the_record_has(record: Path) -> None:
+    """Each by itself, whatever N' would have been: a plan looks for that."""
+    assert read_workload(record, {"max_staleness": 0}).max_staleness == 0
+    assert read_workload(record, {"groups": 2}).groups == 2
+    assert read_workload(record, {"placement": Placement.SEPARATE}).separate
+
+
+def test_lengths_are_planned_for_without_any_old_token(tmp_path: Path) -> None:
+    """max_staleness 0 is refused no more than any other."""
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("12\n400\n")
+    assert read_workload(path, {"max_staleness": 0}).max_staleness == 0
+
+
+def test_the_record_of_a_trainer_that_asks_ahead(tmp_path: Path) -> None:
+    """It is planned for so: engines do not wait for it, and it trains as long as it did."""
+    path = tmp_path / "ahead.jsonl"
+    simulation = Simulation(
+        SMALL.core_settings(SMALL.one_shot(12)), SMALL.cost, SMALL.lengths, engines=2, prompt_len=SMALL.prompt_len,
+        train_s=9.0, fetch_ahead=1, record=RunRecord(path),
+    )  # fmt: skip
+    simulation.run(30)
+    simulation.close()
+    seen = workload_of(path)
+    assert (seen.fetch_ahead, seen.placement) == (1, Placement.SEPARATE)
+    assert seen.train_s == pytest.approx(9.0, rel=0.01)
+    assert read_workload(path, {"placement": Placement.COLOCATED}).fetch_ahead == 0
+
+
+def test_masked_tokens_are_no_gain() -> None:
+    """What is too old to be trained does not make a candidate faster."""
+    tight = replace(SMALL, max_staleness=1, on_stale=OnStale.MASK, steps=30, ramp=10)
+    many = SMALL.one_shot(32)
+    found = measure(tight, many).figures
+    assert found["masked_tokens"] > 0
+    kept = found["trained_tokens"] / (found["trained_tokens"] + found["masked_tokens"])
+    batch = 8 * 4 * float(tight.length_sample.mean())
+    row = expect(tight, many, 30, 10)
+    assert row.tokens_per_s * row.step_s == pytest.approx(batch * kept)
+
+
 def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
     """A plan from a handful of responses would be a guess."""
     path = tmp_path / "short.jsonl"
@@ -188,7 +231,9 @@ def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
 def test_settings_say_what_was_chosen() -> None:
     """Each schedule as the configuration that runs it."""
     for schedule in (*coarse(SMALL, Space.whole(SMALL)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
-        config = april.Config(**yaml.safe_load(settings(SMALL, replace(row(8, 1.0, 0.0), schedule=schedule))))
+        masks = replace(SMALL, on_stale=OnStale.MASK)
+        config = april.Config(**yaml.safe_load(settings(masks, replace(row(8, 1.0, 0.0), schedule=schedule))))
+        assert config.on_stale is OnStale.MASK
         core = config.core_settings(has_reward=False, group_reward=False, run_id=0)
         other = SMALL.core_settings(schedule)
         for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):

@@ -16,7 +16,7 @@ from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
 from april.core.batch import Batch
-from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, whole
+from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, pace, whole
 from april.core.types import GenerationMode, Prompt, Refill
 from april.driver.evaluation import Evaluator
 from april.errors import EngineError
@@ -231,6 +231,8 @@ def test_a_trainer_that_asks_ahead() -> None:
             assert batch.metrics["train_s"] == pytest.approx(ready)
             side = "training" if ready else "generation"
             assert batch.bottleneck.startswith(f"{side} is the bottleneck"), batch.bottleneck
+            # where it is slower its time is known; where it waits for the batch, that is not taken for training
+            assert pace([batch.metrics] * 3) == (pytest.approx(training if ready else 0.0), 1)
             await run.close()
 
     virtual(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from april.auto.length_window import LengthWindow
 from april.auto.question import Answer, InWork, Question
 from april.core.batch import Batch
 from april.core.events import WorkChanged
-from april.core.run_times import TRAINER_PARTS
+from april.core.run_times import pace
 from april.core.state import RolloutCore
 from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -35,7 +35,7 @@ class AutoWork:
         self._core, self._most = core, core.settings.max_off_policy_share
         self._lengths = LengthWindow()
         self._prompts: deque[float] = deque(maxlen=16)
-        self._train_s: deque[float] = deque(maxlen=16)
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=16)
         self._shares: deque[tuple[float, int]] = deque(maxlen=16)
         """Off-policy share and tokens of batches that were made as it is now."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
@@ -49,7 +49,7 @@ class AutoWork:
         self._lengths.add((sample.id.group, len(sample.tokens)) for sample in batch.samples)
         self._prompts.append(float(np.mean([len(sample.prompt.token_ids) for sample in batch.samples])))
         if batch.id:  # before the first one was asked for, the trainer did not train
-            self._train_s.append(sum(batch.metrics.get(part, 0.0) for part in TRAINER_PARTS))
+            self._steps.append(batch.metrics)
         self._since_asked += 1
         self._since_changed += 1
         if self._since_changed > SETTLING:
@@ -74,14 +74,15 @@ class AutoWork:
         self._since_asked, self._wait = 0, min(2 * self._wait, MOST)
         limits = [state.limits.max_in_flight for state in core.engines.states.values()]
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
+        train_s, ahead = pace(self._steps)
         base, sequence, token, prefill = (float(value) for value in np.mean(known, axis=0))
         return Question(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
             max_staleness=min(core.leases.bound, s.max_age), on_stale=s.on_stale,
-            max_off_policy_share=self._most * self._off_by,
+            max_off_policy_share=self._most * self._off_by if self._most < 1.0 else 1.0,
             continuous=s.generation is GenerationMode.CONTINUOUS,
-            train_s=float(np.mean(self._train_s)) if self._train_s else 0.0,
+            train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,
             places=slots, free=s.auto, now=InWork.of(s),
         )  # fmt: skip

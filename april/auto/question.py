@@ -46,7 +46,8 @@ class Question:
         max_response_len, prompt_len: tokens.
         max_staleness, on_stale, max_off_policy_share: what the answer must stay within.
         continuous: generation goes on while the trainer trains.
-        train_s: seconds from a batch to the request for the next one, or, with continuous generation, to the update.
+        train_s: seconds that a batch takes the trainer.
+        fetch_ahead: batches that it asks for before it is done with one.
         engines: how many, all like the one whose cost this is.
         cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s) of :class:`.decode_cost.DecodeCost`.
         lengths: response tokens, those of a group together.
@@ -64,6 +65,7 @@ class Question:
     max_off_policy_share: float
     continuous: bool
     train_s: float
+    fetch_ahead: int
     engines: int
     cost: tuple[float, float, float, float]
     lengths: list[list[int]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from april.core.idle import BOUND, EVALUATION, FUNCTIONS, Idle, why_idle
@@ -174,6 +175,22 @@ class RunTimes:
         self._began = self._since = now_s
         self._clear()
         return out
+
+
+def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
+    """Seconds that a batch takes the trainer, and how many more it asks for before it is done with one.
+
+    ``steps``: metrics of batches. One that asks ahead is seen to train only where the next batch had to wait for it;
+    elsewhere it may have waited itself, and counts as one that takes little time.
+    """
+    steps = list(steps)
+    if not steps:
+        return 0.0, 0
+    ahead = int(median(step.get("batches_out", 0.0) for step in steps))
+    slower = [step for step in steps if step.get(TRAINS, 0.0) > 0.01 * step["step_s"]] if ahead else []
+    if 2 * len(slower) > len(steps):
+        return fmean(sum(step.get(part, 0.0) for part in (*TRAINER_PARTS, AHEAD)) for step in slower), ahead
+    return fmean(sum(step.get(part, 0.0) for part in TRAINER_PARTS) for step in steps), ahead
 
 
 def whole(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -37,13 +37,15 @@ def choose(question: Question) -> Answer:
     q = question
     workload = workload_of(q)
     share = MARGIN if q.max_off_policy_share < 1.0 else 1.0
-    found = plan(workload, space_of(q), max_off_policy_share=share * q.max_off_policy_share)
+    space = space_of(q)
+    found = plan(workload, space, max_off_policy_share=share * q.max_off_policy_share)
     best, base = found.best, found.base
+    is_now = base.schedule == space.base  # what cannot be simulated is no choice
     within = base.off_policy_share <= q.max_off_policy_share
-    if within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
+    if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
         best = base
     return Answer(
-        best=q.now if best is base else _in_work(q, best),
+        best=q.now if is_now and best is base else _in_work(q, best),
         tokens_per_s=best.tokens_per_s, off_policy_share=best.off_policy_share,
         speed_up=best.tokens_per_s / base.tokens_per_s, share_now=base.off_policy_share,
     )  # fmt: skip
@@ -51,12 +53,13 @@ def choose(question: Question) -> Answer:
 
 def workload_of(q: Question) -> Workload:
     """What is simulated. Raises ValueError."""
-    placement = Placement.SEPARATE if q.continuous else Placement.COLOCATED
+    placement = Placement.SEPARATE if q.continuous or q.fetch_ahead else Placement.COLOCATED
     return Workload(
         model="", gpu="", engines=q.engines, groups=q.groups, samples=q.samples, prompt_len=q.prompt_len,
-        over=min(2, q.max_staleness + 1) * q.groups,
+        over=q.groups,
         max_response_len=q.max_response_len, max_staleness=q.max_staleness, on_stale=q.on_stale,
         train_time=f"{q.train_s:.6f}" if q.train_s else None, placement=placement if q.train_s else None,
+        fetch_ahead=q.fetch_ahead,
         measured_cost=DecodeCost(*q.cost), measured_lengths=TraceLengths(q.lengths),
     )  # fmt: skip
 

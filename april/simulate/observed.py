@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from april.core.run_times import TRAINER_PARTS
+from april.core.run_times import pace
 from april.core.types import GenerationMode
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
@@ -36,16 +36,16 @@ def workload_of(path: Path) -> Workload:
         raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
     engines = max(1, len(run.engines))
     first = run.context[(run.age == 0) & ~run.evaluation]
-    steps = run.batches[1:]  # the first one began with an empty house
-    train_s = float(np.mean([sum(b.metrics[part] for part in TRAINER_PARTS) for b in steps])) if steps else 0.0
-    colocated = settings.generation is GenerationMode.STEPWISE
+    # the first one began with an empty house
+    train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
+    colocated = settings.generation is GenerationMode.STEPWISE and not ahead
     return Workload(
         model="", gpu="", engines=engines, groups=settings.rollout_batch_size, samples=settings.n_samples_per_prompt,
         max_response_len=settings.max_response_len, prompt_len=max(1, round(float(np.median(first)))),
-        over=min(2, settings.max_staleness + 1) * settings.rollout_batch_size,
-        max_staleness=settings.max_staleness, on_stale=settings.on_stale,
+        over=settings.rollout_batch_size, max_staleness=settings.max_staleness, on_stale=settings.on_stale,
         train_time=f"{train_s:.6f}" if train_s else None,
         placement=(Placement.COLOCATED if colocated else Placement.SEPARATE) if train_s else None,
+        fetch_ahead=ahead if train_s else 0,
         measured_cost=mean_cost(run, path), measured_lengths=lengths,
     )  # fmt: skip
 

@@ -89,7 +89,8 @@ class Space:
     """What may be chosen.
 
     Attributes:
-        base: what the others are compared with, and where everything else is as in the others.
+        base: what the others are compared with, and where everything else is as in the others. If it is not possible
+            any more, the first one that is takes its place.
         free: what may differ from it.
         quorums: values of ``group_quorum``.
         places: most samples in flight.
@@ -123,7 +124,7 @@ class Space:
 
 
 def coarse(workload: Workload, space: Space) -> list[Schedule]:
-    """The first candidates under ``max_staleness``, with the largest and the smallest quorum; the base first."""
+    """The first candidates, with the largest and the smallest quorum; the base first, if it can be at all."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
     if space.may_be(Refill.NONE) and None in space.continuous:
@@ -134,7 +135,7 @@ def coarse(workload: Workload, space: Space) -> list[Schedule]:
     quorums = space.quorums_beside(space.base.quorum)
     ends = dict.fromkeys((max(quorums), min(quorums)))
     beside = [replace(space.within(s), quorum=quorum) for quorum in ends for s in found]
-    return _possible(workload, [space.base, *beside])
+    return _possible(workload, beside, space.base)
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
@@ -149,7 +150,7 @@ def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], sp
             out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
     out = [replace(space.within(schedule), quorum=best.quorum) for schedule in out]
     out += [replace(best, quorum=quorum) for quorum in space.quorums_beside(best.quorum)]
-    return [schedule for schedule in _possible(workload, out) if schedule not in tried]
+    return [schedule for schedule in _possible(workload, out, space.base) if schedule not in tried]
 
 
 def _size(schedule: Schedule) -> int:
@@ -160,17 +161,20 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
     return schedule.refill, schedule.continuous
 
 
-def _possible(workload: Workload, schedules: Iterable[Schedule]) -> list[Schedule]:
-    """Those that the configuration allows, each once."""
+def _possible(workload: Workload, schedules: Iterable[Schedule], base: Schedule) -> list[Schedule]:
+    """The base and those that are worth a try, as far as the configuration allows them, each once."""
     out: dict[Schedule, None] = {}
-    for schedule in schedules:
+    for schedule in (base, *schedules):
         try:
             workload.core_settings(schedule)
         except ValueError:  # as N' above (max_staleness + 1) N
             continue
+        one_shot = schedule.refill is Refill.NONE
         # without more in work than a batch needs a quorum would wait for all the same
-        needless = schedule.quorum != 1.0 and schedule.refill is Refill.NONE and schedule.over <= workload.groups
-        if schedule.in_flight >= workload.engines and not needless:
+        needless = one_shot and schedule.quorum != 1.0 and schedule.over <= workload.groups
+        # where that is no mistake, it is all the same too much to be trained in time
+        too_many = one_shot and schedule.over > (workload.max_staleness + 1) * workload.groups
+        if schedule == base or (schedule.in_flight >= workload.engines and not needless and not too_many):
             out[schedule] = None
     return list(out)
 
@@ -202,13 +206,14 @@ def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row
 def _row(workload: Workload, schedule: Schedule) -> Row:
     f = measure(workload, schedule).figures
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
+    trained = batch * f["trained_tokens"] / (f["trained_tokens"] + f["masked_tokens"])
     at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]
     stands_still_s = 0.0 if workload.separate else f["steps"] * workload.train_s
     near = at_limit_s / (f["rollout_s"] - stands_still_s)
     rollout_s = batch / (near * f["long_run_limit_tokens_per_s"])
     step_s = max(rollout_s, workload.train_s) if workload.separate else rollout_s + workload.train_s
     return Row(
-        schedule=schedule, tokens_per_s=batch / step_s, step_s=step_s,
+        schedule=schedule, tokens_per_s=trained / step_s, step_s=step_s,
         off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
         held_tokens=f["held_tokens_mean"],
     )  # fmt: skip
@@ -232,7 +237,7 @@ def plan(
         progress: told how many simulations of how many are done.
 
     Raises:
-        ValueError: a share out of range.
+        ValueError: a share out of range, or there is nothing to choose from.
         RolloutError: the core gave up.
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
@@ -258,6 +263,8 @@ def plan(
     done: list[Row] = []
     with _pool(processes) as run:
         schedules = coarse(workload, space)
+        if not schedules:
+            raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
         run_all(schedules, brief, FINALISTS + 1 + ROUNDS * 4)
         for left in range(ROUNDS - 1, -1, -1):
             best = choose(list(rows.values()), share)

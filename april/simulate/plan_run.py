@@ -18,6 +18,7 @@ from april.server_text import printable
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, plan
 from april.simulate.plan_show import as_plain, draw_plan, plan_table, settings
+from april.simulate.trainer import Placement
 from april.simulate.workload import Workload
 
 ENGINE = ("model", "gpu", "tensor_parallel")
@@ -80,8 +81,11 @@ def read_workload(path: Path, given: dict[str, Any]) -> Workload:
     if wrong and recorded:
         raise ValueError(f"{path} is the record of a run, whose engines' cost is known; leave out {', '.join(wrong)}")
     if not recorded:
-        return Workload(lengths_file=path, **given)
-    return replace(workload_of(path), **given)
+        return Workload(lengths_file=path, over=given.get("groups", Workload.groups), **given)
+    found = workload_of(path)
+    if given.get("placement") is Placement.COLOCATED:
+        given = {**given, "fetch_ahead": 0}
+    return replace(found, over=given.get("groups", found.groups), **given)
 
 
 def is_record(path: Path) -> bool:

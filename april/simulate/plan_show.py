@@ -41,7 +41,7 @@ def settings(workload: Workload, row: Row) -> str:
     lines = [
         f"rollout_batch_size: {workload.groups}", f"n_samples_per_prompt: {workload.samples}",
         f"max_response_len: {workload.max_response_len}", f"max_staleness: {workload.max_staleness}",
-        f"refill: {s.refill}",
+        f"on_stale: {workload.on_stale}", f"refill: {s.refill}",
     ]  # fmt: skip
     if s.refill is Refill.NONE:
         lines.append(f"over_sampling_batch_size: {s.over}")
