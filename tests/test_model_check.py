@@ -15,7 +15,7 @@ from april.core.sampling import SamplingParams
 from april.engines.protocol import Request
 from april.engines.transformers.engine import TransformersEngine
 from april.engines.transformers.model_check import check_model
-from april.engines.transformers.model_support import DecodeMasks, refuse_unsupported
+from april.engines.transformers.model_support import DecodeMasks, cache_argument, refuse_unsupported
 from april.engines.transformers.slot_cache import SlotCache
 from april.errors import ConfigError
 
@@ -107,11 +107,33 @@ def test_noise_is_no_excuse_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(tiny_model().to(torch.bfloat16), 64)
 
 
+def test_the_cache_is_given_by_the_name_that_the_model_has_for_it() -> None:
+    """Renamed by transformers: code that is older keeps the old name, and what is wrapped its own."""
+
+    class Named(torch.nn.Module):
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inside: torch.nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, *args: Any, **named: Any) -> Any:
+            return self.inside(*args, **named)
+
+    class Renamed(torch.nn.Module):
+        def forward(self, input_ids: Any, cache: Any = None, **named: Any) -> None: ...
+
+    assert cache_argument(Wrapped(Wrapped(Named()))) == "past_key_values"
+    assert cache_argument(Wrapped(Renamed())) == "cache"
+    assert cache_argument(torch.nn.Linear(1, 1)) == "past_key_values"
+
+
 def test_nothing_that_the_model_returns_looks_like_a_tensor() -> None:
     """Accelerate calls ``.float()`` on whatever has a bfloat16 ``dtype``, the cache in a model's output included."""
     model = tiny_model().to(torch.bfloat16)
     seen = []
-    model.register_forward_hook(lambda *call: seen.append(call[-1].past_key_values))
+    model.register_forward_hook(lambda *call: seen.append(getattr(call[-1], cache_argument(model))))
     check_model(model, 64)
     assert any(isinstance(cache, SlotCache) for cache in seen)
     assert not any(hasattr(cache, "dtype") for cache in seen if cache is not None)

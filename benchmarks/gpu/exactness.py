@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from april.core.batch import Batch
+from april.engines.transformers.model_support import cache_argument
 from benchmarks.gpu.record import Deadline
 from benchmarks.gpu.schedules import ARMS, Workload, run_arm
 
@@ -104,10 +105,10 @@ def _cached(model: Any, sequences: Sequence[NDArray[np.int64]]) -> list[Float32]
     """Log-probabilities [T - 1] of sequences of one length, token by token with transformers' own cache."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(np.stack(sequences)).to(device)
-    columns, cache = [], None
+    columns, cache, name = [], None, cache_argument(model)
     for t in range(ids.shape[1] - 1):
-        out = model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(input_ids=ids[:, t : t + 1], use_cache=True, **{name: cache})
+        cache = getattr(out, name)
         columns.append(out.logits[:, -1].float().log_softmax(-1).gather(1, ids[:, t + 1, None]))
     found: Float32 = torch.cat(columns, 1).cpu().numpy()
     return list(found)

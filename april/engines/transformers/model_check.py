@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from april.engines.transformers.model_support import generation_mode, text_config, why_not_exact
+from april.engines.transformers.model_support import cache_argument, generation_mode, text_config, why_not_exact
 from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest, _Batch
 from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError
@@ -154,15 +154,15 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype]) -> float:
         together = model(input_ids=padded, use_cache=False).logits.float().log_softmax(-1)
         # token by token, for as long as all have tokens
         short = min(len(t.tokens) for t in whole)
-        cache, steps = DynamicCache(config=text_config(model)), []
+        cached, steps = {cache_argument(model): DynamicCache(config=text_config(model))}, []
         for i in range(short):
-            output = model(input_ids=padded[:, i : i + 1], past_key_values=cache, use_cache=True)
+            output = model(input_ids=padded[:, i : i + 1], use_cache=True, **cached)
             steps.append(output.logits[:, -1].float())
-        cached = torch.stack(steps, 1).log_softmax(-1)
+        one_by_one = torch.stack(steps, 1).log_softmax(-1)
         with _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
             rounded = [recompute(model, t.tokens) for t in whole]
     found = []
-    for trial, batched, stepped, moved in zip(whole, together, cached, rounded, strict=True):
+    for trial, batched, stepped, moved in zip(whole, together, one_by_one, rounded, strict=True):
         end = len(trial.tokens) - 1
         first, last = end - trial.n, min(end, short)  # the positions that ``alone`` has, and all have
         found.append(_typical(_distances(batched[first:end], trial.alone)))

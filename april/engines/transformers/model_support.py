@@ -8,6 +8,7 @@ tokens and comparing their log-probabilities with a full forward pass without a 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
         AttentionPattern(name, None if (size := _PATTERN_SIZE[name]) is None else int(getattr(config, size)))
         for name in distinct
     )
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument and of the output that is the model's cache; transformers renames it with 5.24."""
+    for module in model.modules():  # what is around a model, as PEFT's, hands on what it does not name
+        named = inspect.signature(module.forward).parameters
+        for name in ("cache", "past_key_values"):
+            if name in named:
+                return name
+    return "past_key_values"
 
 
 def refuse_unsupported(model: Any, max_len: int) -> None:

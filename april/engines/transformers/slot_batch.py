@@ -25,7 +25,7 @@ from torch import Tensor
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import EngineFinish, Float32, Int32
-from april.engines.transformers.model_support import DecodeMasks, attention_patterns, text_config
+from april.engines.transformers.model_support import DecodeMasks, attention_patterns, cache_argument, text_config
 from april.engines.transformers.slot_cache import SlotCache, window_of
 from april.engines.transformers.stats import EngineStats
 from april.engines.transformers.token_sampler import SamplingRows, sample, uniforms
@@ -120,6 +120,7 @@ class SlotDecoder:
         self.device: torch.device = next(model.parameters()).device
         self._masks = DecodeMasks(self._patterns, window_of(max_len), self.device)
         self._cache = SlotCache(slots, max_len)
+        self._cached = {cache_argument(model): self._cache}
         self._active: list[SlotRequest] = []
         self._waiting: dict[str, SlotRequest] = {}
         self._queue: list[tuple[int, int, str]] = []
@@ -312,8 +313,8 @@ class SlotDecoder:
         logits = self._model(
             input_ids=self._upload(ids),
             position_ids=torch.arange(length, device=self.device).expand(len(sequences), -1),
-            past_key_values=self._cache,
             use_cache=True,
+            **self._cached,
             logits_to_keep=self._upload(kept),
         ).logits
         if self._cache.key_dtype is not None:
@@ -368,8 +369,8 @@ class SlotDecoder:
             input_ids=self._last.unsqueeze(1),
             attention_mask=self._masks.at(position, window),
             position_ids=position,
-            past_key_values=self._cache,
             use_cache=True,
+            **self._cached,
         ).logits[:, -1]
         self._last, stopped = self._sample(logits, batch)
         batch.counters.add_(1)

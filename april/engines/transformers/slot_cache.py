@@ -1,4 +1,4 @@
-"""Keys and values of all active requests in slots, handed to a Hugging Face model as its ``past_key_values``.
+"""Keys and values of all active requests in slots, handed to a Hugging Face model as its cache.
 
 One store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p. The
 active requests are dense in the first rows, so that a decode step reads one plain slice. Weights change only while no
