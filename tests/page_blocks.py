@@ -56,7 +56,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
     """The words of every command: lines that end with a backslash go on; comments, variables and <...> go away."""
     for line in re.sub(r"\\\n *|<[^>]*>", " ", text).splitlines():
         words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=\S*", words[0]):
             del words[0]
         if words:
             yield words

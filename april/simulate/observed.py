@@ -34,13 +34,13 @@ def workload_of(path: Path) -> Workload:
     lengths = lengths_of(run)
     if run.finished.size < FEWEST:
         raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
-    engines = max(1, len(run.engines))
     first = run.context[(run.age == 0) & ~run.evaluation]
     # the first one began with an empty house
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
     colocated = settings.generation is GenerationMode.STEPWISE and not ahead
     return Workload(
-        model="", gpu="", engines=engines, groups=settings.rollout_batch_size, samples=settings.n_samples_per_prompt,
+        model="", gpu="", engines=run.engine_count, groups=settings.rollout_batch_size,
+        samples=settings.n_samples_per_prompt,
         max_response_len=settings.max_response_len, prompt_len=max(1, round(float(np.median(first)))),
         over=settings.rollout_batch_size, max_staleness=settings.max_staleness, on_stale=settings.on_stale,
         train_time=f"{train_s:.6f}" if train_s else None,

@@ -1,0 +1,32 @@
+"""A small run that asks what would be better, and what it may be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from april.auto.question import Answer, InWork, Question
+from april.core.types import OnStale, Refill, Work
+from april.engines.simulated.decode_cost import DecodeCost
+
+COST = DecodeCost(1e-2, 1e-4, 1e-7, 1e-5)
+NOW = InWork(over_sampling_batch_size=4, refill=Refill.NONE, max_in_flight=16, group_quorum=1.0)
+BETTER = replace(NOW, over_sampling_batch_size=7, max_in_flight=28, group_quorum=0.75)
+
+
+def question(**changes: Any) -> Question:
+    """Of a small run."""
+    values: dict[str, Any] = {
+        "groups": 4, "samples": 4, "max_response_len": 400, "prompt_len": 8, "max_staleness": 3,
+        "on_stale": OnStale.FINISH, "max_off_policy_share": 1.0, "continuous": False, "train_s": 0.0, "fetch_ahead": 0,
+        "engines": 2,
+        "cost": (1e-2, 1e-4, 1e-7, 1e-5), "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
+        "places": 64, "free": tuple(Work), "now": NOW,
+    }  # fmt: skip
+    return Question(**(values | changes))
+
+
+def answer(best: InWork = BETTER, **changes: Any) -> Answer:
+    """What it is told."""
+    values = {"tokens_per_s": 100.0, "off_policy_share": 0.5, "speed_up": 1.4, "share_now": 0.0}
+    return Answer(best=best, **(values | changes))
