@@ -107,7 +107,7 @@ class Config(Model):
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Of the trained tokens, most that older weights made, in what auto chooses; 1: no matter how many."""
     on_stale: OnStale = OnStale.FINISH
-    """What happens to a sample that exceeds it. Steps wait so that none does, except with drop."""
+    """What happens to a sample older than max_staleness. Steps wait so that none is, except with drop."""
     max_age: PositiveInt | None = None
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
     4 * (max_staleness + 1))."""
