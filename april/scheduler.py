@@ -186,7 +186,9 @@ class RolloutScheduler:
             raise
         self._onlookers.driver = self._driver
         self._evaluator = Evaluator(self._driver)
-        self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads)
+        recorder = self._driver._recorder
+        ends = [*(() if recorder is None else (recorder.end,)), *self._onlookers.ends]
+        self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads, ends)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)
         self._dropped.atexit = False
 
@@ -314,7 +316,10 @@ class RolloutScheduler:
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
-        """Score the present policy on ``prompts``; training waits meanwhile and loses nothing.
+        """Score the present policy on ``prompts``; training loses nothing.
+
+        Stepwise, training's requests are ended and training waits. With ``generation: continuous`` training goes on,
+        and only a weight update waits.
 
         Sampling defaults to that of training. With the same weights and seed the result is the same on engines
         that honour seeds.
@@ -510,6 +515,7 @@ class RolloutScheduler:
             closing = self._thread.submit(self._driver.close)
         except SchedulerClosed:
             self._thread.stop()
+            self._onlookers.close()  # an interrupt may have kept the close before from it
             return
         ended = None
         try:

@@ -178,15 +178,58 @@ def test_an_exporter_that_hangs_holds_nothing_up(
     """Batches come, others get theirs, what it does not take is counted, and the end does not wait for ever."""
     monkeypatch.setattr(feed, "CLOSE_PATIENCE_S", 0.01)
     monkeypatch.setattr(feed, "MOST_WAITING", 2)
-    hanging, well = Hanging(), Kept()
-    with caplog.at_level(logging.WARNING, "april"):
-        batches = run(hanging, well, steps=6)
+    logged = threading.Semaphore(0)
+
+    class Told(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            super().log(metrics, step)
+            logged.release()
+
+    hanging, well = Hanging(), Told()
+    with caplog.at_level(logging.WARNING, "april"), scheduler(exporters=[hanging, well]) as rollouts:
+        for _ in range(6):
+            rollouts.next_batch()
+            assert logged.acquire(timeout=30)  # or it would not get more than wait for it, either
+            rollouts.weight_update()
     assert hanging.rows == []
-    assert len(well.rows) == len(batches) == 6
+    assert len(well.rows) == 6
     said = [r.getMessage() for r in caplog.records if "Hanging" in r.getMessage()]
     assert said[0] == "exporter Hanging does not end and is left behind"
     assert said[1].startswith("exporter Hanging was too slow: it has not got ")
     hanging.go_on.set()
+
+
+def test_an_interrupted_close_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second Ctrl-C inside it: the next close ends the exporters, and whatever is closed again says nothing new."""
+    monkeypatch.setattr(feed, "CLOSE_PATIENCE_S", 0.01)
+    hanging, well, before = Hanging(), Kept(), threading.enumerate()
+    rollouts = scheduler(exporters=[hanging, well])
+    batch = rollouts.next_batch()
+    threads = [t for t in threading.enumerate() if t not in before and t.name in ("april-Hanging", "april-Kept")]
+    stop = rollouts._thread.stop
+
+    def interrupted(**options: Any) -> None:
+        stop(**options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts._thread, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.close()
+    for _ in range(2):
+        rollouts.close()
+    said = [r.getMessage() for r in caplog.records if "Hanging" in r.getMessage()]
+    assert said == ["exporter Hanging does not end and is left behind"]
+    hanging.go_on.set()
+    assert len(threads) == 2
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()  # one that nobody ends would wait for ever
+    for exporter in (hanging, well):
+        assert exporter.rows == [(batch.id, batch.metrics)]
+        assert exporter.closed == 1
 
 
 @pytest.mark.parametrize(

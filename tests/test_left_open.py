@@ -9,14 +9,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from real_schedulers import FAST, assert_nothing_is_left, config, endless, scheduler
+from test_exporters import Kept
 
 import april
 from april.driver.rewards import Response
 from april.engines.simulated.engine import SimulatedEngine
 from april.errors import SchedulerClosed
+from april.record.replay import replay
 
 PROGRAM = """
 import asyncio, os, sys, threading, april
@@ -95,6 +98,30 @@ def test_a_scheduler_that_is_dropped_ends_its_requests(caplog: pytest.LogCapture
         thread.join(30)
     assert not threads_of_april(before)
     assert "dropped without close()" in caplog.text
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_scheduler_that_is_dropped_ends_its_exporters_and_its_record(batches: int, tmp_path: Path) -> None:
+    """All that was delivered is logged, the exporter is closed once, and the record says that the run is over."""
+    before, exporter, path = threads_of_april(), Kept(), tmp_path / "run.jsonl"
+    rollouts = scheduler(exporters=[exporter], record=path)
+    delivered = []
+    for _ in range(batches):
+        delivered.append(rollouts.next_batch())
+        rollouts.weight_update()
+    left = threads_of_april(before)
+    gone = weakref.ref(rollouts)
+    del rollouts
+    gc.collect()
+    assert gone() is None
+    for thread in left:
+        thread.join(30)
+    for thread in threads_of_april(before):  # of an exporter that had none
+        thread.join(30)
+    assert exporter.rows == [(batch.id, batch.metrics) for batch in delivered]
+    assert exporter.closed == 1
+    again = replay(path)
+    assert (again.end, again.core.context.batches) == ("the run was closed", batches)
 
 
 @pytest.mark.parametrize("given", [False, True])

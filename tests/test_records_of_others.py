@@ -32,15 +32,20 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+GONE = "(left out)"
+
+
 def put(what: str, *keys: str | int, to: Any) -> Callable[[list[Any]], list[Any]]:
-    """In all lines of a kind one part is another."""
+    """In all lines of a kind one part is another, or GONE."""
 
     def change(line: list[Any]) -> list[Any]:
         if line[1] == what:
             parts = line[2]
             for key in keys[:-1]:
                 parts = parts[key] if not isinstance(parts, dict) or key in parts else {}
-            if isinstance(parts, list) or keys[-1] in parts:
+            if to is GONE:
+                del parts[keys[-1]]
+            elif isinstance(parts, list) or keys[-1] in parts:
                 parts[keys[-1]] = to
         return line
 
@@ -53,6 +58,13 @@ WRONG = [
     ("SampleReturned", "sample", 0, 10**30), ("SampleReturned", "generated", "many"), ("Batch", "ages", None),
     ("Batch", "ages", ["x"]), ("Batch", "lengths", {}), ("Batch", "lengths", [1e308]), ("Batch", "metrics", None),
     ("Batch", "metrics", {}), ("Batch", "metrics", "update_s", None), ("Batch", "metrics", "reward_mean", 1e300),
+    ("Batch", "id", None), ("Batch", "id", -1), ("Batch", "id", GONE),
+]  # fmt: skip
+WRONG_FIRST = [
+    ("engines", None), ("engines", GONE), ("engines", {}), ("engines", []), ("engines", [1]), ("engines", [None]),
+    ("engines", 0, "name", ["e"]), ("engines", 0, "name", None), ("engines", 0, "name", GONE),
+    ("engines", [{"name": "e", "max_in_flight": "many"}]), ("settings", None), ("settings", GONE), ("settings", []),
+    ("settings", "max_in_flight", "many"), ("settings", "rollout_batch_size", GONE),
 ]  # fmt: skip
 
 
@@ -64,6 +76,33 @@ def test_a_part_that_cannot_be_is_named_by_its_line(record: Path, tmp_path: Path
         read_run(path)
     result = CliRunner().invoke(app, ["plan", str(path), "--out", str(tmp_path / "plan")])
     assert (result.exit_code, "cannot be" in " ".join(result.output.split())) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["replay", "report", "plan", "watch"])
+@pytest.mark.parametrize("wrong", WRONG_FIRST, ids=repr)
+def test_a_first_line_that_cannot_be_is_named(
+    record: Path, tmp_path: Path, wrong: tuple[Any, ...], command: str
+) -> None:
+    """A sentence, whoever needs what is wrong in it; who only watches does not."""
+    path = rewritten(record, tmp_path / "wrong.jsonl", put("Record", *wrong[:-1], to=wrong[-1]))
+    out = {"report": ["--out", str(tmp_path / "page")], "plan": ["--out", str(tmp_path / "plan")], "watch": ["--once"]}
+    result = CliRunner().invoke(app, [command, str(path), *out.get(command, [])])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == (0 if command == "watch" else 1)
+    assert (f"line 1 of {path}" in " ".join(result.output.split())) is (command != "watch")
+
+
+@pytest.mark.parametrize("name", ["max_staleness", "max_in_flight", "over_sampling_batch_size"])
+def test_a_setting_that_no_picture_can_show_is_refused(record: Path, tmp_path: Path, name: str) -> None:
+    """Before anything is drawn."""
+
+    def change(line: list[Any]) -> list[Any]:
+        if line[1] == "Record":
+            line[2]["settings"][name] = 10**400
+        return line
+
+    with pytest.raises(RecordError, match=r"^line 1 of .*wrong.jsonl cannot be: ValueError: "):
+        read_run(rewritten(record, tmp_path / "wrong.jsonl", change))
 
 
 def test_damage_is_said_once(record: Path, tmp_path: Path) -> None:
@@ -115,7 +154,7 @@ def test_a_number_that_no_reader_takes_is_not_written(tmp_path: Path, caplog: py
     simulation.run(2)
     recorder = simulation._recorder
     assert isinstance(recorder, Recorder)
-    recorder._add("Standing", lambda: {"observed": float("nan")})
+    recorder._lines.add("Standing", lambda: {"observed": float("nan")})
     simulation.close()
     assert "Standing could not be written down (ValueError)" in caplog.text
     assert replay(path).end.endswith("Standing could not be written down (ValueError)")

@@ -17,8 +17,10 @@ from april.cli import app
 from april.record.file import RunRecord
 from april.record.lines import lines_of
 from april.record.replay import replay
+from april.report.engines_there import Engine, EnginesThere
 from april.report.limit import distance
 from april.report.page import page
+from april.report.pictures import _over_steps
 from april.report.run_data import RunData, mean_busy, read_run
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Workload
@@ -114,6 +116,29 @@ def test_mean_busy_by_hand() -> None:
     assert busy.tolist() == [1.0, 1.5, 1.0]
 
 
+def test_places_by_hand() -> None:
+    """Two for 10 s, five for 10 s, three for 20 s; then one at most, whoever comes; then nobody is there."""
+    there = EnginesThere([Engine("a", 2)], 9)
+    there.joined(10.0, [Engine("b", 3)])
+    there.left(20.0, ["a"])
+    there.most_changed(40.0, 1)
+    there.joined(50.0, [Engine("a", 2), Engine("c")])
+    there.left(60.0, ["b", "a", "c"])
+    assert there.place_s(0.0, 40.0) == 2 * 10 + 5 * 10 + 3 * 20
+    assert there.place_s(5.0, 15.0) == 2 * 5 + 5 * 5
+    assert there.place_s(40.0, 99.0) == 20
+    assert there.engine_s(0.0, 40.0) == 10 + 2 * 10 + 20
+    assert there.engine_s(50.0, 99.0) == 3 * 10
+    assert there.place_s(7.0, 7.0) == there.engine_s(30.0, 20.0) == 0.0
+    assert max(there.places) == 5
+    assert [there.usual(until) for until in (0.0, 15.0, 99.0, 999.0)] == [0, 1, 1, 0]
+    assert list(there.names) == ["a", "b", "c"]
+    more = EnginesThere([Engine("a"), Engine("b", 3)], 9)
+    assert more.places == [9]
+    more.joined(10.0, [Engine("c"), Engine("d")])
+    assert [more.usual(until) for until in (19.0, 21.0)] == [2, 4]
+
+
 def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> None:
     """Its parts are all of the time, and the simulation's own fraction of the limit is met."""
     path, simulation = run
@@ -207,6 +232,40 @@ def test_the_command(run: tuple[Path, Simulation], tmp_path: Path) -> None:
     assert "is no record of april's" in " ".join(result.output.split())
     result = CliRunner().invoke(app, ["report", str(run[0]), "--out", str(wrong / "report.html")])
     assert result.exit_code == 2
+
+
+def test_steps_have_the_numbers_of_their_batches(run: tuple[Path, Simulation], tmp_path: Path) -> None:
+    """As everywhere else, also in the record of a run that goes on from a state: there the first is not 0."""
+
+    def later(line: list[Any]) -> list[Any]:
+        if line[1] == "Batch":
+            line[2]["id"] += 1040
+        if line[1] == "Record":
+            line[2]["settings"]["auto"] = ["over_sampling_batch_size"]
+        return line
+
+    data = read_run(rewritten(run[0], tmp_path / "later.jsonl", later))
+    numbers = [1040 + number for number in range(len(data.batches))]
+    assert [batch.id for batch in data.batches] == numbers
+    steps, _ = _over_steps(data.batches, "engines_busy", 99)
+    assert steps.tolist() == numbers
+    steps, _ = _over_steps(data.batches, "engines_busy", 2)
+    assert steps.mean() == pytest.approx(np.mean(numbers))
+    assert "<td>1,040</td><td>N&#x27; = " in page([data])
+
+
+def test_records_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """By their paths as they were given; a name that is there once is enough."""
+    brief = tmp_path / "other.jsonl"
+    recorded(brief, steps=2)
+    paths = [tmp_path / "a" / "run.jsonl", tmp_path / "b" / "run.jsonl", brief]
+    for path in paths[:2]:
+        path.parent.mkdir()
+        path.write_bytes(brief.read_bytes())
+    text = page([read_run(path) for path in paths])
+    for name in (*map(str, paths[:2]), "other.jsonl"):
+        assert f"<h1>{name}</h1>" in text
+        assert f"<th>{name}</th>" in text
 
 
 def test_lines_of_other_events_may_be_missing(run: tuple[Path, Simulation], tmp_path: Path) -> None:

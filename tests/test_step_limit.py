@@ -20,8 +20,12 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost
 from april.engines.simulated.response_lengths import LognormalLengths
+from april.hosts.door import HostDoor
+from april.hosts.host import Host
+from april.hosts.link import Link, memory_links
 from april.record.file import RunRecord
 from april.report.limit import distance
+from april.report.page import page
 from april.report.run_data import read_run
 from april.testing import rollouts, run_virtual
 
@@ -30,16 +34,18 @@ LENGTHS = LognormalLengths(120.0, 0.5, 0.5, seed=4, cap=900)
 PARTS = ["of_limit", "lost_reprefill", "lost_unexplained", *(f"lost_{name.replace(' ', '_')}" for name in GROUPS)]
 
 
+def engine(name: str, slots: int = 32) -> SimulatedEngine:
+    """One that all here have."""
+    return SimulatedEngine(name, COST, lambda r: LENGTHS.sample(*(r.sample_key or (0, 0))), max_running=slots)
+
+
 def run(path: Path | None = None, batches: int = 12, **config: Any) -> list[dict[str, float]]:
     """Metrics of the batches of two simulated engines, whose trainer takes three seconds."""
     values = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "max_response_len": 1000}
     settings = april.Config(**(values | {"over_sampling_batch_size": 8} | config))
 
     async def program() -> list[dict[str, float]]:
-        engines = [
-            SimulatedEngine(f"e{i}", COST, lambda r: LENGTHS.sample(*(r.sample_key or (0, 0))), max_running=32)
-            for i in range(2)
-        ]
+        engines = [engine("e0"), engine("e1")]
         found = []
         record = None if path is None else RunRecord(path)
         async with rollouts(
@@ -85,6 +91,68 @@ def test_the_report_says_the_same(tmp_path: Path) -> None:
     for name, share in found.causes.items():
         told = sum(step[f"lost_{name.replace(' ', '_')}"] * step["step_s"] for step in steps[1:]) / seconds
         assert told == pytest.approx(share, abs=0.03)
+
+
+JOIN, CHANGE = 6, 14
+
+
+def run_with_hosts(path: Path) -> list[dict[str, float]]:
+    """Metrics of 24 batches: one engine, then four with three hosts, of which one is replaced; 8 slots each."""
+    settings = april.Config(
+        rollout_batch_size=4, n_samples_per_prompt=8, over_sampling_batch_size=8, max_response_len=1000
+    )
+    door, hosts = HostDoor(deadline_s=20.0), dict[str, Host]()
+
+    async def link() -> Link:
+        here, there = memory_links()
+        door.accept(here)
+        return there
+
+    async def joins(name: str) -> None:
+        hosts[name] = Host(name, engines=[engine("e", 8)], join=link)
+        await hosts[name].astart()
+
+    async def program() -> list[dict[str, float]]:
+        found = []
+        async with rollouts(
+            settings, engines=[engine("here", 8)], prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0, hosts=door,
+            record=RunRecord(path),
+        ) as scheduler:  # fmt: skip
+            for number in range(24):
+                if number == JOIN:
+                    for name in "abc":
+                        await joins(name)
+                if number == CHANGE:
+                    await hosts.pop("a").aclose()
+                    await joins("d")
+                found.append(dict((await scheduler.next_batch()).metrics))
+                await asyncio.sleep(3.0)
+                await scheduler.weight_update("weights")
+        for host in hosts.values():
+            await host.aclose()
+        return found
+
+    return run_virtual(program())
+
+
+def test_the_report_counts_engines_as_long_as_they_were_there(tmp_path: Path) -> None:
+    """Hosts join, and one is replaced: the most places at a time, and the limit of the engines that there were."""
+    steps = run_with_hosts(tmp_path / "run.jsonl")
+    data = read_run(tmp_path / "run.jsonl")
+    assert len(data.engines) == 5
+    assert data.there.places[0] == 8
+    assert data.places == 32
+    at = [batch.time_s for batch in data.batches]
+    assert data.there.engine_s(at[JOIN], at[CHANGE - 1]) == pytest.approx(4 * (at[CHANGE - 1] - at[JOIN]))
+    assert data.engine_count == 4
+    assert "Each of the 32 places" in page([data])
+    for first, last in ((0, JOIN - 1), (JOIN, CHANGE - 1), (CHANGE, 23), (0, 23)):
+        found = distance(data, at[first], at[last])
+        assert found is not None
+        there = [step["step_s"] * (1 if number < JOIN else 4) for number, step in enumerate(steps)]
+        for name, share in (("of_limit", found.at_limit), ("lost_reprefill", found.reprefill)):
+            told = sum(steps[n][name] * there[n] for n in range(first + 1, last + 1)) / sum(there[first + 1 : last + 1])
+            assert told == pytest.approx(share, rel=0.05), (name, first, last)
 
 
 def test_the_limit_is_full_places_and_nothing_twice() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from april.driver.worker_threads import WorkerThreads
 from april.engines.protocol import Engine
@@ -16,14 +16,23 @@ PATIENCE_S = 10.0
 
 
 class Abandoned:
-    """Engines and threads of a scheduler that nobody has any more.
+    """Engines, threads, exporters and record of a scheduler that nobody has any more.
 
-    The user's functions are not among them: they may hold the scheduler, which would then never be dropped.
+    The user's functions are not among them, nor the driver, which has them: they may hold the scheduler, which would
+    then never be dropped.
+
+    Args:
+        engines: to be closed.
+        threads: of the user's functions.
+        ends: called when the engines are closed; none of them raises.
     """
 
-    def __init__(self, engines: Sequence[Engine], threads: WorkerThreads | None = None) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], threads: WorkerThreads | None = None, ends: Sequence[Callable[[], None]] = ()
+    ) -> None:
         self._engines = engines
         self._threads = threads
+        self._ends = ends
 
     async def dropped(self) -> None:
         """:meth:`end`, and a log that says why."""
@@ -42,3 +51,5 @@ class Abandoned:
                 done.cancel()
             elif not done.cancelled() and (error := done.exception()) is not None:
                 log.error("engine %s could not be closed", engine.name, exc_info=error)
+        for end in self._ends:
+            end()

@@ -30,7 +30,7 @@ class Feed:
         self._waiting: deque[tuple[int, Mapping[str, float], Sequence[DeliveredSample]]] = deque()
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = self._warned = False
+        self._closing = self._warned = self._waited_for = False
         self._left_out = 0
 
     def put(self, step: int, metrics: Mapping[str, float], samples: Sequence[DeliveredSample]) -> None:
@@ -41,29 +41,33 @@ class Feed:
                 return
             self._waiting.append((step, dict(metrics), samples))  # its own: the trainer may write into the batch's
             self._news.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
-            self._thread.start()
+            self._begin()
 
     def begin_to_close(self) -> None:
-        """Nothing more comes: what waits is still logged."""
+        """Nothing more comes: what waits is still logged, and then the exporter is closed; does not wait."""
         with self._news:
-            if self._closing:
-                return
             self._closing = True
             self._news.notify()
-        if self._thread is None:
-            self._close()
+            self._begin()
 
     def close(self) -> None:
         """Until all that came is logged and the exporter is closed, for a few seconds at most."""
         self.begin_to_close()
+        if self._waited_for:
+            return
         if self._thread is not None:
             self._thread.join(CLOSE_PATIENCE_S)
             if self._thread.is_alive():
                 log.warning("exporter %s does not end and is left behind", self._name)
+        self._waited_for = True  # not before: an interrupted wait is made again
         if self._left_out:
             log.warning("exporter %s was too slow: it has not got %d batches", self._name, self._left_out)
+
+    def _begin(self) -> None:
+        """The thread is there, which alone uses the exporter."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         while True:

@@ -59,6 +59,38 @@ class Decisions:
         return self._hash.hexdigest()
 
 
+class _Lines:
+    """Makes the lines. Nothing of the run is held here: whoever is only to end the record keeps no run alive."""
+
+    def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
+        self._now, self.began_s = now, now()
+        self.decisions = Decisions()
+        self.file = RecordFile(Path(record.path), record.limit_mib << 20)
+
+    def add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
+        """A line; what cannot be written ends the record and not the run."""
+        if self.file.over:
+            return
+        try:
+            self.decisions.add(commands)
+            why = self.file.add(self._line(what, parts()))
+        except Exception as error:
+            why = f"{what} could not be written down ({type(error).__name__})"
+        if why:
+            self.file.over = True
+            log.warning("the record %s ends here, the run goes on: %s", self.file.path, why)
+            self.file.add(self._line(OVER, {"why": why}), last=True)
+
+    def close(self) -> None:
+        """The last one."""
+        self.add(CLOSED, dict)
+        self.file.close()
+
+    def _line(self, what: str, parts: Any) -> bytes:
+        line = [round(self._now() - self.began_s, 6), what, parts, self.decisions.digest]
+        return _JSON.encode(line)[:-1].encode()
+
+
 class Recorder:
     """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which takes the events.
 
@@ -68,11 +100,10 @@ class Recorder:
     def __init__(
         self, record: RunRecord, core: RolloutCore, now: Callable[[], float], requests: RequestLog | None = None
     ) -> None:
-        self._core, self._now, self._began = core, now, now()
+        self._core, self._now = core, now
         self._requests = requests or RequestLog(core, now)
         self._text: Callable[[str], str] = str if record.messages else what_raised
-        self._decisions = Decisions()
-        self._file = RecordFile(Path(record.path), record.limit_mib << 20)
+        self._lines = _Lines(record, now)
         head = {
             "format": FORMAT,
             "april": __version__,
@@ -80,12 +111,12 @@ class Recorder:
             "settings": plain(core.settings),
             "engines": [plain(state.limits) for state in core.engines.states.values()],
         }
-        self._add(HEAD, lambda: head)
+        self._lines.add(HEAD, lambda: head)
         self._stand_at = now()
 
     def handle(self, event: ev.Event) -> list[Command]:
         """As the core's."""
-        if self._file.over:
+        if self._lines.file.over:
             return self._requests.handle(event)
         before: Any = None  # which ends the record below
         with suppress(Exception):
@@ -95,17 +126,17 @@ class Recorder:
             commands = self._requests.handle(event)
             return commands
         except BaseException as error:
-            self._decisions.broke(error)
+            self._lines.decisions.broke(error)
             raise
         finally:
-            self._add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
+            self._lines.add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
             if (now := self._now()) >= self._stand_at:
                 self._stand_at = now + STAND_EVERY_S
-                self._add(STANDING, lambda: standing_of(self._core).parts())
+                self._lines.add(STANDING, lambda: standing_of(self._core).parts())
 
     def restored(self, state: Any) -> None:
         """The core goes on from this snapshot."""
-        self._add(STATE, lambda: bare(state))
+        self._lines.add(STATE, lambda: bare(state))
 
     def delivered(self, batch: Batch) -> None:
         """A batch with all its metrics, for who looks at the run; a replay makes its own."""
@@ -122,12 +153,16 @@ class Recorder:
             "ages": ages,
             "bottleneck": batch.bottleneck,
         }
-        self._add(BATCH, lambda: parts)
+        self._lines.add(BATCH, lambda: parts)
 
     def close(self) -> None:
         """The run is over."""
-        self._add(CLOSED, dict)
-        self._file.close()
+        self._lines.close()
+
+    @property
+    def end(self) -> Callable[[], None]:
+        """:meth:`close`, for whoever must not hold the run."""
+        return self._lines.close
 
     def _compared(self, event: ev.Event) -> dict[str, Any]:
         """What the core will find when it compares the tokens of a call with those that the sample has now."""
@@ -156,23 +191,5 @@ class Recorder:
         ran = None if attempt is None else self._requests.ran(attempt, event.counts.tokens)
         if ran is None:
             return {}
-        began = round(ran.began_s - self._began, 6)
+        began = round(ran.began_s - self._lines.began_s, 6)
         return {"ran": [ran.engine, *ran.sample, int(ran.evaluation), ran.age, began, ran.context, ran.generated]}
-
-    def _add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
-        """A line; what cannot be written ends the record and not the run."""
-        if self._file.over:
-            return
-        try:
-            self._decisions.add(commands)
-            why = self._file.add(self._line(what, parts()))
-        except Exception as error:
-            why = f"{what} could not be written down ({type(error).__name__})"
-        if why:
-            self._file.over = True
-            log.warning("the record %s ends here, the run goes on: %s", self._file.path, why)
-            self._file.add(self._line(OVER, {"why": why}), last=True)
-
-    def _line(self, what: str, parts: Any) -> bytes:
-        line = [round(self._now() - self._began, 6), what, parts, self._decisions.digest]
-        return _JSON.encode(line)[:-1].encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -71,6 +72,7 @@ DISTANCE_INKS = {
 
 def page(runs: Sequence[RunData]) -> str:
     """The report of one run, or of several side by side."""
+    runs = _told_apart(runs)
     title = "april: " + " and ".join(run.name for run in runs)
     sections = "".join(f'<section class="run">{_run(run, i)}</section>' for i, run in enumerate(runs))
     body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
@@ -89,6 +91,12 @@ def page(runs: Sequence[RunData]) -> str:
 def _text(text: str) -> str:
     """Text of others: no markup, nothing that turns its direction, nothing that no file can hold."""
     return escape(printable(text))
+
+
+def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """Those of the same name by their paths."""
+    names = Counter(run.name for run in runs)
+    return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
 
 def _run(run: RunData, number: int) -> str:
@@ -211,7 +219,7 @@ def _auto(run: RunData) -> str:
     """How much was in work, from which batch on."""
     rows: list[list[str]] = []
     last: InWork | None = None
-    for number, batch in enumerate(run.batches):
+    for batch in run.batches:
         m = batch.metrics
         given: dict[Work, Any] = {name: m[f"auto_{name}"] for name in run.settings.auto if f"auto_{name}" in m}
         if Work.REFILL in run.settings.auto:
@@ -222,7 +230,7 @@ def _auto(run: RunData) -> str:
             speed, share = (m.get(f"auto_expected_{what}") for what in ("tokens_per_s", "off_policy_share"))
             if speed is not None and share is not None:
                 expected = f"{speed:,.0f} tokens per second, {share:.0%} off-policy"
-            rows.append([f"{number:,}", f"{now}", expected])
+            rows.append([f"{batch.id:,}", f"{now}", expected])
             last = now
     head = "".join(f"<th>{words}</th>" for words in ("from batch", "in work", "expected of the best"))
     cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -251,7 +259,7 @@ def _dropped(run: RunData) -> str:
 
 def _engines(run: RunData) -> str:
     rows = []
-    order = {engine.get("name"): i for i, engine in enumerate(run.head["engines"])}  # who came later, last
+    order = {name: i for i, name in enumerate(run.there.names)}  # who came later, last
     for number, name in sorted(enumerate(run.engines), key=lambda engine: order.get(engine[1], len(order))):
         mine = run.engine == number
         cost = run.costs.get(name)

@@ -84,7 +84,9 @@ def draw_places(axes: Axes, run: RunData, since: float, until: float, points: in
     """Busy places between two times (s), by the age of what they generate."""
     edges = np.linspace(since, max(until, since + 1e-6), points + 1)
     shown, below = _by_age(run), np.zeros(points)
-    axes.axhspan(0, run.places, color=Ink.EMPTY.hex, linewidth=0)
+    there = run.there
+    ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
+    axes.stairs(there.places, ends, fill=True, color=Ink.EMPTY.hex, linewidth=0)
     for label, ink, rows in shown:
         top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
         if (top > below).any() or label == "fresh":
@@ -111,7 +113,7 @@ def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
 def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Floats, Floats]:
     """(step numbers, values), averaged where there are more steps than can be seen."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
-    steps = np.arange(1, len(values) + 1, dtype=np.float64)
+    steps = np.array([batch.id for batch in batches], np.float64)
     if len(values) <= points:
         return steps, values
     edges = np.linspace(0, len(values), points + 1).astype(np.int64)

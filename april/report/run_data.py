@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +17,23 @@ from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.lines import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
 from april.record.plain import back
+from april.report.engines_there import Engine, EnginesThere, Slots
 
 Floats = NDArray[np.float64]
 KINDS = (
-    BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+    BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested", "EnginesJoined",
+    "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 
 MOST = 1e12
 """Of times, tokens and ages in a record; more would be no run."""
+BEYOND = 1 << 64
+"""Of whole numbers among the settings; with more no arithmetic of floats goes on."""
 _Group = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 _Time = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=int(MOST))]
 _Metric = Annotated[float, msgspec.Meta(ge=-1e39, le=1e39)]
+_First = Annotated[list[Engine], msgspec.Meta(min_length=1)]
 _Ran = tuple[str, int, int, bool | int, _Count, _Time, _Count, _Count]
 NEEDED = (
     *SECONDS, *SHARES, "trained_tokens", "generated_tokens", "reprefill_tokens", "off_policy_share", "staleness_mean",
@@ -40,6 +45,7 @@ NEEDED = (
 class _Delivered(msgspec.Struct):
     """The parts of a line of a batch."""
 
+    id: _Count
     metrics: dict[str, _Metric]
     lengths: list[_Count]
     ages: dict[int, _Count]
@@ -53,6 +59,8 @@ class _Delivered(msgspec.Struct):
 class Batch:
     """One delivery."""
 
+    id: int
+    """Its number, by which everybody knows it."""
     time_s: float
     metrics: dict[str, float]
     lengths: list[int]
@@ -65,12 +73,14 @@ class RunData:
     """One run.
 
     Attributes:
+        path: of the record, as it was given.
         name: of the record.
         head: its first line.
         settings: of the core.
         seconds: time of its last line.
         end: how it ends.
-        engines: names, as the arrays number them.
+        there: which engines there were, and the places.
+        engines: names of those whose requests ended, as the arrays number them.
         engine, age, began_s, ended_s, context, generated, evaluation: [R], of every request that ended; see
             :class:`april.core.request_log.Ran`.
         finished, finished_group: response tokens of every rollout function that returned, and whose it was.
@@ -78,9 +88,11 @@ class RunData:
         costs: of each engine whose requests tell.
     """
 
+    path: Path
     name: str
     head: dict[str, Any]
     settings: CoreSettings
+    there: EnginesThere
     seconds: float = 0.0
     end: str = IN_THE_MIDDLE
     batches: list[Batch] = field(default_factory=list)
@@ -100,10 +112,13 @@ class RunData:
 
     @property
     def places(self) -> int:
-        """Samples that may be in flight at the same time, at most where that is auto."""
-        most = max([self.settings.max_in_flight, *(int(b.metrics.get("auto_max_in_flight", 0)) for b in self.batches)])
-        slots = [engine.get("max_in_flight") for engine in self.head["engines"]]
-        return min(most, sum(slots)) if slots and all(slots) else most
+        """The most that there were at a time."""
+        return max(self.there.places)
+
+    @property
+    def engine_count(self) -> int:
+        """Engines that there were at a time, for most of the run; at least 1."""
+        return max(1, self.there.usual(self.seconds))
 
     def requests_of(self, engine: int, last: int) -> Requests:
         """The last requests of one engine."""
@@ -122,12 +137,9 @@ def read_run(path: Path) -> RunData:
         RecordError: it is none, of another april, or damaged; or nothing is in it that could be shown.
     """
     lines = lines_of(path, KINDS)
-    head = next(lines).parts
+    line = next(lines)
+    head = line.parts
     refuse_other_formats(path, head)
-    try:
-        settings = back(head["settings"], CoreSettings)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"line 1 of {path}: {error}") from None
     batches: list[Batch] = []
     updates: list[float] = []
     numbers: dict[str, int] = {}
@@ -136,6 +148,10 @@ def read_run(path: Path) -> RunData:
     finished: list[tuple[int, int]] = []
     seconds, end = 0.0, IN_THE_MIDDLE
     try:
+        settings = back(head["settings"], CoreSettings)
+        if any(abs(value) >= BEYOND for value in asdict(settings).values() if isinstance(value, int)):
+            raise ValueError("a setting is beyond all numbers")
+        there = EnginesThere(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
         for line in lines:
             parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
             match line.what:
@@ -153,7 +169,16 @@ def read_run(path: Path) -> RunData:
                     updates.append(seconds)
                 case "Batch":
                     found = msgspec.convert(parts, _Delivered, str_keys=True)
-                    batches.append(Batch(seconds, found.metrics, found.lengths, found.ages))
+                    batches.append(Batch(found.id, seconds, found.metrics, found.lengths, found.ages))
+                    if (most := found.metrics.get("auto_max_in_flight")) is not None:  # a saved state changes it, too
+                        there.most_changed(seconds, msgspec.convert(int(most), Slots))
+                case "EnginesJoined":
+                    there.joined(seconds, msgspec.convert(parts["engines"], list[Engine]))
+                case "EnginesLeft":
+                    there.left(seconds, msgspec.convert(parts["names"], list[str]))
+                case "WorkChanged":
+                    if (most := parts.get("max_in_flight")) is not None:
+                        there.most_changed(seconds, msgspec.convert(most, Slots))
                 case what:
                     end = end_of(what, parts) or end
     except RecordError:
@@ -166,8 +191,8 @@ def read_run(path: Path) -> RunData:
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
-        name=path.name, head=head, settings=settings, seconds=seconds, end=end, batches=batches, updates_s=updates,
-        engines=list(numbers),
+        path=path, name=path.name, head=head, settings=settings, there=there, seconds=seconds, end=end,
+        batches=batches, updates_s=updates, engines=list(numbers),
         engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
         context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
         finished=lengths[0], finished_group=lengths[1], failures=failures,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -61,6 +61,11 @@ class Onlookers:
             feed.begin_to_close()
         for feed in self._feeds:
             feed.close()
+
+    @property
+    def ends(self) -> list[Callable[[], None]]:
+        """What ends the exporters without waiting for them; none of it holds the driver."""
+        return [feed.begin_to_close for feed in self._feeds]
 
     def _ask(self, tell: Tell) -> None:
         def look() -> None:
