@@ -186,7 +186,7 @@ class RolloutScheduler:
             raise
         self._onlookers.driver = self._driver
         self._evaluator = Evaluator(self._driver)
-        recorder = self._driver._recorder
+        recorder = self._driver.recorder
         ends = [*(() if recorder is None else (recorder.end,)), *self._onlookers.ends]
         self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads, ends)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)

@@ -101,7 +101,7 @@ class RolloutDriver:
         self._delivered = delivered
         self._times = RunTimes(self.core)
         self.requests = RequestLog(self.core, self.now)
-        self._recorder = None if record is None else Recorder(record, self.core, self.now, self.requests)
+        self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests)
         self._limit = StepLimit(self.requests)
         self._auto = AutoRun(self.core, self._limit.costs, self.post, chooser) if settings.auto else None
         self.sampling = sampling
@@ -135,7 +135,7 @@ class RolloutDriver:
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
-        self._pump = EventPump(self._recorder or self.requests, {
+        self._pump = EventPump(self.recorder or self.requests, {
             **executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
@@ -362,8 +362,8 @@ class RolloutDriver:
                 def loaded() -> None:
                     self._source.take(way)
                     snapshot.restore(self.core, core)
-                    if self._recorder is not None:
-                        self._recorder.restored(core)
+                    if self.recorder is not None:
+                        self.recorder.restored(core)
 
                 version = trial.clock.current
                 await self.updates.update(transfer, loaded, path=path, version=version, restores=True)
@@ -406,8 +406,8 @@ class RolloutDriver:
         if self.hosts is not None:
             await self.hosts.close()
         await self.local.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def post(self, event: ev.Event) -> None:
         """Give one event to the core and do what it says."""
@@ -511,8 +511,8 @@ class RolloutDriver:
         batch = replace(batch, metrics=metrics, bottleneck=why)
         if self._auto is not None:
             batch = self._auto.delivered(batch)
-        if self._recorder is not None:
-            self._recorder.delivered(batch)
+        if self.recorder is not None:
+            self.recorder.delivered(batch)
         if self._delivered is not None:
             self._delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")
