@@ -189,7 +189,10 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     ahead = int(median(step.get("batches_out", 0.0) for step in steps))
     slower = [step for step in steps if step.get(TRAINS, 0.0) > 0.01 * step["step_s"]] if ahead else []
     if 2 * len(slower) > len(steps):
-        return fmean(sum(step.get(part, 0.0) for part in (*TRAINER_PARTS, AHEAD)) for step in slower), ahead
+        parts = (*TRAINER_PARTS, AHEAD)
+        # some of these have the rest of a batch and nearly all of the next one, which the others lack
+        means = (fmean(sum(step.get(part, 0.0) for part in parts) for step in some) for some in (slower, steps))
+        return min(means), ahead
     return fmean(sum(step.get(part, 0.0) for part in TRAINER_PARTS) for step in steps), ahead
 
 
