@@ -124,7 +124,15 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it() -> None:
     class Renamed(torch.nn.Module):
         def forward(self, input_ids: Any, cache: Any = None, **named: Any) -> None: ...
 
+    class Compiled(torch.nn.Module):
+        forward = range  # has no signature
+
     assert cache_argument(Wrapped(Wrapped(Named()))) == "past_key_values"
+    patched = Named()
+    patched.inside, forward = Renamed(), patched.forward
+    patched.forward = lambda *args, **named: forward(*args, **named)  # type: ignore[method-assign]
+    assert cache_argument(patched) == "past_key_values"
+    assert cache_argument(torch.nn.Sequential(Compiled(), Renamed())) == "cache"
     assert cache_argument(Wrapped(Renamed())) == "cache"
     assert cache_argument(torch.nn.Linear(1, 1)) == "past_key_values"
 

@@ -78,10 +78,15 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
 def cache_argument(model: Any) -> str:
     """Name of the argument and of the output that is the model's cache; transformers renames it with 5.24."""
     for module in model.modules():  # what is around a model, as PEFT's, hands on what it does not name
-        named = inspect.signature(module.forward).parameters
-        for name in ("cache", "past_key_values"):
-            if name in named:
-                return name
+        forwards: tuple[Any, ...] = (module.forward, getattr(type(module), "forward", None))
+        for forward in forwards:  # the first may stand in for the second
+            try:
+                named = inspect.signature(forward).parameters
+            except (TypeError, ValueError):  # compiled code has none
+                continue
+            for name in ("cache", "past_key_values"):
+                if name in named:
+                    return name
     return "past_key_values"
 
 
