@@ -10,6 +10,15 @@ from tests.real_engines.servers import Server
 
 QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """No look-ups in the hub, no reports to anybody."""
+VLLM_ON_CPU = QUIET | {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # the model runs in the engine's own process, on one of two cores: a worker of its own would be waited for in a loop
+    # of sched_yield, beside which Linux 6.18 leaves the HTTP server without a core for seconds
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}
+"""Whether it is served or in the trainer's process."""
 
 
 def vllm_server(
@@ -27,13 +36,7 @@ def vllm_server(
     ]  # fmt: skip
     if open_routes:
         command.append("--enable-scale-out")
-    settings = QUIET | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # the model runs in the engine's own process, on one of two cores: a worker of its own would be waited for in a
-        # loop of sched_yield, beside which Linux 6.18 leaves the HTTP server without a core for seconds
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
+    settings = VLLM_ON_CPU | {
         "VLLM_SERVER_DEV_MODE": "1" if open_routes else "0",
         "PATH": f"{where / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from april.testing.conformance import Report, Verdict, run
 from april.testing.conformance.servers import served
+from tests.real_engines.commands import VLLM_ON_CPU
 from tests.real_engines.environments import ROOT, ROUTER_VERSION, SGLANG_VERSION, VLLM, VLLM_VERSION, environment
 from tests.real_engines.models import EOS, VOCAB_SIZE
 from tests.real_engines.servers import Server, ServerFailed
@@ -94,7 +95,7 @@ def test_in_process(models: dict[str, Path], aborts: int, out: Path) -> Report:
         str(environment(VLLM) / "bin" / "python"), "-m", "tests.real_engines.in_process", str(models["first"]),
         str(models["second"]), str(report), str(aborts),
     ]  # fmt: skip
-    process = Server("vllm in process", command, 0, log, "", _in_process_settings())
+    process = Server("vllm in process", command, 0, log, "", VLLM_ON_CPU | {"PYTHONPATH": str(ROOT)})
     process.start()
     try:
         process.join(IN_PROCESS_S)
@@ -108,7 +109,3 @@ def test_in_process(models: dict[str, Path], aborts: int, out: Path) -> Report:
     for verdict in found.verdicts:
         tell(verdict)
     return found
-
-
-def _in_process_settings() -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
