@@ -146,6 +146,9 @@ class WeightLife:
 
     async def process(self) -> None:
         """One process of the trainer, to the end or to its next restart."""
+        if self.checkpoint is None:  # it begins, or begins anew
+            for server in self.servers():
+                server.restart(0.0)
         self.door = HostDoor(deadline_s=20.0, first_s=60.0)
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=self.luck.choice([2, 4]),
