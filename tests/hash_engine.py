@@ -42,11 +42,16 @@ def longer(made: int, token: int) -> int:
     return _hash(made, token)
 
 
+def logprob_of(weights: str, made: int, token: int) -> np.float32:
+    """That of ``token`` after the conversation ``made``."""
+    return np.float32(-(_hash("logprob", weights, made, token) % 100_000) / 25_000)
+
+
 def next_token(weights: str, seed: int | None, made: int) -> tuple[int, np.float32]:
     """The token that follows the conversation ``made``, and its log-probability."""
     drawn = _hash("token", weights, seed, made)
     token = EOS if drawn % 10_000 < ENDS * 10_000 else 1 + (drawn >> 20) % (VOCAB - 1)
-    return token, np.float32(-(_hash("logprob", weights, made, token) % 100_000) / 25_000)
+    return token, logprob_of(weights, made, token)
 
 
 def save(directory: Path, weights: str) -> str:

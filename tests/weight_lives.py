@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hash_engine import EOS, START, HashEngine, Server, conversation, longer, next_token, save
+from hash_engine import EOS, START, HashEngine, Server, conversation, logprob_of, longer, next_token, save
 
 import april
 from april.core.batch import Batch
@@ -33,7 +33,9 @@ T = TypeVar("T")
 
 PATIENCE_S = 3600.0
 """A wait that has neither ended nor said why by then has been forgotten; no response takes longer than 40 s."""
-LONGEST = 30
+LONGEST, FIRST_TURN = 30, 8
+"""Most tokens of a response, and of the first of two calls."""
+TOOL = (901, 902)
 UPDATE_TRIES = 8
 
 
@@ -108,6 +110,12 @@ class Machine:
     link: Liar | None = None
 
 
+async def two_turns(prompt: Any, llm: Any) -> None:
+    """A call, a tool's answer, and a call that has them both before it."""
+    first = await llm.generate(max_tokens=FIRST_TURN)
+    await llm.generate([*first.conversation, *TOOL])
+
+
 class WeightLife:
     """One trainer's life, chosen by a seed; :meth:`run` it on a virtual loop.
 
@@ -130,6 +138,7 @@ class WeightLife:
         """The trainer writes all its weights into one directory."""
         self.unrest_s = self.luck.choice([8.0, 20.0, 60.0])
         self.restless = True
+        self.turns = self.luck.choice([1, 1, 2])
         self.weights = START
         """Those of the trainer."""
         self.written_over: list[str] = []
@@ -157,7 +166,10 @@ class WeightLife:
         )  # fmt: skip
         own = [self.client(f"own{i}", server) for i, server in enumerate(self.own)]
         prompts = [[1 + i // 900, 1 + i % 900, 5] for i in range(4000)]
-        async with rollouts(config, engines=own, prompts=prompts, hosts=self.door, reward=lambda p, r: 1.0) as run:
+        functions: dict[str, Any] = {"reward": lambda p, r: 1.0}
+        if self.turns == 2:
+            functions["rollout"] = two_turns
+        async with rollouts(config, engines=own, prompts=prompts, hosts=self.door, **functions) as run:
             for machine in self.machines:
                 await self.start(machine)
             if self.checkpoint is not None:
@@ -190,6 +202,8 @@ class WeightLife:
                 continue
             self.check(batch)
             self.steps = max(0, self.steps - 1)
+            if self.luck.random() < 0.25:
+                await self.evaluate(run)
             if self.luck.random() < 0.4:
                 ahead = asyncio.create_task(run.next_batch())
             await asyncio.sleep(self.luck.choice([0.0, 3.0, 15.0]))
@@ -202,6 +216,25 @@ class WeightLife:
         if ahead is not None:
             ahead.cancel()
             await asyncio.wait([ahead])
+
+    async def evaluate(self, run: Rollouts) -> None:
+        """Of one version, that at which it was asked for."""
+        try:
+            result = await self.hears("evaluate", run.evaluate([[950, 1, n] for n in range(3)], max_tokens=20))
+        except april.AprilError as error:
+            self.seen[f"evaluate: {type(error).__name__}"] += 1
+            return
+        self.seen["evaluated"] += 1
+        for n, responses in enumerate(result.responses):
+            for response in responses:
+                made = conversation([950, 1, n])
+                for token, logprob, generated in zip(
+                    response.tokens, response.logprobs, response.loss_mask, strict=True
+                ):
+                    if generated:
+                        is_of = {w for w in self.named[run.version] if logprob_of(w, made, int(token)) == logprob}
+                        assert is_of, f"evaluated under {run.version}, which is {self.named[run.version]}"
+                    made = longer(made, int(token))
 
     async def state(self, run: Rollouts, trained_through: int) -> dict[str, Any]:
         """As ``RolloutScheduler.astate_dict`` would be: what hosts have is in it."""
@@ -449,7 +482,12 @@ class WeightLife:
         for sample in batch.samples:
             made = conversation(sample.prompt.token_ids)
             for segment in sample.segments:
-                assert segment.kind is SegmentKind.GENERATED
+                if segment.kind is not SegmentKind.GENERATED:
+                    first = sample.tokens[: segment.start]
+                    assert first[-1] == EOS or len(first) == FIRST_TURN, f"the first call of {sample.id} did not end"
+                    for token in sample.tokens[segment.start : segment.start + segment.count]:
+                        made = longer(made, int(token))
+                    continue
                 for at in range(segment.start, segment.start + segment.count):
                     token, logprob = int(sample.tokens[at]), sample.logprobs[at]
                     self.tokens += 1
