@@ -45,7 +45,7 @@ def settings(n: int = 2, samples: int = 2, over: int | None = None, **changes: A
 class CoreMachine:
     """The core with everything around it played by the test.
 
-    ``length(group, index)`` is the true length of a response (EOS included). Rewards are ``group + index / 10``
+    ``length(group, index)`` is the true length of a response (EOS included). Rewards are ``group + index / 8``
     unless ``reward`` says otherwise. Token ``t`` of a response is ``10 + t``, the last one EOS.
     """
 
@@ -110,7 +110,7 @@ class CoreMachine:
                 if self.auto_score:
                     self.score(self.to_score.pop())
             case do.ScoreGroup(group):
-                rewards = [(s.id.index, group.id + s.id.index / 10) for s in group.samples]
+                rewards = [(s.id.index, group.id + s.id.index / 8) for s in group.samples]
                 self._pump.post(ev.Scored(group.id, rewards))
             case do.Deliver(batch):
                 self.batches.append(batch)

@@ -57,7 +57,7 @@ def test_arrays_of_a_batch() -> None:
     order = np.argsort(batch.group_ids, kind="stable")
     assert batch.group_ids[order].tolist() == [0, 0, 1, 1]
     assert batch.lengths[order].tolist() == [2, 3, 5, 6]
-    assert batch.rewards[order].tolist() == pytest.approx([0.0, 0.1, 1.0, 1.1])
+    assert batch.rewards[order].tolist() == pytest.approx([0.0, 0.125, 1.0, 1.125])
     assert "groups=2 samples=4 tokens=16" in repr(batch)
 
     arrays = {name: array[order] for name, array in batch.padded(pad_id=9).items()}

@@ -360,7 +360,7 @@ def test_finished_samples_keep_their_rewards() -> None:
     m.end(attempt, 3)
     m.end(m.attempt_of(0, 1))
     assert m.started == {(0, 0): 1, (0, 1): 2}
-    assert [s.reward for s in m.batches[0].samples] == [reward, 0.1]
+    assert [s.reward for s in m.batches[0].samples] == [reward, 0.125]
     assert only_batch(m) == [expected()] * 2
 
 

@@ -58,5 +58,5 @@ def test_rewards_that_come_twice_change_nothing() -> None:
         m.end(next(a.id for a in m.in_flight.values() if a.sample.id == key))
     m.post(ev.Scored(0, [(0, 7.0), (1, float("nan"))]))
 
-    assert [s.reward for s in m.core.buffer.groups[0].samples] == [0.0, 0.1]
+    assert [s.reward for s in m.core.buffer.groups[0].samples] == [0.0, 0.125]
     assert m.core.counters["late_events"] == 2

@@ -170,7 +170,7 @@ def test_group_rewards_are_asked_for_once_all_siblings_have_returned() -> None:
 
     assert batch is not None
     assert sum(isinstance(c, do.ScoreGroup) for c in m.commands) == 1
-    assert [s.reward for s in batch.samples] == pytest.approx([0.0, 0.1, 0.2])
+    assert [s.reward for s in batch.samples] == pytest.approx([0.0, 0.125, 0.25])
 
 
 def test_slow_rewards_do_not_hold_up_the_abort_and_count_when_they_arrive() -> None:

@@ -6,7 +6,6 @@ to whoever asks; what it reports are the same events.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from april.coordinator.results import done, take
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
+from april.core.numbers import held_reward, wrong_reward
 from april.core.state import RolloutCore
 from april.core.types import AttemptState, DropReason, EngineFinish, Group, Sample, SampleId, SampleState
 from april.driver.user_code import describe
@@ -156,10 +156,10 @@ class AskedHost:
     def _differs(self, group: Group) -> bool:
         """Whether its samples have different values of the filter's metric."""
         values = [self.scores[s.id][1] for s in group.first]
-        known = [v for v in values if v is not None and math.isfinite(v)]
+        known = [v for v in values if v is not None and wrong_reward(v) is None]
         if len(known) < len(values):
             raise RolloutError(f"{self._filter_name} is not a number of every sample")
-        return len(known) < 2 or min(known) < max(known)
+        return len(known) < 2 or len(set(map(held_reward, known))) > 1
 
     # ---------------------------------------------------------------- what is settled
 

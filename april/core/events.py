@@ -137,7 +137,7 @@ class Scored:
 
     group: int
     rewards: Sequence[tuple[int, float]]
-    """(sample index, reward)"""
+    """(sample index, reward); they count rounded to float32, as batches hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

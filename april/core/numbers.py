@@ -16,7 +16,7 @@ LEAST_LOGPROB = -744.5
 0 below -103.3; further down are at most tokens beside a mask at a low temperature. vLLM and TensorRT-LLM write -9999
 for minus infinity, SGLang the smallest number of the type."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Rewards are handed over as float32."""
+"""Batches hold rewards as float32."""
 
 
 def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
@@ -51,6 +51,11 @@ def wrong_reward(reward: float) -> str | None:
     if abs(reward) > LARGEST_REWARD:
         return f"{reward:g}, which no float32 holds; expected a number of at most {LARGEST_REWARD:.3g}"
     return None
+
+
+def held_reward(reward: float) -> float:
+    """A reward that is not wrong as a batch holds it, in float32; whatever decides on rewards sees this number."""
+    return float(np.float32(reward))
 
 
 def count_of(value: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from april.core.engine_table import EngineTable
-from april.core.numbers import count_of, wrong_ids, wrong_logprobs, wrong_reward
+from april.core.numbers import count_of, held_reward, wrong_ids, wrong_logprobs, wrong_reward
 from april.core.sealed import State
 from april.core.tape import Segment, SegmentKind, TokenTape
 from april.core.types import FinishReason, Group, RecordedCall, Replay, Sample, SampleId, SampleState
@@ -58,7 +58,7 @@ def restored_sample(
         if open_call is not None or not calls or calls[-1].finish is not FinishReason(state["finish"]):
             raise ValueError(f"{sample.id}: it is finished, and its last call is not")
         if keeps:
-            sample.finish, sample.reward = calls[-1].finish, reward
+            sample.finish, sample.reward = calls[-1].finish, held_reward(reward)
     if calls or open_call is not None:
         sample.replay = Replay(deque(calls), open_call)
     return sample

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from april.core.completion_monitor import Unit
 from april.core.events import WorkChanged
 from april.core.ledger import Ledger
-from april.core.numbers import count_of, wrong_ids, wrong_reward
+from april.core.numbers import count_of, held_reward, wrong_ids, wrong_reward
 from april.core.partial_buffer import PartialBuffer
 from april.core.restored_samples import array_of, restored_sample, version_of
 from april.core.sealed import State
@@ -236,7 +236,7 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
             raise ValueError(f"a cohort of {sorted(known)} in group {group.id}")
         if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
             raise ValueError(f"a reward of group {group.id} is {wrong}")
-        group.cohort = tuple(cohort)
+        group.cohort = tuple((i, held_reward(reward)) for i, reward in cohort)
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:

@@ -8,7 +8,7 @@ from april.core.completion import Completion
 from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
-from april.core.numbers import wrong_reward
+from april.core.numbers import held_reward, wrong_reward
 from april.core.timers import TimerKind
 from april.core.types import DropReason, Group, GroupState, Sample, SampleState
 
@@ -74,7 +74,7 @@ class Scoring:
                 self._failures.fail(blamed, f"the reward is {wrong}")
                 return
             else:
-                awaited.append((group.samples[index], reward))
+                awaited.append((group.samples[index], held_reward(reward)))
         for sample, reward in awaited:
             sample.reward = reward
         for sample, _ in awaited:

@@ -86,7 +86,8 @@ def group_advantages(
 ) -> Any:
     """Advantages of B responses, each against siblings of its own: float32 [B]; a tensor if ``rewards`` is one.
 
-    Exactly 0 where a response's reward is that of all it is compared with.
+    Rewards count as batches hold them, rounded to float32. Exactly 0 where a response's reward is that of all it is
+    compared with.
 
     Args:
         rewards: float [B], array or tensor (of any device; the result has no gradient).
@@ -101,8 +102,7 @@ def group_advantages(
     response has no sibling to be compared with.
     """
     _check_method(method)
-    own = _float64(rewards)
-    others = _rectangle(baseline_rewards)
+    own, others = (_float32(numbers) for numbers in (_float64(rewards), _rectangle(baseline_rewards)))
     if own.ndim != 1 or others.ndim != 2 or len(others) != len(own):
         raise ValueError(
             f"group_advantages: rewards have the shape {list(own.shape)} and baseline_rewards {list(others.shape)}; "
@@ -210,6 +210,12 @@ def _rectangle(rows: Any) -> Float64:
 def _float64(values: Any) -> Float64:
     """An array, or a tensor of any device and type, as an array."""
     return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
+
+
+def _float32(rewards: Float64) -> Float64:
+    """Rounded as a batch holds them; infinite where no float32 can."""
+    with np.errstate(over="ignore"):
+        return rewards.astype(np.float32).astype(np.float64)
 
 
 def _like(given: Any, found: Float32) -> Any:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 
 from adapters import slime_functions_of_a_user as user
 from adapters.slime_stand_in import DataSource, Sample, Status, Tokenizer, installed, namespace
 from april.adapters.slime import GenerateRollout, generate_rollout, make_generate_rollout
+from april.adapters.slime.hooks import SlimeHooks
 from april.core.types import DropReason
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
@@ -286,3 +288,13 @@ def test_a_state_has_what_the_filter_has_just_rejected() -> None:
         for rollout_id in range(1, 6):
             run(rollout_id)
         assert rejected
+
+
+def test_slimes_filter_sees_the_rewards_that_are_trained() -> None:
+    """Rounded to float32 where they enter, of several the one that --reward-key names."""
+    third = float(np.float32(0.1 + 0.2))
+    hooks = SlimeHooks.__new__(SlimeHooks)
+    for key, reward, held in (("", 0.1 + 0.2, third), ("a", {"a": 0.1 + 0.2, "b": 0.1}, {"a": third, "b": 0.1})):
+        hooks._args = SimpleNamespace(reward_key=key)
+        sample = Sample(reward=reward)
+        assert (hooks._value(sample), sample.reward) == (third, held)

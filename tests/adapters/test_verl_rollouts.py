@@ -144,9 +144,13 @@ def test_staleness_is_that_of_tokens_and_bounded(trainer: Make, refill: str) -> 
 
 
 def test_groups_without_a_signal_are_replaced(trainer: Make) -> None:
-    """Dynamic sampling: groups with equal rewards are dropped by name, replaced at once, and leave verl's queue."""
+    """Dynamic sampling: groups with equal rewards are dropped by name, replaced at once, and leave verl's queue.
+
+    Rewards are equal if no float32 tells them apart.
+    """
     run = trainer(
-        reward_of=lambda row, sample, response: float(sample if row % 3 else 1), algorithm__filter_groups__enable=True
+        reward_of=lambda row, sample, response: float(sample) if row % 3 else (0.3, 0.1 + 0.2)[sample % 2],
+        algorithm__filter_groups__enable=True,
     )
     for _ in range(6):
         run.step()
