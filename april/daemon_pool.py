@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonPool(ThreadPoolExecutor):
@@ -19,12 +22,14 @@ class DaemonPool(ThreadPoolExecutor):
     def __init__(self, name: str, max_workers: int | None = None) -> None:
         super().__init__(max_workers)
         self._name = name
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._free = threading.Semaphore(0)
         """Threads that wait for a job."""
         self._workers: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._over = False
+        self._taking = threading.RLock()
+        """No job comes behind the words that end the threads; a signal handler may be inside it again."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call ``fn`` in one of the threads.
@@ -32,34 +37,28 @@ class DaemonPool(ThreadPoolExecutor):
         Raises:
             RuntimeError: after :meth:`shutdown`, or the system gives no more threads.
         """
-        if self._over:
-            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[T] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        if not self._free.acquire(blocking=False) and len(self._workers) < self._max_workers:
-            name = f"{self._name}_{next(self._numbers)}"
-            worker = threading.Thread(target=_work, args=(self._jobs, self._free), name=name, daemon=True)
-            worker.start()
-            self._workers.append(worker)
-        self._jobs.put(job)
+        with self._taking:
+            if self._over:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if not self._free.acquire(blocking=False) and len(self._workers) < self._max_workers:
+                name = f"{self._name}_{next(self._numbers)}"
+                worker = threading.Thread(target=_work, args=(self._jobs, self._free), name=name, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+            self._jobs.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take nothing more; the threads end after what they have, and with ``wait`` this returns when they have."""
-        self._over = True
-        if cancel_futures:
-            while not self._jobs.empty():
-                self._jobs.get_nowait()
-        for _ in self._workers:
-            self._jobs.put(None)
+        with self._taking:
+            self._over = True
+            if cancel_futures:
+                with suppress(Empty):
+                    while (job := self._jobs.get_nowait()) is not None:
+                        job[0].cancel()
+            for _ in self._workers:
+                self._jobs.put(None)
         if wait:
             for worker in self._workers:
                 worker.join()
@@ -72,8 +71,13 @@ class DaemonPool(ThreadPoolExecutor):
         return not any(worker.is_alive() for worker in self._workers)
 
 
-def _work(jobs: SimpleQueue[Callable[[], None] | None], free: threading.Semaphore) -> None:
+def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
     while (job := jobs.get()) is not None:
-        job()
-        del job  # it must not live on in an idle thread
+        future, function = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, function  # they must not live on in an idle thread
         free.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,8 @@ from seeds import seeds
 from april.coordinator.messages import Order
 from april.coordinator.run import Run as TrainersRun
 from april.core.types import Refill
-from april.errors import RolloutError
+from april.daemon_pool import DaemonPool
+from april.errors import RolloutError, SchedulerClosed
 from april.testing import run_virtual
 
 
@@ -222,3 +224,50 @@ def test_a_pause_that_is_answered_by_a_batch_is_no_pause(order: Order, said: str
     with pytest.raises(RolloutError, match=said):
         run.pause()
     assert run.dropped == ({"filtered": 1} if order[0] == "deliver" else {})
+
+
+class UntilClosed(Orders):
+    """The last order comes when it is asked for; before it, the coordinator has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = threading.Event()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """What the run asks."""
+        if method == "orders":
+            self.closed.wait()
+            return [("closed",)]
+        if method == "close":
+            self.closed.set()
+        return None
+
+
+def test_who_waits_for_a_batch_when_the_run_is_closed_is_told() -> None:
+    """In another thread: nobody carries out orders any more, so nothing would ever come. Later calls are refused."""
+    trainer = UntilClosed()
+    run = TrainersRun(cast("Any", trainer), 1, own_thread=True)
+    waits = DaemonPool("test").submit(run.next_batch, 0, 1)
+    run.close()
+    with pytest.raises(SchedulerClosed, match="the run is closed"):
+        waits.result(60.0)
+    with pytest.raises(SchedulerClosed, match="the run is closed"):
+        run.pause()
+
+
+def test_rollouts_that_wait_when_the_coordinator_is_closed_are_told() -> None:
+    """Those that wait to begin or for the rest of their response, and those that ask afterwards."""
+
+    async def program() -> None:
+        run = Run(lambda row: 50, max_in_flight=1)
+        batch = asyncio.create_task(run.batch())
+        await asyncio.sleep(2.5)
+        assert len(run.coordinator._execution.host.mailboxes) > 0
+        await run.coordinator.close()
+        await asyncio.sleep(100.0)
+        samples = run.tasks[1:]
+        assert samples
+        assert all(task.done() and isinstance(task.exception(), SchedulerClosed) for task in samples)
+        batch.cancel()
+
+    run_virtual(program())

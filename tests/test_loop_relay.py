@@ -78,3 +78,88 @@ def test_a_result_of_a_stopped_loop_is_not_waited_for(monkeypatch: pytest.Monkey
             await result_from(there, never())
 
     beside(program)
+
+
+def run_until_it_stops(there: asyncio.AbstractEventLoop) -> None:
+    """Run a loop on a thread to its stop; the calling loop looks at nothing meanwhile."""
+    thread = threading.Thread(target=there.run_forever)
+    thread.start()
+    thread.join()
+
+
+def to_its_end(there: asyncio.AbstractEventLoop, program: Callable[[], Awaitable[None]]) -> None:
+    """The program on a loop of its own; then what is left on ``there`` is ended."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await program()
+
+    try:
+        asyncio.run(bounded())
+    finally:
+        for task in asyncio.all_tasks(there):
+            task.cancel()
+        there.run_until_complete(asyncio.sleep(0))
+        there.run_until_complete(there.shutdown_asyncgens())
+        there.close()
+
+
+def test_what_a_loop_has_handed_over_before_its_stop_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience ends with the items on their way and their loop stopped: they come first, then the error."""
+    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.0)
+    there = asyncio.new_event_loop()
+
+    async def items() -> AsyncGenerator[int, None]:
+        yield 1
+        yield 2
+        there.stop()
+        await asyncio.Event().wait()
+
+    async def program() -> None:
+        relay = LoopRelay(there, items)
+        run_until_it_stops(there)
+        assert [await anext(relay), await anext(relay)] == [1, 2]
+        with pytest.raises(RuntimeError, match="was stopped"):
+            await anext(relay)
+        await relay.close()
+
+    to_its_end(there, program)
+
+
+def test_the_end_of_a_generator_that_came_before_the_stop_of_its_loop_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is the end itself: a request that is whole is not taken for one that broke off."""
+    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.0)
+    there = asyncio.new_event_loop()
+
+    async def items() -> AsyncGenerator[int, None]:
+        yield 1
+        there.stop()
+
+    async def program() -> None:
+        relay = LoopRelay(there, items)
+        run_until_it_stops(there)
+        assert [item async for item in relay] == [1]
+        await relay.close()
+
+    to_its_end(there, program)
+
+
+def test_a_result_given_before_the_stop_of_its_loop_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single call likewise, also where its loop gets to it between the end of a wait and the look at the loop."""
+    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.0)
+    there = asyncio.new_event_loop()
+
+    async def work() -> str:
+        there.call_soon(there.call_soon, there.stop)  # after the callbacks of the task, in the next cycle
+        return "done"
+
+    def just_before() -> bool:
+        monkeypatch.undo()
+        run_until_it_stops(there)
+        return there.is_running()
+
+    async def program() -> None:
+        monkeypatch.setattr(there, "is_running", just_before)
+        assert await result_from(there, work()) == "done"
+
+    to_its_end(there, program)

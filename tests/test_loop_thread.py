@@ -6,12 +6,19 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 from awaited_calls import awaited
 
+from april.daemon_pool import DaemonPool
+from april.driver.loop_reply import Reply
 from april.driver.loop_thread import LoopThread, result_of
 from april.driver.time_limits import TimeLimits
 from april.driver.user_calls import UserCalls
@@ -311,3 +318,85 @@ async def test_run_async_over_a_stop(thread: LoopThread) -> None:
     await asyncio.to_thread(thread.stop)
     with pytest.raises(SchedulerClosed):
         await waiter
+
+
+@contextmanager
+def at_step(number: int, code: CodeType, function: Callable[[], object]) -> Iterator[list[bool]]:
+    """Another thread may do ``function`` between any two instructions of ``code``: here before the one of a number.
+
+    Yields a list that is not empty once that has happened.
+    """
+    left, happened = number, list[bool]()
+
+    def each(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0 and not happened:
+                happened.append(True)
+                function()
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        yield happened
+    finally:
+        sys.settrace(before)
+
+
+def test_a_reply_is_what_came_first_whole() -> None:
+    """The loop gives a result while its end refuses it: one of the two is heard, once, and not a mixture."""
+    number, reached = 0, True
+    while reached:
+        heard: list[BaseException | None] = []
+        reply = Reply[str](lambda given, into=heard: into.append(given.error()))  # type: ignore[misc]
+        with at_step(number, Reply.give.__code__, partial(reply.give, None, SchedulerClosed("late"))) as happened:
+            reply.give("a batch")
+        assert len(heard) == 1
+        if isinstance(heard[0], SchedulerClosed):
+            with pytest.raises(SchedulerClosed):
+                reply.result()
+        else:
+            assert reply.result() == "a batch"
+        number, reached = number + 1, bool(happened)
+    assert number > 5
+
+
+def test_a_job_is_refused_or_done_whenever_its_pool_ends() -> None:
+    """Nobody waits for ever for a job that came behind the end of the threads."""
+    number, reached = 0, True
+    while reached:
+        pool = DaemonPool("test-pool", 1)
+        pool.submit(int).result()
+        futures: list[concurrent.futures.Future[int]] = []
+        ender = threading.Thread(target=pool.shutdown)
+        with at_step(number, DaemonPool.submit.__code__, ender.start) as happened, suppress(RuntimeError):
+            futures.append(pool.submit(int))
+        if not happened:
+            ender.start()
+        ender.join()
+        assert all(future.done() for future in futures)
+        number, reached = number + 1, bool(happened)
+    assert number > 20
+
+
+def test_a_pool_that_ends_at_once_cancels_what_waits() -> None:
+    """``cancel_futures`` leaves no future without an end."""
+    pool, begun, go_on = DaemonPool("test-pool", 1), threading.Event(), threading.Event()
+
+    def holds() -> None:
+        begun.set()
+        go_on.wait()
+
+    first = pool.submit(holds)
+    begun.wait()
+    second = pool.submit(int)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    go_on.set()
+    assert pool.join(60.0)
+    assert first.done()

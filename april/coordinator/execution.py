@@ -22,7 +22,7 @@ from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.limit import StepLimit
 from april.driver.user_code import describe
-from april.errors import RolloutError
+from april.errors import RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
@@ -101,10 +101,11 @@ class Execution:
         self.post(ev.Resumed())
 
     def close(self) -> None:
-        """Nobody carries out orders any more."""
+        """Nobody carries out orders any more: who waits for an answer, or asks for one, is told so."""
         if self._auto is not None:
             self._auto.close()
         self._order("closed")
+        self.host.mailboxes.stop(SchedulerClosed("the coordinator is closed: the run is over"))
 
     def draw(self, prompts: Sequence[Prompt]) -> None:
         """Prompts for an order to draw."""

@@ -21,6 +21,8 @@ class Mailboxes:
         self._answers: dict[SampleId, deque[Message]] = {}
         self._asked: dict[SampleId, tuple[bool, asyncio.Future[Message]]] = {}
         """(whether it waits for its start, who waits)"""
+        self._over: BaseException | None = None
+        """Why nobody is answered any more."""
         self.late: dict[SampleId, Result] = {}
         """Results of requests that the core had stopped waiting for; the next attempt may begin with them."""
 
@@ -57,7 +59,8 @@ class Mailboxes:
             _resolve(future, Settled(dropped) if for_start else GivenUp())
 
     def stop(self, error: BaseException) -> None:
-        """Nothing goes on: whoever waits is told why."""
+        """Nothing goes on: whoever waits, or will ask, is told why."""
+        self._over = error
         asked, self._asked = self._asked, {}
         for _, future in asked.values():
             if not future.done():
@@ -67,10 +70,12 @@ class Mailboxes:
     # ---------------------------------------------------------------- answers
 
     async def answer(self, rollout: SampleId, *, for_start: bool = False) -> Message:
-        """The next one for it; waits until there is one."""
+        """The next one for it; waits until there is one. Raises what has ended it all."""
         ready = self._answers.get(rollout)
         if ready:
             return ready.popleft()
+        if self._over is not None:
+            raise self._over
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[rollout] = (for_start, future)
         return await future

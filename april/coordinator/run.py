@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from april.atomic_file import write_atomic
 from april.coordinator.messages import Delivery, Order
-from april.errors import CheckpointError, RolloutError
+from april.errors import CheckpointError, RolloutError, SchedulerClosed
 from april.state_file import pack, unpack
 
 log = logging.getLogger("april")
@@ -130,9 +130,10 @@ class Run:
         try:
             while (told := self._until_told())[0] != "closed":
                 self._told.put(told)
+            self._broken = SchedulerClosed("the run is closed: nobody carries out its orders any more")
         except BaseException as error:
             self._broken = error
-            self._told.put(error)
+        self._told.put(self._broken)  # for whoever waits
 
     def _until_told(self) -> tuple[str, Any]:
         """Carry out orders up to one that the trainer waits for: deliver, fail, paused, or that this is the end."""

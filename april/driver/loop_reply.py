@@ -17,20 +17,23 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+OUTCOME = "outcome"
 LOOK_AGAIN_S = 1.0
 """A thread that waits looks by itself as often: its wake-up call may have gone to a wait that was interrupted."""
 
 
 class Reply(Generic[T]):
-    """A result or an error, given once; any number of threads may wait. ``heard`` is called when it is there."""
+    """A result or an error, given once, by whoever is first; any number of threads may wait, and give.
+
+    ``heard`` is called when it is there.
+    """
 
     def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
         self._heard = heard
         self._gate = threading.Lock()
         self._gate.acquire()
-        self._done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self._given: dict[str, tuple[Any, BaseException | None]] = {}
+        """Empty, or with one entry, which ``setdefault`` puts there in one step."""
         self._task: asyncio.Task[T] | None = None
         self._unwanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,12 +42,12 @@ class Reply(Generic[T]):
 
     def done(self) -> bool:
         """Whether it has been given."""
-        return self._done
+        return bool(self._given)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is given; False: it has taken longer than ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._done:
+        while not self._given:
             left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - time.monotonic())
             if left <= 0.0:
                 return False
@@ -56,26 +59,26 @@ class Reply(Generic[T]):
         """Wait for it. Raises its error; CancelledError of concurrent.futures if it was cancelled; TimeoutError."""
         if not self.wait(timeout):
             raise TimeoutError
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[no-any-return]
+        value, error = self._given[OUTCOME]
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
 
     def error(self) -> BaseException | None:
         """Of one that is given."""
-        return self._error
+        return self._given[OUTCOME][1] if self._given else None
 
     def cancel(self) -> None:
         """Nobody wants it any more: what would give it is cancelled, or does not begin."""
         self._unwanted = True
-        if self._loop is not None and not self._done:
+        if self._loop is not None and not self._given:
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(self._cancel_task)
 
     def give(self, value: T | None, error: BaseException | None = None) -> None:
         """It is there; what comes second is not heard."""
-        if not self._done:
-            self._value, self._error = value, error
-            self._done = True
+        mine = value, error
+        if self._given.setdefault(OUTCOME, mine) is mine:
             self._open()
             for heard in self._heard:
                 heard(self)

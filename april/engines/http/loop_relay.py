@@ -23,11 +23,19 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, there))
     try:
         while not (await asyncio.wait([future], timeout=LOOK_AGAIN_S))[0]:
-            if not there.is_running():
+            if await _stopped(there) and not future.done():
                 raise RuntimeError("the event loop of the call was stopped")
         return future.result()
     finally:
         future.cancel()
+
+
+async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop runs no more; whatever it has queued on this one has been received by then."""
+    if there.is_running():
+        return False
+    await asyncio.sleep(0)  # callbacks run in their order, and this comes after those that it queued
+    return True
 
 
 class LoopRelay:
@@ -68,7 +76,7 @@ class LoopRelay:
             return
         with contextlib.suppress(RuntimeError):  # closed
             self._there.call_soon_threadsafe(self._cancel)
-        while not self._ended and self._there.is_running():
+        while not self._ended and not await _stopped(self._there):
             await self._more()
 
     async def _more(self) -> bool:
@@ -78,7 +86,7 @@ class LoopRelay:
             async with asyncio.timeout(LOOK_AGAIN_S):
                 await self._news.wait()
         except TimeoutError:
-            return self._there.is_running()
+            return not await _stopped(self._there) or self._news.is_set()
         return True
 
     # ---------------------------------------------------------------- on the generator's loop
@@ -92,15 +100,19 @@ class LoopRelay:
             self._task.cancel()
 
     async def _run(self) -> None:
-        async with aclosing(self._make()) as items:
-            async for item in items:
-                self._tell(self._receive, item)
+        try:
+            async with aclosing(self._make()) as items:
+                async for item in items:
+                    self._tell(self._receive, item)
+        except Exception as error:
+            self._tell(self._finish, error)
+        else:
+            self._tell(self._finish, None)  # here: a loop that is stopped now calls no callback of the task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if isinstance(error, asyncio.CancelledError):
-            error = RuntimeError("the request was cancelled on its event loop")
-        self._tell(self._finish, error)
+        """Tells of what :meth:`_run` could not: it was cancelled, perhaps before it began."""
+        error = None if task.cancelled() else task.exception()
+        self._tell(self._finish, error or RuntimeError("the request was cancelled on its event loop"))
 
     def _tell(self, function: Callable[[Any], None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to be told
@@ -113,5 +125,6 @@ class LoopRelay:
         self._news.set()
 
     def _finish(self, error: BaseException | None) -> None:
-        self._ended, self._error = True, error
-        self._news.set()
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._news.set()
