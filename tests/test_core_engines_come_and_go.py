@@ -192,6 +192,87 @@ def test_torn_weights_stay_torn_when_their_engine_comes_anew() -> None:
         assert m.core.engines.states[name].weights is EngineWeights.HALF
 
 
+def waits_for_the_next_update(m: CoreMachine, limits: EngineLimits) -> None:
+    """It joins, is well, and gets neither a label nor requests, until an update gives it weights."""
+    commands = m.post(ev.EnginesJoined([limits]))
+    commands = found(m, limits.name, probe_of(commands, limits.name))
+    assert not any(isinstance(c, (do.PauseEngine, do.LoadEngine, do.Submit)) for c in commands)
+    assert "waits for the next weight update" in next(c.message for c in commands if isinstance(c, do.Warn))
+    updated(m, "/next")
+    assert m.core.engines.states[limits.name].loaded == {m.core.clock.current}
+
+
+@pytest.mark.parametrize("comes_as", [B, C], ids=["its name", "another name"])
+@pytest.mark.parametrize("adopted_before", [False, True])
+def test_weights_of_an_update_that_failed_are_not_taken_for_the_old_ones(
+    comes_as: EngineLimits, adopted_before: bool
+) -> None:
+    """An engine had loaded them when it left: it is given those of the present version, or waits for an update."""
+    m = machine(n=2, engines=(A, B))
+    if adopted_before:
+        updated(m, "/present")
+    version = m.core.clock.current
+    commands = m.post(ev.UpdateRequested(update=9, path="/failed"))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    loads = {c.engine: c for c in answer(m, commands) if isinstance(c, do.LoadEngine)}
+    m.post(ev.EngineCallEnded("b", loads["b"].call, ev.CallResult.DONE))
+    m.post(ev.EnginesLeft(["b"]))
+    answer(m, m.post(ev.EngineCallEnded("a", loads["a"].call, ev.CallResult.UNREACHABLE, "no")))
+    assert (m.core.clock.current, m.core.updates.running) == (version, False)
+    if not adopted_before:
+        waits_for_the_next_update(m, comes_as)
+        return
+    commands = found(m, comes_as.name, probe_of(m.post(ev.EnginesJoined([comes_as])), comes_as.name))
+    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
+    assert (load.version, load.path) == (version, "/present")
+
+
+@pytest.mark.parametrize("error", ["no route", None], ids=["broken off", "not adopted"])
+@pytest.mark.parametrize("comes_as", [B, C], ids=["its name", "another name"])
+def test_a_transfer_may_have_reached_an_engine_that_is_away(comes_as: EngineLimits, error: str | None) -> None:
+    """It left while the trainer handed over, and comes when that has failed: no label makes old weights of the new."""
+    m = machine(n=2, engines=(A, replace(B, remote=True)))
+    commands = m.post(ev.UpdateRequested(update=1, transfers=True))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    answer(m, commands)
+    m.post(ev.EnginesLeft(["b"]))
+    commands = m.post(ev.HandedOver(1, error))
+    commands = answer(m, commands, ev.CallResult.DONE if error else ev.CallResult.REFUSED)
+    while m.core.updates.running:
+        commands = answer(m, commands)
+    assert m.core.clock.current == FIRST_VERSION
+    waits_for_the_next_update(m, replace(comes_as, remote=True))
+
+
+def test_an_update_that_wrote_nothing_changes_nothing_for_those_that_join() -> None:
+    """It was cancelled in time: engines have the weights of their start, which a label names."""
+    m = machine(n=2, engines=(A, B))
+    m.post(ev.UpdateRequested(update=1, path="/1"))
+    m.post(ev.UpdateCancelled(1))
+    while m.abort_asked:
+        m.end(min(m.abort_asked), 0)
+    commands = found(m, "c", probe_of(m.post(ev.EnginesJoined([C])), "c"))
+    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
+    assert (load.version, load.path) == (FIRST_VERSION, None)
+
+
+def test_when_all_wait_for_the_next_update_the_outage_says_so() -> None:
+    """Nothing is to be mended there: a weight update is what helps."""
+    m = machine(outage_deadline_s=50.0)
+    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    answer(m, answer(m, answer(m, commands), ev.CallResult.UNREACHABLE))
+    found(m, "a", probe_of(m.post(ev.TimerFired(timers(m.commands, TimerKind.PROBE)[-1].timer)), "a"))
+    m.post(ev.TimerFired(timers(m.commands, TimerKind.OUTAGE)[-1].timer))
+    assert m.errors == [
+        "no engine with the current weights has been well for 50 s; everything is kept: call weight_update, for which "
+        "a waits, and ask for the batch again"
+    ]
+
+
 def test_an_engine_that_was_paused_when_its_host_died_is_resumed() -> None:
     """Its server may be paused still: it gets nothing before it says that it is open."""
     m = machine(n=2, engines=(A, replace(B, remote=True)))

@@ -60,8 +60,6 @@ class EngineRecovery:
         for limits in event.engines:
             state = context.engines.join(limits)
             self._updates.joins(limits.name)
-            if self._updates.none_yet and state.weights is EngineWeights.UNKNOWN:
-                state.confirm(context.clock.current)
             if not state.loaded or state.gate is not EngineGate.OPEN:
                 state.health = EngineHealth.QUARANTINED
                 self._calls.probe(limits.name)

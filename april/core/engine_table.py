@@ -58,7 +58,7 @@ class EngineWeights(StrEnum):
     """Those of the loaded versions."""
     LOADING = "loading"
     HALF = "half"
-    """It was asked to load, and has not said that it did: they may be torn."""
+    """They may be torn, or those of an update that was not adopted: no label makes those of a version out of them."""
     UNKNOWN = "unknown"
     """Its server was started anew, or somebody else has changed them."""
 
@@ -280,11 +280,8 @@ class EngineTable:
         state = EngineState(limits=engine, cap=AdmissionCap(engine.max_in_flight), weights=EngineWeights.UNKNOWN)
         if before is not None:
             state.losses = before.losses + 1
-            # its server may be the same: still paused, or with torn weights, which a label would make whole
-            if before.gate is not OPEN:
+            if before.gate is not OPEN:  # its server may be the same, and paused still
                 state.gate = EngineGate.CLOSED
-            if before.weights in (EngineWeights.LOADING, EngineWeights.HALF):
-                state.weights = EngineWeights.HALF
         self.states[engine.name] = state
         self._by_load.join(state)
         self.turnover += 1
@@ -342,7 +339,12 @@ class EngineTable:
     @property
     def remedy(self) -> str:
         """What to do where none is usable."""
-        return f"mend one of {', '.join(self.states)}" if self.states else "all have left, so let a host bring some"
+        if not self.states:
+            return "all have left, so let a host bring some"
+        well = [name for name, state in self.states.items() if not state.quarantined and not state.loaded]
+        if not well:
+            return f"mend one of {', '.join(self.states)}"
+        return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
 
     def in_flight(self) -> dict[str, int]:
         """Attempts per engine."""

@@ -70,6 +70,8 @@ class WeightUpdates:
         self._failed: int | None = None
         """The call whose error the update ends with."""
         self._adopted = False
+        self._written = False
+        """Some update has begun to write weights, whatever became of it."""
         self._first = context.clock.current
 
     @property
@@ -149,9 +151,18 @@ class WeightUpdates:
                 self._pause()
 
     def joins(self, name: str) -> None:
-        """An engine that comes in the middle of an update gets its weights afterwards."""
+        """An engine that comes in the middle of an update gets its weights afterwards.
+
+        Before the first update it has those of its start. Once one has begun to write, its server may have been
+        written to, under this name or another one, and what it loaded may never have been adopted.
+        """
         if self.phase not in (Phase.IDLE, Phase.STOPPING):
             self._left_out.add(name)
+        state = self._context.engines.states[name]
+        if self._written:
+            state.weights = EngineWeights.HALF
+        elif self.none_yet:
+            state.confirm(self._context.clock.current)
 
     def leave(self, names: Sequence[str]) -> None:
         """Engines are here no longer: an update that runs goes on without them."""
@@ -227,6 +238,7 @@ class WeightUpdates:
 
     def _broken_off(self, why: str) -> None:
         """Servers with a part of the new weights must not generate as if they had the old ones."""
+        self._written = True
         remote = [state for state in self._context.engines.states.values() if state.limits.remote]
         for state in remote:
             state.lose(EngineWeights.HALF)
@@ -244,6 +256,7 @@ class WeightUpdates:
         return self._update.version or PolicyVersion(current.incarnation, current.n + 1)
 
     def _load(self) -> None:
+        self._written = True
         for name in self._enter(Phase.LOADING):
             self._calls.load(name, self._version, self._update.path)
         self._go_on_if_answered()
