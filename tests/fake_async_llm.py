@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's AsyncLLM (0.32): the same calls, outputs, aborts, pauses and labels, without a model.
+"""A stand-in for vLLM's AsyncLLM (0.32 or 0.33): the same calls, outputs, aborts, pauses and labels, without a model.
 
 It belongs to the loop that it is made on, or first used on, and refuses calls on another. A token is a hash of the
 weights and everything before it. Weights that were loaded without a reset of the cache give tokens of neither model.
@@ -40,6 +40,16 @@ def logprob(token: int, weights: str) -> float:
     return -((token * 31 + sum(weights.encode())) % 97 + 1) / 64
 
 
+class VLLMClientError(Exception):
+    """Base of errors that blame the request; from 0.33 on none of them is a ValueError."""
+
+
+class RetryableRequestError(Exception):
+    """What reaches a paused vLLM from 0.33 on; its server answers with the status."""
+
+    status_code = 503
+
+
 class _Request:
     def __init__(self, prompt: list[int], params: Any) -> None:
         self.prompt, self.params = prompt, params
@@ -50,10 +60,14 @@ class _Request:
 
 
 class FakeAsyncLLM:
-    """``mean_len``: one token in so many is EOS. :meth:`limit` stops requests at so many tokens, until it is raised."""
+    """``mean_len``: one token in so many is EOS. :meth:`limit` stops requests at so many tokens, until it is raised.
+    ``release``: 32 holds what reaches it while it is paused, 33 refuses it."""
 
-    def __init__(self, *, mean_len: int = 60, mode: str = "raw_logprobs", policy: str = "fcfs") -> None:
+    def __init__(
+        self, *, mean_len: int = 60, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33
+    ) -> None:
         self.mean_len = mean_len
+        self.release = release
         self._limit = 1 << 30
         self._picks: Callable[[list[int]], bool] = lambda prompt: True
         self.weights, self.cached_weights, self.label = "tiny0", "tiny0", "default"
@@ -156,7 +170,9 @@ class FakeAsyncLLM:
         if self.dead:
             raise RuntimeError("EngineDeadError")
         if len(prompt["prompt_token_ids"]) > 500:
-            raise ValueError("the prompt is too long")
+            raise (ValueError if self.release == 32 else VLLMClientError)("the prompt is too long")
+        if self.paused and self.release == 33:
+            raise RetryableRequestError("Generation is paused. Please retry after it resumes.")
         self._run_output_handler()
         request = self.requests[request_id] = _Request(prompt["prompt_token_ids"], params)
         self._wake.set()

@@ -7,18 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from sglang_fixtures import PROMPT, read, request, run, until
 from vllm_fixtures import connected, served
 
+from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.http import answer_size
-from april.engines.openai.engine import OpenAIEngine
+from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 from april.testing.servers.request_faults import PlannedFault, RequestFault
 from april.testing.servers.vllm.faults import HARMLESS
-from april.testing.servers.vllm.runs import fake_vllm_response
-from april.testing.servers.vllm.server import COMPLETIONS, TOKENS
+from april.testing.servers.vllm.runs import FakeVllmRun, fake_vllm_response
+from april.testing.servers.vllm.server import COMPLETIONS, TOKENS, FakeVllmServer
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -28,6 +30,10 @@ MODES: list[dict[str, Any]] = [
     {"scale_out": False, "config": {"max_token_loss": 0}},
     {"processes": 2},
     {"processes": 2, "scale_out": False, "config": {"max_token_loss": 0}},
+    {"release": 33},
+    {"release": 33, "scale_out": False},
+    {"release": 33, "scale_out": False, "config": {"max_token_loss": 0}},
+    {"release": 33, "processes": 2},
 ]
 """Servers with an abort that returns tokens."""
 CLOSING: list[dict[str, Any]] = [{"developer": False, "scale_out": False}, {"developer": False, "processes": 2}]
@@ -138,6 +144,118 @@ def test_swept_along_is_sent_again(stream: bool) -> None:
             assert (await readings[0]).finish is EngineFinish.ABORT
             server.go_on()
             assert (await readings[1]).tokens == fake_vllm_response([*PROMPT, 9])[0]
+
+    run(program)
+
+
+class HandedOver(FakeVllmServer):
+    """Requests reach its engine once it is paused, and it goes on once the two that do have been refused."""
+
+    refused = 2
+    """Set to 0 to begin."""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        while self.refused < 2 and self.pause_mode is None:
+            await self._wait()
+        return await super()._generate(request)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        answer = await super()._pause(request)
+        self._changed.set()
+        return answer
+
+    async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
+        answer = await super()._paused_answer(request, run)
+        self.refused += 1
+        self._changed.set()
+        return answer
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        while self.refused < 2:
+            await self._wait()
+        return await super()._resume(request)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool) -> None:
+    """vLLM 0.33 refuses what is just being handed over when april pauses it to end one request: that one ends without
+    a token, and the other is sent again after the pause."""
+
+    async def program() -> None:
+        server = HandedOver(processes=2, release=33, max_running=8)
+        await server.start()
+        engine = await connected(server, {"max_token_loss": 0 if stream else None})
+        server.refused = 0
+        asked = [request(), request([*PROMPT, 9])]
+        readings = [asyncio.create_task(read(engine, a)) for a in asked]
+        await until(lambda: len(engine._admission.inside) == 2)
+        await engine.abort([asked[0].attempt_id])
+        ended, other = await asyncio.gather(*readings)
+        assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
+        assert (other.tokens, other.error) == (fake_vllm_response([*PROMPT, 9])[0], None)
+        assert (server.refused, server.pauses) == (2, ["abort"])
+        await engine.close()
+        await server.close()
+
+    run(program)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
+    """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
+
+    async def program() -> None:
+        config = {"max_token_loss": 0} if stream else {}
+        async with served(release=33, scale_out=scale_out, processes=processes, config=config) as (server, engine):
+            server.pause_mode = "abort"
+            for _ in range(4):
+                got = await read(engine, request())
+                assert type(got.error) is EngineBusy
+                assert "Generation is paused" in str(got.error)
+            server.pause_mode = None
+            assert (await read(engine, request())).tokens == fake_vllm_response(PROMPT)[0]
+
+    run(program)
+
+
+def test_completions_say_which_weights_made_which_token() -> None:
+    """vLLM 0.33 is asked for it on the plain route too: tokens of weights that april has not put there are not kept."""
+
+    async def program() -> None:
+        async with served(release=33, scale_out=False, stepped=True, mean_length=10**6) as (server, engine):
+            assert engine.capabilities.version_spans
+            reading = asyncio.create_task(read(engine, request()))
+            await until(lambda: server.open_requests == 1)
+            server.step(3)
+            server.label = "somebody's"
+            server.go_on()
+            assert "tokens of weights 'somebody's'" in str((await reading).error)
+            assert server.runs[0].params["return_weight_versions"] is True
+
+    run(program)
+
+
+def test_as_an_openai_server_one_response_has_one_label() -> None:
+    """Where april names no weights it still sees that they have changed under a request."""
+
+    async def program() -> None:
+        async with served(release=33, stepped=True, mean_length=10**6) as (server, _):
+            server.stepped = False
+            (engine,) = await connect_openai(
+                OpenAIEngineConfig(urls=(server.url,), vocab_size=512, max_len=4096, logprobs="processed")
+            )
+            server.stepped = True
+            reading = asyncio.create_task(read(engine, request()))
+            await until(lambda: server.open_requests == 1)
+            server.step(3)
+            server.label = "somebody's"
+            server.go_on()
+            got = await reading
+            assert type(got.error) is WireError
+            assert "somebody's" in str(got.error)
+            await engine.close()
 
     run(program)
 

@@ -22,7 +22,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.errors import ConfigError, EngineError, RequestRefused
+from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]
 
@@ -215,21 +215,44 @@ def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
 
 
 @both_loops
-def test_pause_ends_a_request_that_is_just_being_handed_over(own_loop: bool) -> None:
-    """vLLM does not know it when it pauses, and would hold it for ever: april asks until it has ended."""
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("release", [32, 33])
+def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: bool, release: int, stream: bool) -> None:
+    """vLLM does not know them when it pauses. It holds them, and april asks until they have ended; or it refuses them,
+    which is their end as well. Either way nothing has failed, and the engine serves on."""
 
     async def test() -> None:
-        async with world(own_loop) as w:
+        async with world(own_loop, release=release, options={"stream": stream}) as w:
             gate = await w.there(asyncio.Event)
             w.llm.before_add = gate
-            task = asyncio.create_task(w.ask())
-            await w.until(lambda: len(w.llm.started) == 1)
+            tasks = [asyncio.create_task(w.ask(f"a{i}")) for i in range(4)]
+            await w.until(lambda: len(w.llm.started) == 4)
             pausing = asyncio.create_task(w.engine.pause())
             await w.until(lambda: w.llm.paused)
             await w.there(gate.set)
             await pausing
-            answer = await task
-            assert (answer.tokens, answer.finish) == ([], EngineFinish.ABORT)
+            for answer in await asyncio.gather(*tasks):
+                assert (answer.tokens, answer.finish, answer.error) == ([], EngineFinish.ABORT, None)
+            later = asyncio.create_task(w.ask("later"))
+            await w.engine.resume()
+            assert (await later).tokens == w.whole(PROMPT)
+
+    run(test)
+
+
+@both_loops
+def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> None:
+    """The request waits elsewhere, and goes on after the resumption; three of them do not make an engine sick."""
+
+    async def test() -> None:
+        async with world(own_loop) as w:
+            await w.engine._there(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
+            for number in range(4):
+                answer = await w.ask(f"a{number}")
+                assert isinstance(answer.error, EngineBusy)
+                assert "Generation is paused" in str(answer.error)
+            await w.engine._there(w.llm.resume_generation)
+            assert (await w.ask("a9")).tokens == w.whole(PROMPT)
 
     run(test)
 
@@ -369,11 +392,12 @@ def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
 
 
 @both_loops
-def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool) -> None:
-    """ValueError is the request's fault; everything else the engine's."""
+@pytest.mark.parametrize("release", [32, 33])
+def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, release: int) -> None:
+    """vLLM's errors that blame the request (ValueError before 0.33) are the request's fault; all else the engine's."""
 
     async def test() -> None:
-        async with world(own_loop) as w:
+        async with world(own_loop, release=release) as w:
             assert (await w.engine.health()).ok
             assert isinstance((await w.ask("a1", [5] * 600)).error, RequestRefused)
             assert isinstance((await w.ask("a2", max_tokens=998)).error, RequestRefused)

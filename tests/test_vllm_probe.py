@@ -39,6 +39,8 @@ async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) 
         ({}, AbortMeans.BY_ID, True, True, None),
         ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
         ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
+        ({"scale_out": False, "release": 33}, AbortMeans.BY_ID, True, True, None),
+        ({"scale_out": False, "release": 33, "developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV"),
         ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
         ({"processes": 2}, AbortMeans.PAUSE, True, True, "--api-server-count 1"),
         ({"processes": 2, "developer": False}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
@@ -55,7 +57,8 @@ def test_each_kind_of_server(
             facts = await probed(server, eos_token_ids=(2,))
             can = facts.capabilities
             assert (can.abort_means, can.version_spans, can.updates_from_disk) == (means, spans, disk)
-            assert (facts.software, facts.model, can.max_context) == ("0.32.0", "fake", 4096)
+            software = f"0.{options.get('release', 32)}.0"
+            assert (facts.software, facts.model, can.max_context) == (software, "fake", 4096)
             assert can.vocab_size == 512
             assert (words is None) == (not can.limits), can.notes
             assert words is None or any(words in note for note in can.notes)

@@ -17,7 +17,7 @@ from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.vllm.actor import ActorSide
-from april.errors import EngineError, RequestRefused
+from april.errors import EngineBusy, EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]
 
@@ -244,6 +244,15 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             await collect(engine, request("twice"))
         await running
         assert not llm.requests
+
+
+@pytest.mark.asyncio
+async def test_a_vllm_that_the_trainer_has_paused_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no failure here either: the request goes elsewhere, or waits."""
+    async with world(monkeypatch, release=33) as (llm, _, engine):
+        await llm.pause_generation(mode="abort", clear_cache=False)
+        with pytest.raises(EngineBusy, match="Generation is paused"):
+            await collect(engine, request())
 
 
 @pytest.mark.asyncio

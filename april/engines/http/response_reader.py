@@ -241,6 +241,11 @@ class ResponseReader:
         """The last tokens, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
         labels, total = self.labels, self.count + len(ids)
+        if labels is None and end.spans:  # nobody here has named the weights, but they were the same all the time
+            first = end.spans[0].version
+            for span in end.spans:
+                if span.version != first:
+                    raise foreign_weights(self._parser.attempt_id, first, span.version, too_late=True)
         if labels is not None and total and end.spans is not None:
             self._add_spans(labels, end.spans, ids, logprobs)
         elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):

@@ -18,12 +18,13 @@ from april.engines.http.admission import Admission
 from april.engines.http.answer_size import answer_bytes
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import Progress, ResponseReader
+from april.engines.http.server_pause import OwnPauses
 from april.engines.http.server_process import Confirmation
 from april.engines.http.server_sent_events import EventSplitter
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire_arrays import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineError, EngineUnreachable
+from april.errors import EngineBusy, EngineError, EngineUnreachable
 
 
 class StreamState(StrEnum):
@@ -77,6 +78,8 @@ class Endpoint:
     """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
     confirmation: Confirmation | None = None
     """Of the weights, where responses do not say them before their end."""
+    pauses: OwnPauses = field(default_factory=OwnPauses)
+    """By which april itself ends requests here."""
     stands_still: Callable[[], Awaitable[bool]] | None = None
     """Asked when the server has ended a request by itself: whether its owner has paused it."""
     open: dict[str, ResponseStream] = field(default_factory=dict)
@@ -104,8 +107,8 @@ class ResponseStream(BufferedStream):
     """
 
     __slots__ = (
-        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pieces", "_reader", "_recalled", "_request",
-        "_splitter", "_streamed", "_task", "state", "waiting",
+        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pauses_before", "_pieces", "_reader",
+        "_recalled", "_request", "_splitter", "_streamed", "_task", "state", "waiting",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, request: Request, *, streamed: bool) -> None:
@@ -237,6 +240,9 @@ class ResponseStream(BufferedStream):
             endpoint.open[attempt_id] = self
             self._go(StreamState.SENDING)
         self._task = asyncio.current_task()
+        if endpoint.pauses.now:
+            await endpoint.pauses.over()
+        self._pauses_before = endpoint.pauses.begun
         self._reader, body = endpoint.prepare(request, self._streamed)
         limit = answer_bytes(request)
         if self._streamed:
@@ -286,10 +292,14 @@ class ResponseStream(BufferedStream):
         if self._body is not None:
             self._body.close()
             self._body = None
-        if self._swept_along(reader):
-            self._reader = None
-            self._go(StreamState.SENDING)
-            return
+        if self._swept(reader):
+            if not self._abort_wanted:
+                self._reader, self._splitter = None, None
+                if self.state is not StreamState.SENDING:
+                    self._go(StreamState.SENDING)
+                return
+            reader.failure = None
+            reader.cut()
         if await self._is_taken_back(reader):
             self._leave()
             self._reader, self._splitter, self._recalled = None, None, False
@@ -322,10 +332,12 @@ class ResponseStream(BufferedStream):
         """The stream was closed to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
-    def _swept_along(self, reader: ResponseReader) -> bool:
-        """A pause that was for others has ended this request before its first token."""
-        aborted = reader.finish is EngineFinish.ABORT and reader.failure is None and not reader.count
-        return aborted and self._endpoint.abort_means is AbortMeans.PAUSE and not self._abort_wanted
+    def _swept(self, reader: ResponseReader) -> bool:
+        """A pause has ended this request, or april's own has refused it, before its first token."""
+        pauses, by_pauses = self._endpoint.pauses, self._endpoint.abort_means is AbortMeans.PAUSE
+        refused = isinstance(reader.failure, EngineBusy) and pauses.begun != self._pauses_before
+        ended = reader.failure is None and reader.finish is EngineFinish.ABORT
+        return by_pauses and not reader.count and (refused or ended)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
         """It has no token, and its server stands still for its owner: it waits at the gate again.
@@ -365,7 +377,7 @@ class ResponseStream(BufferedStream):
     def _next(self, state: StreamState) -> None:
         """The state after what was read, if it was good."""
         reader = self._reader
-        if reader is not None and reader.failure is not None:
+        if reader is not None and reader.failure is not None and not self._swept(reader):
             self._failure, state = reader.failure, StreamState.FAILED
         if state is not self.state:
             self._go(state)

@@ -12,6 +12,32 @@ from april.errors import EngineError
 
 log = logging.getLogger("april")
 
+class OwnPauses:
+    """Pauses by which april ends requests at a server, one at a time: the end of another would end this one."""
+
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()
+        self.begun = 0
+        """So many; a request that was sent before the latest may have been ended, or refused, by it."""
+
+    @property
+    def now(self) -> bool:
+        """Whether one is under way."""
+        return self._one.locked()
+
+    async def over(self) -> None:
+        """Until none is."""
+        async with self._one:
+            pass
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """The time of one of them."""
+        async with self._one:
+            self.begun += 1
+            yield
+
+
 Call = Callable[[], Coroutine[Any, Any, object]]
 
 

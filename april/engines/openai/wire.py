@@ -32,9 +32,11 @@ class TokenShape(StrEnum):
     """``return_tokens_as_token_ids: true`` (older vLLM): tokens beside log-probabilities are "token_id:400"."""
 
 
+ASK_SPANS = {"return_weight_versions": True}
+"""The end of a response says which weights made which token (vLLM from 0.33 on; older ones ignore it)."""
 # what each way needs beside the common part. logprobs 0 is the sampled token alone; TensorRT-LLM takes 0 for none
 _EXTRA: dict[TokenShape, dict[str, Any]] = {
-    TokenShape.RETURN_TOKEN_IDS: {"return_token_ids": True, "logprobs": 0},
+    TokenShape.RETURN_TOKEN_IDS: {"return_token_ids": True, "logprobs": 0, **ASK_SPANS},
     # without include_stop_str_in_output a stop id is cut off the ids; EOS never is
     TokenShape.DETOKENIZE: {"detokenize": False, "logprobs": 1, "include_stop_str_in_output": True},
     TokenShape.STRINGS: {"return_tokens_as_token_ids": True, "logprobs": 1},
@@ -89,6 +91,14 @@ class _NamedLogprobs(_Logprobs):
     tokens: list[str] = []
 
 
+class VersionSpan(msgspec.Struct, gc=False):
+    """Tokens [start, end) of a response were generated under the weights called ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
 class _Choice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | None = None
@@ -96,6 +106,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _NamedChoice(_Choice):
@@ -141,13 +152,18 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
 
 
 class CompletionParser(Parser[_Event | _NamedEvent]):
-    """Of the completions route. The prompt's ids are compared with what the server repeats, where it does."""
+    """Of the completions route. The prompt's ids are compared with what the server repeats, where it does.
 
-    __slots__ = ("_prompt",)
+    Args:
+        spans: the server is known to say which weights made which token, and must.
+    """
 
-    def __init__(self, shape: TokenShape, request: Request) -> None:
+    __slots__ = ("_prompt", "_spans")
+
+    def __init__(self, shape: TokenShape, request: Request, *, spans: bool = False) -> None:
         super().__init__(request.attempt_id, *(_NAMED_DECODERS if shape is TokenShape.STRINGS else _DECODERS))
         self._prompt = request.token_ids
+        self._spans = spans
 
     def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> Piece:
         """See :class:`Parser`."""
@@ -162,7 +178,8 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
         piece = Piece(self._ids(choice), logprobs)
         if choice.finish_reason is not None:
-            piece.end = End(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason)
+            spans = choice.weight_versions or ([] if self._spans else None)
+            piece.end = End(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason, spans)
         return piece if usage is None else counted(piece, usage)
 
     def _ids(self, choice: _Choice) -> list[int]:

@@ -21,7 +21,7 @@ from april.engines.http.server_engine import ServerEngine
 from april.engines.http.wire_arrays import chunk_of, empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.errors import EngineError, RequestRefused
+from april.errors import EngineBusy, EngineError, RequestRefused
 from april.server_text import said
 
 HEALTH_DEADLINE_S = 10.0
@@ -29,7 +29,7 @@ ACTOR_CALLS = 100_000
 """Calls that an actor may work on at once; below the requests in flight, an abort would wait for their end."""
 
 Result = tuple[str, Any]
-"""("ok", value), or ("refused" or "error", message): errors of Ray hide what they wrap."""
+"""("ok", value), or ("refused", "busy" or "error", message): errors of Ray hide what they wrap."""
 
 
 class ActorSide:
@@ -59,6 +59,8 @@ class ActorSide:
             chunks = [chunk async for chunk in self._engine.generate(request)]
         except RequestRefused as error:
             return "refused", str(error)
+        except EngineBusy as error:
+            return "busy", str(error)
         except EngineError as error:
             return "error", str(error)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
@@ -116,6 +118,7 @@ class ActorEngine(ServerEngine):
 
         Raises:
             RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
+            EngineBusy: somebody else has paused vLLM, or its queue is full.
             EngineError: the actor or its vLLM died, or has other weights than april knows of.
         """
         async with self._admission.request(request.attempt_id) as admitted:
@@ -196,6 +199,8 @@ class ActorEngine(ServerEngine):
         outcome, value = await self._call(method, *arguments)
         if outcome == "refused":
             raise RequestRefused(value)
+        if outcome == "busy":
+            raise EngineBusy(value)
         if outcome != "ok":
             raise EngineError(value)
         return value

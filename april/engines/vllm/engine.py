@@ -20,7 +20,7 @@ from april.engines.http.metrics_page import read_metrics
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_pause import while_paused
+from april.engines.http.server_pause import OwnPauses, while_paused
 from april.engines.http.server_pool import connect_all
 from april.engines.http.server_probe import ServerFacts
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
@@ -61,13 +61,14 @@ class VllmEngine(ServerEngine):
         self._stream = stream
         self._process = ServerProcess(client, "/metrics", facts.started_s)
         self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
+        self._pauses = OwnPauses()
         self._endpoint = Endpoint(
             client=client, route=facts.route, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
+            pauses=self._pauses,
         )  # fmt: skip
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
-        self._pausing = asyncio.Lock()
 
     # ---------------------------------------------------------------- requests
 
@@ -78,11 +79,12 @@ class VllmEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        labels = self._labels if capabilities.version_spans else None
-        reader = ResponseReader(parser_of(facts.route, request), self._version, labels, len(request.token_ids))
+        spans = capabilities.version_spans
+        parser = parser_of(facts.route, request, spans=spans)
+        reader = ResponseReader(parser, self._version, self._labels if spans else None, len(request.token_ids))
         body = request_body(
             facts.route, facts.model, request, stream=streamed, priority=facts.priorities,
-            seeds=capabilities.honours_seeds,
+            seeds=capabilities.honours_seeds, spans=spans,
         )  # fmt: skip
         return reader, body
 
@@ -243,9 +245,8 @@ class VllmEngine(ServerEngine):
 
     @asynccontextmanager
     async def _paused_server(self, mode: str) -> AsyncIterator[None]:
-        """One pause at a time: the end of another would end this one."""
         params = {"mode": mode, "clear_cache": "false"}
-        async with self._pausing, while_paused(
+        async with self._pauses.one(), while_paused(
             lambda: control(self._client, "/pause", says("status", "paused"), params=params),
             lambda: control(self._client, "/resume", says("status", "resumed")),
         ):
@@ -289,10 +290,10 @@ class VllmEngine(ServerEngine):
 
     async def _is_paused(self) -> bool:
         """By somebody else."""
-        if not self.facts.developer_routes or self._pausing.locked():
+        if not self.facts.developer_routes or self._pauses.now:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
-        return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pausing.locked()
+        return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pauses.now
 
     async def close(self) -> None:
         """Calls in flight break."""

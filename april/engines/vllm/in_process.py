@@ -21,8 +21,9 @@ from april.engines.http.server_engine import ServerEngine
 from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire_arrays import chunk_of, empty_chunk
+from april.engines.http.wire_errors import failure_of
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
-from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.errors import ConfigError, EngineBusy, EngineError, WireError
 from april.server_text import said
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ _TOKENS_AT_END = Limit(
 _TIED_EMBEDDINGS = tied_embeddings("This AsyncLLM runs on a CPU:")
 _RAW_LOGPROBS = raw_logprobs("make the AsyncLLM with logprobs_mode='processed_logprobs'")
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
+_REFUSED = "VLLMClientError"
+"""Name of vLLM's own class of errors that blame the request; older ones raise ValueError."""
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
@@ -86,6 +89,7 @@ class VllmInProcessEngine(ServerEngine):
 
         Raises:
             RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
+            EngineBusy: somebody else has paused vLLM, or its queue is full.
             EngineError: vLLM died, or its answer cannot be true.
         """
         async with self._admission.request(request.attempt_id) as admitted:
@@ -104,14 +108,26 @@ class VllmInProcessEngine(ServerEngine):
                     yield chunk
             except EngineError:
                 raise
-            except ValueError as error:  # what vLLM raises for a request that it will not take
-                raise RequestRefused(f"engine {self._name} refuses the request: {said(error)}") from error
             except Exception as error:
-                raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
+                failure = self._failure(error)
+                # vLLM 0.33 refuses what reaches it while it is paused; older ones hold it until it is aborted
+                if self._admission.is_open or not isinstance(failure, EngineBusy):
+                    raise failure from error
+                finish = EngineFinish.ABORT
+                yield empty_chunk(version, finish)
             finally:
                 await relay.close()
             if finish is None:
                 raise EngineError(f"engine {self._name}: the output ended without a finish reason")
+
+    def _failure(self, error: Exception) -> EngineError:
+        """What an exception of vLLM means: newer ones carry the status with which its server would answer."""
+        refused = isinstance(error, ValueError) or any(kind.__name__ == _REFUSED for kind in type(error).__mro__)
+        status = getattr(error, "status_code", getattr(error, "http_status", None))
+        if not isinstance(status, int):
+            status = 400 if refused else 500
+        text = f" refuses the request: {said(error)}" if refused else f": {type(error).__name__}: {said(error)}"
+        return failure_of(status, f"engine {self._name}{text}")
 
     def _outputs(self, request: Request, deltas: bool) -> AsyncGenerator[Any, None]:
         # here, and not above: april does without vLLM

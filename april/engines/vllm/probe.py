@@ -28,6 +28,7 @@ from april.engines.http.server_probe import (
     probe_id,
     vocabulary_in_refusal,
 )
+from april.engines.openai.wire import ASK_SPANS, VersionSpan
 from april.engines.protocol import AbortMeans, Capabilities
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
@@ -83,6 +84,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
     files = await asyncio.to_thread(model_files, card.get("root"))
     vocab = await _vocab_size(client, config, model, files)
+    spans = label is not None and (token_route or (not is_paused and await _gives_spans(client, model)))
     kind = await _logprob_kind(client, config, model, settings, is_paused)
     eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
     developer = developer_abort and rpc
@@ -102,7 +104,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         means = AbortMeans.PAUSE if developer else AbortMeans.CLOSE
     limits = (
         (is_paused, _paused(client.url)),
-        (not token_route, _TOKEN_ROUTE_CLOSED),
+        (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
         (label is None, _NO_LABELS),
         (not developer, _NO_DISK_UPDATES),
         (not abort_route, _NO_ABORT_BY_ID),
@@ -134,7 +136,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             max_in_flight=least(None if running is None else running * copies, config.max_in_flight),
             updates_from_disk=developer and label is not None and not (tied and on_cpu),
             abort_means=means,
-            version_spans=token_route and label is not None,
+            version_spans=spans,
             remote=True,
             verifies_weights=label is not None,
             honours_seeds=not chunks,
@@ -242,6 +244,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _Logprobs
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _OneToken(msgspec.Struct):
@@ -258,11 +261,21 @@ async def _logprob_kind(
         return _MODES[settings["logprobs_mode"]]
     if paused:
         return LogprobKind.UNKNOWN  # a paused server answers no request
-    return await kind_of_logprobs(lambda prompt, params: _one_token(client, model, prompt, params))
+
+    async def ask(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+        choice = await _one_token(client, model, prompt, params)
+        return choice.token_ids[0], choice.logprobs.token_logprobs[0]
+
+    return await kind_of_logprobs(ask)
 
 
-async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
-    """The token and its log-probability."""
+async def _gives_spans(client: HttpClient, model: str) -> bool:
+    """Whether the completions route says which weights made which token (vLLM from 0.33 on)."""
+    return bool((await _one_token(client, model, [3, 4, 5], ASK_SPANS)).weight_versions)
+
+
+async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> _Choice:
+    """A response of one token with its log-probability."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True, "top_k": 0,
         "request_id": probe_id(), **params,
@@ -270,14 +283,15 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
     reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
     client.require_ok(reply, COMPLETIONS_ROUTE)
     try:
+        choice: _Choice
         (choice,) = read_json(reply.body, _OneToken).choices
-        (logprob,), (token,) = choice.logprobs.token_logprobs, choice.token_ids
+        (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
     except ValueError as error:
         raise EngineError(
             f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
             f"otherwise: {said(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
-    return token, logprob
+    return choice
 
 
 # ---------------------------------------------------------------- what it cannot do

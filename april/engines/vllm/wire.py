@@ -1,4 +1,5 @@
-"""What vLLM servers are sent and say: the token route with version spans, and the completions route without.
+"""What vLLM servers are sent and say: the token route with version spans, and the completions route, where servers of
+0.33 and later have them too.
 
 The completions route is the one that other servers have, too. Whether a stream has ended, and whole, is decided for all
 servers in ``http/response_reader.py`` and ``http/response_stream.py``.
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from april.engines.http.response_reader import End, Parser, Piece
-from april.engines.openai.wire import CompletionParser, TokenShape, Usage, counted, finish_of
+from april.engines.openai.wire import ASK_SPANS, CompletionParser, TokenShape, Usage, VersionSpan, counted, finish_of
 from april.engines.protocol import Request
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
@@ -24,9 +25,9 @@ def engine_id(route: str, attempt_id: str) -> str:
 
 
 def request_body(
-    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True
+    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False
 ) -> bytes:
-    """JSON for either route.
+    """JSON for either route; the token route gives ``spans`` unasked.
 
     Everything that changes the distribution is explicit, or the server would take the model's own defaults;
     ``logprobs`` 0 is the sampled token alone.
@@ -58,13 +59,8 @@ def request_body(
         body |= {"token_ids": request.token_ids.tolist(), "sampling_params": params}
     else:
         body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
+        body |= ASK_SPANS if spans else {}
     return msgspec.json.encode(body)
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
 
 
 class _TokenLogprob(msgspec.Struct, gc=False):
@@ -81,7 +77,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
     logprobs: _Logprobs | None = None
 
 
@@ -99,11 +95,11 @@ _TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
 _NOTHING = _Choice()
 
 
-def parser_of(route: str, request: Request) -> Parser[Any]:
-    """For the answers of either route; version spans come with the last event of the token route."""
+def parser_of(route: str, request: Request, *, spans: bool = False) -> Parser[Any]:
+    """For the answers of either route; version spans come with the last event."""
     if route == TOKEN_ROUTE:
         return TokenParser(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
-    return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request)
+    return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request, spans=spans)
 
 
 class TokenParser(Parser[TokenReply]):

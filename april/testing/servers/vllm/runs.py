@@ -42,11 +42,10 @@ class FakeVllmRun(FakeRequest):
     def answer(self, model: str, *, spans: bool) -> dict[str, Any]:
         """What has not been sent, in the shape of the request's route."""
         ids, logprobs = self.ids[self.sent :], self.logprobs[self.sent :]
+        versions = [{"version": v, "start": a, "end": b} for v, a, b in self.spans] if spans and self.finish else None
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish, "stop_reason": None, "token_ids": ids}
         if self.token_route:
-            choice["weight_versions"] = (
-                [{"version": v, "start": a, "end": b} for v, a, b in self.spans] if spans and self.finish else None
-            )
+            choice["weight_versions"] = versions
             scored = [{"token_id": i, "logprob": p, "rank": 1} for i, p in zip(ids, logprobs, strict=True)]
             choice["logprobs"] = {"content": [s | {"top_logprobs": [dict(s)]} for s in scored]}
             said = {"request_id": self.name, "model": model, "output_mode": "tokens"}
@@ -56,6 +55,8 @@ class FakeVllmRun(FakeRequest):
                 "text_offset": [0] * len(ids), "token_logprobs": logprobs, "tokens": texts,
                 "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
             }}  # fmt: skip
+            if self.params.get("return_weight_versions"):
+                choice["weight_versions"] = versions
             said = {"id": self.name.rsplit("-", 1)[0], "object": "text_completion", "model": model}
         return said | {"choices": [choice], "usage": None if self.stream else self.usage()}
 

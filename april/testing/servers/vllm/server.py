@@ -23,9 +23,11 @@ GUARDED = ("/v1/", "/inference/")
 
 
 class FakeVllmServer(FakeServer[FakeVllmRun]):
-    """Speaks as vLLM 0.32 does.
+    """Speaks as vLLM 0.32 or 0.33 does.
 
     Args:
+        release: 33: what comes while it is paused (mode abort or wait) is refused and not held, and completions have
+            version spans where they are asked for.
         weights: name of the weights; a load takes the last part of its path, and fails if that begins with "missing".
         developer: VLLM_SERVER_DEV_MODE=1.
         scale_out: ``--enable-scale-out``.
@@ -49,13 +51,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
         turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
         without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
-        speculation: dict[str, Any] | None = None,
+        speculation: dict[str, Any] | None = None, release: int = 32,
     ) -> None:  # fmt: skip
         super().__init__(
             weights=weights, vocab_size=vocab_size, eos=eos, context=context, mean_length=mean_length,
             max_running=max_running, stepped=stepped, turns=turns,
         )  # fmt: skip
-        self.model = model
+        self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs = logprobs, says_logprobs
         self.root, self.device, self.without = root, device, without
@@ -124,6 +126,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             self.die()
         if run.hit(*AT_ONCE):
             return _at_once(run)
+        if self.release >= 33 and self.pause_mode in ("abort", "wait"):
+            return await self._paused_answer(request, run)
         if self.stale_cache:
             self.violations.append(f"{run.name} is served with keys and values of older weights")
         self._live.append(run)
@@ -134,6 +138,16 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         finally:
             # also when the client has closed: its tokens are lost
             self._leave(run)
+
+    async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
+        """A stream has begun by the time at which the engine behind it refuses."""
+        refusal = _error(503, "Generation is paused. Please retry after it resumes.")
+        if not run.stream:
+            return refusal
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(f"data: {refusal.text}\n\ndata: [DONE]\n\n".encode())
+        return stream
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
         params = body.get("sampling_params") if token_route else body
@@ -159,6 +173,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         prompt = body["token_ids" if token_route else "prompt"]
         params = {"min_tokens": 0, "temperature": 1.0, "max_tokens": 16}
         params |= body["sampling_params"] if token_route else body
+        if self.release < 33:
+            params.pop("return_weight_versions", None)
         params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
         name = header or body.get("request_id") or f"unnamed{len(self.runs)}"
         engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
@@ -285,7 +301,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return web.json_response({"object": "list", "data": [card]})
 
     async def _version(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0"})
+        return web.json_response({"version": f"0.{self.release}.0"})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
