@@ -17,8 +17,12 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` by a file of mode 0600 with ``data``, also after a crash of the machine; the last writer wins.
 
     Missing directories are made, with mode 0700. Raises OSError; then ``path`` is as it was, and nothing is left over.
+    A device or a pipe is written to.
     """
     make_directory(path.parent)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     _remove_left_over(path)
     file, part = _open_part(path)
     try:

@@ -19,6 +19,7 @@ from april.atomic_file import write_atomic
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
+from april.record.lines import is_record
 from april.server_text import printable, said
 from april.simulate.trainer import Placement
 
@@ -32,6 +33,13 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"april {april.__version__}")
         raise typer.Exit
+
+
+def _no_record(out: Path) -> Path:
+    """A record is never written over."""
+    if out.is_file() and is_record(out):
+        raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
+    return out
 
 
 @app.callback()
@@ -147,7 +155,9 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(help="Records: what RolloutScheduler(record=...) has written.", metavar="RUN...")
     ],
-    out: Annotated[Path, typer.Option(help="The page.", metavar="FILE")] = Path("runs/report.html"),
+    out: Annotated[
+        Path, typer.Option(help="The page.", metavar="FILE", callback=_no_record)
+    ] = Path("runs/report.html"),
 ) -> None:
     """What happened in a run, as one page to open in a browser; several runs stand side by side.
 
@@ -355,7 +365,7 @@ def simulate(
         console.print(line, highlight=False)
     written = [out / "simulate.json"]
     try:
-        written[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_atomic(written[0], (json.dumps(report, indent=1) + "\n").encode())
         if find_spec("matplotlib"):
             from april.simulate.figure import draw
             from april.simulate.loop_figure import draw_loop
@@ -379,7 +389,7 @@ def profile(
     ] = None,
     max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Most requests at the same time.")] = 64,
     tokens: Annotated[int, typer.Option(min=16, help="Of the longest response; it has room for 512 more.")] = 256,
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("runs/profile.json"),
+    out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
     """What do decoding and prefilling cost on this server? Measures it with requests of random tokens, for april plan.
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from april.atomic_file import write_atomic
 from april.core.types import Prompt
 from april.demo import figure
 from april.demo.arm import EVALUATION_SEED, Arm, ArmResult, held_out_prompts, score
@@ -55,7 +56,7 @@ def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, A
         torch.set_num_threads(threads)
     summary = summarise(settings, arms, starts, warm_up_cpu_s, time.perf_counter() - began)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", "utf-8")
+    write_atomic(out / "summary.json", (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     figure.draw(settings, arms, summary, out / "demo.png")
     return summary
 

@@ -6,16 +6,20 @@ and the log says so once.
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
 import os
 import threading
 import zlib
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from april.atomic_file import make_directory
 from april.errors import ConfigError
+from april.record.lines import BATCH, is_head
 
 log = logging.getLogger("april")
 
@@ -25,6 +29,10 @@ MOST_WAITING = 32 << 20
 """Bytes that may wait for the disk."""
 LAST_LINE = 256
 """Bytes kept free for the line that says why a record is over."""
+MOST_HEAD = 1 << 20
+"""Bytes of a first line."""
+_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
+"""What the lines begin with that say that a response has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,8 @@ class RunRecord:
     """Where a run is recorded, and how much of it; raises ConfigError for what cannot be.
 
     Attributes:
-        path: of the file; what is there already is kept as ``path`` + ".1".
+        path: of the file; what is there already is kept as ``path`` + ".1", ".2" and so on, the oldest first, unless
+            it is the record of a start that failed before a response had ended.
         limit_mib: size at which the record ends; the run goes on without it.
         messages: with the texts of errors, which may quote prompts and responses.
     """
@@ -54,9 +63,7 @@ class RecordFile:
     def __init__(self, path: Path, limit: int) -> None:
         try:
             make_directory(path.parent)
-            if path.is_file():
-                path.replace(f"{path}.1")
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._file = _new_file(path)
         except OSError as error:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
         self.path = path
@@ -102,3 +109,53 @@ class RecordFile:
         while data:
             count = os.write(self._file, data)
             self._written, data = self._written + count, data[count:]
+
+
+def _new_file(path: Path) -> int:
+    """A file that was not there, locked as long as it is open: somebody writes it. Raises OSError."""
+    while True:
+        if path.is_file():
+            _put_aside(path)
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if path.is_file():  # another process was quicker
+                continue
+            raise
+        with suppress(OSError):  # a file system without locks; nothing is removed there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file
+        os.close(file)  # taken for that of a failed start, in the moment before it was locked
+
+
+def _put_aside(path: Path) -> None:
+    """Rename a file to ``path`` + ".1", or the first number that is free; what began nothing is removed."""
+    for number in itertools.count(1):
+        aside = Path(f"{path}.{number}")
+        try:
+            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            continue
+        try:
+            path.replace(aside)
+        except FileNotFoundError:  # another process was quicker
+            aside.unlink()
+        except BaseException:
+            aside.unlink()
+            raise
+        else:
+            if not _removed(aside):
+                log.info("what was in %s is kept as %s", path, aside)
+        return
+
+
+def _removed(path: Path) -> bool:
+    """Remove a record in which no response has ended and that nobody writes any more; whether it was one."""
+    with suppress(OSError), path.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        first = file.readline(MOST_HEAD)
+        if (is_head(first) or not first) and not any(mark in line for line in file for mark in _ENDED):
+            path.unlink()
+            return True
+    return False

@@ -73,6 +73,20 @@ class LineReader:
         return Line(self.number, time_s, what, parts, digest)
 
 
+def is_head(start: bytes) -> bool:
+    """Whether a file that begins so is a record."""
+    return start.partition(b",")[2].startswith(b'"%b"' % HEAD.encode())
+
+
+def is_record(path: Path) -> bool:
+    """Whether the file begins as records do; raises RecordError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return is_head(file.read(64))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
     """Every whole line, or the first one and those of some kinds; all are checked. The last one may have been cut off.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -187,7 +188,7 @@ def read_run(path: Path) -> RunData:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         raise RecordError(f"line {line.number} of {path} cannot be: {kind}: {error}") from None
     if not batches and not rows:
-        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show")
+        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{_earlier(path)}")
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
@@ -201,6 +202,13 @@ def read_run(path: Path) -> RunData:
         if (cost := fit(run.requests_of(number, FITTED))) is not None:
             run.costs[name] = cost
     return run
+
+
+def _earlier(path: Path) -> str:
+    """The name of the latest record that was put aside for this one, if there is any."""
+    aside = (Path(f"{path}.{number}") for number in count(1))
+    there = list(takewhile(Path.exists, aside))
+    return f"; the record before it is {there[-1]}" if there else ""
 
 
 def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:

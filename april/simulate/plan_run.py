@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from april.errors import RecordError
+from april.atomic_file import write_atomic
 from april.extras import install
-from april.record.lines import HEAD
+from april.record.lines import is_record
 from april.server_text import printable
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, plan
@@ -61,9 +61,9 @@ def plan_file(
     if best.off_policy_share > max_off_policy_share:
         console.print(f"note: no candidate stays within an off-policy share of {max_off_policy_share:.0%}")
     written = [out / "plan.yaml", out / "plan.json"]
-    written[0].write_text(settings(workload, best), encoding="utf-8")
+    write_atomic(written[0], settings(workload, best).encode())
     report = as_plain(workload, found, max_off_policy_share)
-    written[1].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_atomic(written[1], (json.dumps(report, indent=1) + "\n").encode())
     if find_spec("matplotlib"):
         written.append(out / "plan.png")
         draw_plan(found, max_off_policy_share, written[-1])
@@ -86,12 +86,3 @@ def read_workload(path: Path, given: dict[str, Any]) -> Workload:
     if given.get("placement") is Placement.COLOCATED:
         given = {**given, "fetch_ahead": 0}
     return replace(found, over=given.get("groups", found.groups), **given)
-
-
-def is_record(path: Path) -> bool:
-    """Whether the file begins as records do."""
-    try:
-        with path.open("rb") as file:
-            return file.read(64).partition(b",")[2].startswith(b'"%b"' % HEAD.encode())
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}") from None

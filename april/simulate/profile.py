@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from april.atomic_file import write_atomic
 from april.core.request_log import Ran
 from april.core.sampling import SamplingParams
 from april.core.types import SampleId
@@ -54,8 +55,7 @@ class Profile:
     def write(self, path: Path) -> None:
         """As JSON; raises OSError."""
         plain = {"format": FORMAT, **asdict(self), "cost": asdict(self.cost)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        write_atomic(path, (json.dumps(plain, indent=1) + "\n").encode())
 
 
 def read_cost(path: Path) -> DecodeCost:
