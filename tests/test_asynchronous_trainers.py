@@ -289,6 +289,27 @@ def test_a_bound_that_is_lowered() -> None:
     run_virtual(main())
 
 
+def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
+    """Too many batches are out then: one that cannot train meanwhile is told so, and gets the batch when it has."""
+
+    async def main() -> None:
+        async with rollouts(config(3, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+            driver = run.scheduler._driver
+            first, second = await run.next_batch(), await run.next_batch()
+            waits = asyncio.create_task(driver.wait_batch(blocks=True))
+            await asyncio.sleep(0.001)
+            driver.lower_staleness(1)
+            assert not waits.done()
+            driver.lower_staleness(0)
+            with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+                await waits
+            await run.weight_update(trained=first.id)
+            await run.weight_update(trained=second.id)
+            assert (await run.next_batch()).id == second.id + 1
+
+    run_virtual(main())
+
+
 def test_batches_that_no_update_follows() -> None:
     """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
 from april.core.sampling import SamplingParams
-from april.core.types import Prompt
+from april.core.types import GenerationMode, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.evaluation import Evaluator
+from april.engines.protocol import Capabilities
 from april.errors import EngineError
 
 
@@ -126,6 +128,15 @@ def test_an_interrupted_update_is_completed_once_engines_are_loading() -> None:
         await rollouts.close()
 
     virtual(program)
+
+
+class Server(RecordingEngine):
+    """Has weights of its own."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of a server."""
+        return replace(super().capabilities, remote=True)
 
 
 class FailsOnce(RecordingEngine):
@@ -318,8 +329,9 @@ def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
     virtual(program)
 
 
-def test_a_half_done_weight_update_holds_a_step_that_is_running() -> None:
-    """An asynchronous trainer's pending step makes no token either until all engines agree; then it goes on."""
+def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() -> None:
+    """An asynchronous trainer that asked ahead is told at once, as one that asks afterwards is; no token is made until
+    all engines agree, and then the step goes on where it was."""
 
     async def program() -> None:
         lengths = table({}, 20)
@@ -330,14 +342,89 @@ def test_a_half_done_weight_update_holds_a_step_that_is_running() -> None:
         with pytest.raises(EngineError, match="bad cannot load"):
             await rollouts.driver.update_weights("weights")
         made = sum(e.tokens for e in engines)
+        told = now()
+        with pytest.raises(EngineError, match=r"reached engines \['good'\] and not \['bad'\].*weight_update again"):
+            await waiter
+        assert now() == told
         await asyncio.sleep(50)
         assert sum(e.tokens for e in engines) == made == 4 * 7
         with pytest.raises(EngineError, match="reached engines"):
             await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
         await rollouts.driver.update_weights("weights")
-        batch = await waiter
+        batch = await rollouts.driver.next_batch()
         rollouts.check(batch)
         assert [[(s.version.n, s.count) for s in x.segments] for x in batch.samples] == [[(0, 7), (1, 13)]] * 4
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("generation", list(GenerationMode))
+def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_asked_for_ahead(
+    generation: GenerationMode,
+) -> None:
+    """At once, with the sentence that says what to do; asked again before that is done, the same is said again."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        rollouts = Rollouts(lengths, n=4, engines=[Server(lengths)], generation=generation, max_staleness=4)
+        driver = rollouts.driver
+        await driver.next_batch()
+        ahead = asyncio.create_task(driver.next_batch())
+        await asyncio.sleep(5)
+
+        async def breaks() -> None:
+            raise OSError("the link broke")
+
+        with pytest.raises(OSError, match="the link broke"):
+            await driver.update_weights(transfer=breaks)
+        told = now()
+        sentence = r"transfer of weights was broken off \(OSError: the link broke\).*call weight_update again"
+        for waiter in (ahead, driver.next_batch()):
+            with pytest.raises(EngineError, match=sentence):
+                await waiter
+        assert now() == told
+        await driver.update_weights("weights")
+        assert (await driver.next_batch()).version == PolicyVersion(0, 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_an_update_that_was_asked_for_already_may_mend_a_half_done_one() -> None:
+    """Whoever waits for a batch is told of weights that are torn only if nothing on its way makes them whole."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        engines = [FailsOnce(lengths, "bad", broken="load"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        ahead = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        updates = [asyncio.create_task(rollouts.driver.update_weights("weights")) for _ in range(2)]
+        asked_between = asyncio.create_task(rollouts.driver.next_batch())
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await updates[0]
+        assert await updates[1] == PolicyVersion(0, 1)
+        assert await ahead is await asked_between
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_what_was_said_of_torn_weights_is_not_said_of_whole_ones() -> None:
+    """A call for a batch was interrupted, so nobody heard that an update broke off; the next one mended it."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        engines = [FailsOnce(lengths, "bad", broken="load"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines)
+        waiter = asyncio.create_task(rollouts.driver.next_batch())
+        await asyncio.sleep(7.5)
+        waiter.cancel()
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await rollouts.driver.update_weights("weights")
+        await rollouts.driver.update_weights("weights")
+        rollouts.check(await rollouts.driver.next_batch())
         await rollouts.close()
 
     virtual(program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from core_machine import settings
@@ -252,3 +254,23 @@ def test_a_probe_of_a_lost_host_is_answered_once() -> None:
     answers = [e for e in sides.desk.lost("gone") if isinstance(e, ev.EngineProbed)]
     assert [(e.probe, e.answered) for e in answers] == [(5, False)]
     assert not [e for e in sides.desk.lost("gone") if isinstance(e, ev.EngineProbed)]
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["server", "model"])
+def test_a_report_of_written_weights_ends_a_wait_if_it_can_be_true(shares: bool) -> None:
+    """Alone, without a request that it broke: whoever waits is told which host said it, and what to do. A host whose
+    engines have weights of their own cannot know it, and is cut off.
+    """
+    sides = HostSides(settings(n=1, samples=1, has_reward=False))
+    sides.desk.engines = {name: replace(limits, remote=not shares) for name, limits in sides.desk.engines.items()}
+    sides.pump.post(ev.StepRequested())
+    sides.down()
+    sides.mirror.post(ev.WeightsWritten("somebody wrote"))
+    if shares:
+        sides.up()
+        (submit,) = (c for c in sides.down() if isinstance(c, do.Abort))
+        assert submit.engine == "e0"
+        assert do.Fail("host h: somebody wrote; call weight_update before the next batch", True) in sides.others
+    else:
+        with pytest.raises(ProtocolError, match="host h says that weights were written which no engine of its reads"):
+            sides.up()

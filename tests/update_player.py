@@ -125,7 +125,7 @@ class UpdatePlayer(CoreMachine):
     def one_event(self) -> None:
         """Something happens."""
         possible = {
-            self.ask_batch: self.core.step is None and self.core.updates.half_updated is None,
+            self.ask_batch: self.core.step is None,
             self.attempt: self.in_flight,
             self.abort_answered: self.abort_asked and self.rng.random() < 0.7,
             self.ask_update: len(self.updates) < 3 and self.rng.random() < 0.2,
@@ -142,6 +142,9 @@ class UpdatePlayer(CoreMachine):
         }
         if events := [event for event, now in possible.items() if now]:
             self.rng.choice(events)()
+        broken = self.core.updates.half_updated is not None and not self.updates
+        assert not (broken and self.core.wanted), "a batch is waited for that cannot come before an update"
+        self.seen["told of weights that are not whole"] += broken and bool(self.errors)
 
     def ask_batch(self) -> None:
         """The trainer wants a batch; it has trained on those before."""

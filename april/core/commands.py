@@ -220,9 +220,13 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Going on makes no sense; tell the trainer why."""
+    """Going on makes no sense; tell the trainer why.
+
+    ``weights``: those of the engines are to blame, and only a weight update helps.
+    """
 
     error: str
+    weights: bool = False
 
 
 HostCommand = (

@@ -219,9 +219,12 @@ class RolloutCore:
             self._advance_others()
         if self.step is None:
             return  # a failure between steps is told in the next one
+        if self.wanted and self.updates.broken is not None:
+            self._fail(self.updates.broken, weights=True)
+            return
         if self.context.failure is not None:
             if self.wanted:
-                self._fail()
+                self._fail(self.context.failure)
             elif not self.step.stopping:  # what goes on would fail as well
                 self.step.stopping = True
                 self._stop_everything()
@@ -243,13 +246,12 @@ class RolloutCore:
         if self.step is not None and not waits:
             self._fill()
 
-    def _fail(self) -> None:
+    def _fail(self, failure: str, *, weights: bool = False) -> None:
         """Everything is kept, and a batch may be asked for anew."""
-        failure, self.context.failure = self.context.failure, None
-        assert failure is not None
+        self.context.failure = None
         self._leave_step()
         self._stop_everything()
-        self.context.out.append(do.Fail(failure))
+        self.context.out.append(do.Fail(failure, weights))
 
     def _leave_step(self) -> None:
         self.step, self.wanted = None, False
@@ -563,13 +565,11 @@ class RolloutCore:
         self._recovery.ask_all()
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
-        """As in generation; an engine that is busy is left alone for a while, one with torn weights fails the step."""
+        """As in generation; an engine that is busy is left alone for a while."""
         attempt = self.context.attempts.get(event.attempt_id)
         self._generation.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
             self.engines.states[attempt.engine].lose()
-            if self.step is not None:  # which ends by it; its other attempts say the same
-                self.context.failure = event.error
         if attempt is not None and event.kind is AttemptFailure.BUSY:
             self._recovery.busy(attempt.engine, event)
 

@@ -95,6 +95,11 @@ class WeightUpdates:
         return self.phase is not IDLE or bool(self._requests)
 
     @property
+    def broken(self) -> str | None:
+        """Why nothing can be generated, where no update that might change it was asked for: who waits is told this."""
+        return None if self.half_updated is None or self.pending else self.half_updated
+
+    @property
     def numbers(self) -> list[int]:
         """Of the updates that were asked for and have not ended."""
         return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]
@@ -176,6 +181,7 @@ class WeightUpdates:
     def weights_written(self, event: ev.WeightsWritten) -> None:
         """Nothing is generated before an update has reached all engines: weights were written without one."""
         self.half_updated = event.error
+        self._context.stop(list(self._context.attempts.in_flight.values()), sweep=True)
 
     # ---------------------------------------------------------------- what engines and the trainer answer
 

@@ -119,6 +119,8 @@ class RolloutDriver:
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
         self._warned_full = False
         self._pending = _Pending()
+        self._full: asyncio.Future[None] | None = None
+        """Ends the wait of a trainer that cannot train meanwhile: so many batches are out now that none can come."""
         self._context = copy_context()
         self._evaluation_numbers = itertools.count()
         self._exclusive = asyncio.Lock()
@@ -172,29 +174,30 @@ class RolloutDriver:
                 raise RolloutError(self.core.leases.why_full())
             self._warn_while_full()
         if self._pending.batch is None:
-            self.raise_if_half_updated()
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
             loop = asyncio.get_running_loop()
             self._pending.batch = loop.create_future()
             self.post(ev.StepRequested())
         future = self._pending.batch
-        try:
-            batch = await asyncio.shield(future)
-            await self.quiet()
-            return batch
-        except asyncio.CancelledError:
-            raise  # the result, there or not yet, is for the next call
-        except BaseException:
-            if self._pending.batch is future:
-                self._pending.batch = None
-            raise
+        self._full = asyncio.get_running_loop().create_future()
+        # cancelled here, the result, there or not yet, is for the next call
+        await asyncio.wait([future, self._full] if blocks else [future], return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise RolloutError(self.core.leases.why_full())
+        if future.exception() is not None and self._pending.batch is future:
+            self._pending.batch = None
+        batch = future.result()
+        await self.quiet()
+        return batch
 
     def _note_handed_out(self) -> None:
-        """A batch that the trainer has is not the next one any more."""
+        """A batch that the trainer has is not the next one any more; what was said of weights may not hold any more."""
         future = self._pending.batch
-        there = future is not None and future.done() and future.exception() is None
-        if future is not None and there and future.result().id == self.handed_out:
+        if future is None or not future.done():
+            return
+        error = future.exception()
+        if isinstance(error, EngineError) or (error is None and future.result().id == self.handed_out):
             self._pending.batch = None
 
     def _warn_while_full(self) -> None:
@@ -223,11 +226,6 @@ class RolloutDriver:
                 yield
             finally:
                 self.post(ev.Resumed())
-
-    def raise_if_half_updated(self) -> None:
-        """EngineError while the engines hold different weights, or such as nobody has told of."""
-        if (why := self.core.updates.half_updated) is not None:
-            raise EngineError(why)
 
     def begin_evaluation(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
@@ -283,6 +281,8 @@ class RolloutDriver:
                 "a matter of the configuration (max_staleness)"
             )
         self.post(ev.StalenessLowered(bound))
+        if self.core.train_first and self._full is not None and not self._full.done():
+            self._full.set_result(None)
         return bound
 
     def _out(self, call: str, named: int | None) -> list[int]:
@@ -534,7 +534,7 @@ class RolloutDriver:
         self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
-        self._fail_batch(RolloutError(command.error))
+        self._fail_batch((EngineError if command.weights else RolloutError)(command.error))
 
     def _paused(self, command: do.Paused) -> None:
         waiting, self._pending.paused = self._pending.paused, []

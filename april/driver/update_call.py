@@ -34,8 +34,8 @@ class UpdateCall:
         self._asker: int | None = None
         """The thread that is about to hand over and waits for the end."""
         self._transferred = transfer is None
-        self._void = False
-        """Its caller was interrupted before it had handed over anything: it does not happen."""
+        self._void: BaseException | None = None
+        """What has taken its caller out of it before it had handed over anything: it does not happen."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
         """The engines are paused, or it has ended already."""
@@ -46,7 +46,7 @@ class UpdateCall:
     def goes_on_for(self, asked: tuple[object, ...]) -> bool:
         """Whether this update, of which nobody has heard the end, is the one that is ``asked`` for now."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
-        return self._asked == asked and not self._void and not failed
+        return self._asked == asked and self._void is None and not failed
 
     def carry_out(self) -> PolicyVersion:
         """Begin it, hand over the weights, and wait for its end, as far as that is not done; returns the new version.
@@ -65,14 +65,14 @@ class UpdateCall:
                     call_user_code(self._hand_over_here)
                     self._tell()
             reply.wait()
-        except BaseException:
+        except BaseException as error:
             # of the transfer, or of a signal handler, from anywhere above; or of another one, from here
-            self._void = not self._transferred
+            self._void = None if self._transferred else error
             try:
                 self._tell()
             finally:
                 self._tell()
-            if self._void and self._reply is not None:
+            if self._void is not None and self._reply is not None:
                 self._reply.wait()  # the engines go on with the version that they have
             raise
         finally:
@@ -117,7 +117,9 @@ class UpdateCall:
         waits = self._handed_over
         if waits is None or waits.done():
             return
-        if self._void:
+        if isinstance(self._void, Exception):
+            waits.set_exception(self._void)
+        elif self._void is not None:
             waits.cancel()
         elif self._transferred:
             waits.set_result(None)

@@ -137,7 +137,7 @@ class HostDesk:
             wire.Verdict: self._verdict,
             wire.CallEnded: self._call_ended,
             wire.Probed: self._probed,
-            wire.Written: lambda m: ev.WeightsWritten(said(m.error)),
+            wire.Written: self._written,
             wire.TapesSent: self._sent,
             wire.Quieted: self._quiet,
             wire.Goodbye: self._goodbye,
@@ -508,6 +508,11 @@ class HostDesk:
         elif m.result is not ev.CallResult.DONE:
             self._failed(m.call, _ERRORS[m.result](error))
         return ev.EngineCallEnded(engine, m.call, m.result, error)
+
+    def _written(self, m: wire.Written) -> ev.Event:
+        if all(limits.remote for limits in self.engines.values()):
+            raise ProtocolError(f"host {self.name} says that weights were written which no engine of its reads in place")
+        return ev.WeightsWritten(f"host {self.name}: {said(m.error)}; call weight_update before the next batch")
 
     def _probed(self, m: wire.Probed) -> ev.Event | None:
         engine = f"{self.name}/{m.engine}"
