@@ -204,6 +204,7 @@ class RolloutScheduler:
             RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting. Or
                 more than ``max_staleness`` batches are out, delivered and not trained: what is generated now would be
                 too old when it is trained, so train first.
+            EngineError: a weight update broke off, so the engines' weights are not whole; update again first.
             InvariantError: april's books do not balance.
             SchedulerClosed: after :meth:`close`.
         """
@@ -267,7 +268,8 @@ class RolloutScheduler:
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if
             some engines have loaded and others have not, or if servers may have a part of what ``transfer`` hands
-            over: then training waits until a call has reached them all. An engine that was found dead before is left
+            over: then nothing is generated until a call has reached them all, and whoever waits for a batch or an
+            evaluation, or asks for one, gets an EngineError that says so. An engine that was found dead before is left
             out, and gets no requests until a later call has reached it.
 
         Raises:

@@ -299,3 +299,22 @@ def test_a_state_of_any_moment_goes_on() -> None:
     snapshot.restore(again, state)
     tokens = {s.id.group: len(s.tape) for s in again.buffer.samples() if len(s.tape)}
     assert tokens == {0: 9, 1: 4, 2: 9}
+
+
+def test_a_report_of_written_weights_ends_what_is_generated_ahead() -> None:
+    """While the trainer trains and asks for nothing: all requests end, and none begins before an update."""
+    m = Machine(lambda g, i: 5)
+    m.ask()
+    m.finish(0)
+    m.finish(1)
+    assert len(m.batches) == 1
+    assert m.in_flight
+    running = set(m.in_flight)
+    m.commands.clear()
+    m.post(ev.WeightsWritten("somebody wrote"))
+    assert m.aborted() == running
+    m.finish_aborts()
+    assert not m.in_flight
+    m.new_weights()
+    assert m.in_flight
+    m.check_ledger()

@@ -359,6 +359,28 @@ def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() ->
     virtual(program)
 
 
+def test_after_a_half_done_weight_update_nothing_is_generated_ahead() -> None:
+    """With continuous generation engines go on while the trainer trains; not while they hold different weights."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        engines = [FailsOnce(lengths, "bad", broken="load"), RecordingEngine(lengths, "good")]
+        rollouts = Rollouts(lengths, n=4, engines=engines, generation=GenerationMode.CONTINUOUS)
+        await rollouts.driver.next_batch()
+        with pytest.raises(EngineError, match="bad cannot load"):
+            await rollouts.driver.update_weights("weights")
+        made = sum(e.tokens for e in engines)
+        await asyncio.sleep(50)
+        assert sum(e.tokens for e in engines) == made
+        await rollouts.driver.update_weights("weights")
+        await asyncio.sleep(50)
+        assert sum(e.tokens for e in engines) > made
+        rollouts.check(await rollouts.driver.next_batch())
+        await rollouts.close()
+
+    virtual(program)
+
+
 @pytest.mark.parametrize("generation", list(GenerationMode))
 def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_asked_for_ahead(
     generation: GenerationMode,

@@ -272,5 +272,5 @@ def test_a_report_of_written_weights_ends_a_wait_if_it_can_be_true(shares: bool)
         assert submit.engine == "e0"
         assert do.Fail("host h: somebody wrote; call weight_update before the next batch", True) in sides.others
     else:
-        with pytest.raises(ProtocolError, match="host h says that weights were written which no engine of its reads"):
+        with pytest.raises(ProtocolError, match="host h says that weights were written which none of its engines"):
             sides.up()

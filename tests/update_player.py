@@ -125,7 +125,8 @@ class UpdatePlayer(CoreMachine):
     def one_event(self) -> None:
         """Something happens."""
         possible = {
-            self.ask_batch: self.core.step is None,
+            self.ask_batch: self.core.step is None
+            and (self.core.updates.half_updated is None or self.rng.random() < 0.05),
             self.attempt: self.in_flight,
             self.abort_answered: self.abort_asked and self.rng.random() < 0.7,
             self.ask_update: len(self.updates) < 3 and self.rng.random() < 0.2,

@@ -181,8 +181,9 @@ class RolloutDriver:
             self.post(ev.StepRequested())
         future = self._pending.batch
         self._full = asyncio.get_running_loop().create_future()
+        ends: list[asyncio.Future[Any]] = [future, self._full] if blocks else [future]
         # cancelled here, the result, there or not yet, is for the next call
-        await asyncio.wait([future, self._full] if blocks else [future], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             raise RolloutError(self.core.leases.why_full())
         if future.exception() is not None and self._pending.batch is future:

@@ -511,7 +511,7 @@ class HostDesk:
 
     def _written(self, m: wire.Written) -> ev.Event:
         if all(limits.remote for limits in self.engines.values()):
-            raise ProtocolError(f"host {self.name} says that weights were written which no engine of its reads in place")
+            raise ProtocolError(f"host {self.name} says that weights were written which none of its engines reads")
         return ev.WeightsWritten(f"host {self.name}: {said(m.error)}; call weight_update before the next batch")
 
     def _probed(self, m: wire.Probed) -> ev.Event | None:
