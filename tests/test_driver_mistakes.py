@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from virtual_rollouts import Rollouts, table, virtual
 
 from april.core.types import Prompt, SampleId
+from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.errors import RolloutError
 
@@ -135,6 +138,133 @@ def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) ->
         for _ in range(3):
             await rollouts.step()
         assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 2}
+        await rollouts.close()
+
+    virtual(program)
+
+
+class JudgeAway(Exception):
+    """A class of a user's own, or of a client's library."""
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "key": lambda data: data["anwser"],
+    "index": lambda data: [][0],
+    "value": lambda data: float("three"),
+    "zero": lambda data: 1 / 0,
+    "assertion": lambda data: raising(AssertionError("no answer")),
+    "attribute": lambda data: data.anwser,  # type: ignore[attr-defined]
+    "run time": lambda data: raising(RuntimeError("shapes differ")),
+}
+PASSING = [
+    OSError("gone"), TimeoutError(), ConnectionRefusedError("away"), aiohttp.ClientPayloadError(), JudgeAway("503"),
+]  # fmt: skip
+
+
+class Wrong:
+    """Functions of which ``which`` fails, for those prompts that ``for_these`` says, by number."""
+
+    def __init__(self, which: str, fails: Callable[[dict[str, Any]], Any], for_these: Callable[[int], bool]) -> None:
+        self.which, self.fails, self.for_these = which, fails, for_these
+
+    def at(self, place: str, group: int) -> None:
+        if place == self.which and self.for_these(group):
+            self.fails({"answer": 1})
+
+    async def reward(self, prompt: Prompt, response: Response) -> float:
+        self.at("reward", response.sample_id.group)
+        return 1.0
+
+    async def group_reward(self, prompt: Prompt, responses: list[Response]) -> list[float]:
+        self.at("group_reward", responses[0].sample_id.group)
+        return [1.0] * len(responses)
+
+    async def judge(self, prompt: Prompt, responses: list[Response]) -> bool:
+        self.at("filter", responses[0].sample_id.group)
+        return True
+
+    async def rollout(self, prompt: Prompt, llm: LLM) -> None:
+        await llm.generate()
+        self.at("rollout", llm.sample_id.group)
+
+    def rollouts(self, **changes: Any) -> Rollouts:
+        in_groups = self.which == "group_reward"
+        functions = {"group_reward": self.group_reward} if in_groups else {"reward": self.reward}
+        values: dict[str, Any] = {"n": 2, "samples": 4, "over": 4, "retry_pause_s": 4.0} | functions
+        return Rollouts(table({}), filter=self.judge, rollout=self.rollout, **(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "n"),
+    [(kind, "reward", 2) for kind in MISTAKES]
+    + [("key", which, n) for which in ("reward", "group_reward", "filter", "rollout") for n in (1, 2, 8)],
+)
+def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
+    kind: str, which: str, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises, with the cause, its line and one line in the log, before any pause is over."""
+
+    async def program() -> None:
+        rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
+        place = r"\(line \d+ of test_driver_mistakes.py\)$"
+        with pytest.raises(RolloutError, match=rf"failed: \w+Error: .* {place}") as raised:
+            await rollouts.driver.next_batch()
+        assert raised.value.__cause__ is not None
+        assert raised.value.__cause__.__traceback__ is not None
+        assert asyncio.get_running_loop().time() <= (15.0 if which == "rollout" else 5.0) * (1 + (n == 1))
+        assert n == 1 or (rollouts.core.prompts.as_dict()["dropped"] == {} and len(caplog.records) == 1)
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
+def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exception) -> None:
+    """Errors of files, sockets, clients and users' own classes may pass, though every sample has them at first."""
+
+    async def program() -> None:
+        loop = asyncio.get_running_loop()
+        outage = Wrong(which, lambda data: raising(error) if loop.time() < 30 else None, lambda group: True)
+        rollouts = outage.rollouts()
+        await rollouts.step()
+        assert rollouts.core.prompts.as_dict()["dropped"] == {}
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("which", ["reward", "group_reward", "filter", "rollout"])
+@pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 5, 6}])
+def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
+    """A KeyError of some prompts, the first ones among them, drops those and nothing else."""
+
+    async def program() -> None:
+        rollouts = Wrong(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4, over=4)
+        for _ in range(4):
+            await rollouts.step()
+        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
+        await rollouts.close()
+
+    virtual(program)
+
+
+def test_failures_of_several_kinds_are_no_mistake() -> None:
+    """Every sample raises in a line of its own: no line is blamed for what it has not done."""
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        if response.sample_id.group < 4:
+            MISTAKES[list(MISTAKES)[sum(response.sample_id) % len(MISTAKES)]]({})
+        return 1.0
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=4, samples=2, reward=reward, retry_pause_s=4.0)
+        await rollouts.step()
+        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}
         await rollouts.close()
 
     virtual(program)

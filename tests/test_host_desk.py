@@ -152,7 +152,7 @@ def test_what_a_function_says_after_its_run_was_given_up_counts_for_nothing() ->
     (start,) = sides.down()
     assert isinstance(start, do.StartSample)
     sides.mirror.post(ev.SampleFailed(start.sample.id, "raised"))
-    late = wire.encode([wire.Raised(0, 0, 1, "late", False), wire.Returned(0, 0, 1)])
+    late = wire.encode([wire.Raised(0, 0, 1, "late", ""), wire.Returned(0, 0, 1)])
     sides.up()
     assert any(isinstance(c, do.StartSample) for c in sides.down())
     sides.hear(sides.desk.receive(late))

@@ -13,7 +13,7 @@ import pytest
 
 import april
 from april.core.batch import Batch
-from april.errors import LinkError
+from april.errors import LinkError, RolloutError
 from april.hosts.door import HostDoor
 from april.hosts.host import RETRY_S, Host
 from april.hosts.link import Link, MemoryLink, memory_links
@@ -372,5 +372,27 @@ def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
             await p.step()
             await p.scheduler.driver.close()
             assert await host.aend() == "the scheduler is closed"
+
+    run_virtual(main())
+
+
+def test_a_mistake_is_seen_though_each_host_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
+    """Failures of functions count together, wherever they run: the step ends at once, with the line."""
+
+    async def wrong(prompt: Any, response: Any) -> float:
+        return float(prompt.data["anwser"])
+
+    async def main() -> None:
+        config = april.Config(
+            rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, engine={"kind": "simulated"}
+        )
+        async with place(9, config, reward=wrong) as p:
+            for name in "ab":
+                await p.host(name, [fake("f")])
+            with pytest.raises(RolloutError, match=r"KeyError: 'anwser' \(line \d+ of test_hosts.py\)$"):
+                await p.scheduler.driver.next_batch()
+            assert asyncio.get_running_loop().time() < 20.0  # the longest response; nothing is asked again
+            assert len(caplog.records) == 2, "one line per host"
+            assert p.scheduler.driver.core.prompts.as_dict()["dropped"] == {}
 
     run_virtual(main())

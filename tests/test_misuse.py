@@ -220,7 +220,7 @@ def run(
 
     with caplog.at_level(logging.WARNING, "april"):
         virtual(program)
-    found = [s for s in sentences(caplog) if re.fullmatch(sentence, s)]
+    found = [s for s in sentences(caplog) if re.fullmatch(rf"{sentence}( \(line \d+ of test_misuse.py\))?", s)]
     assert found, sentences(caplog)
     return made[0]
 
@@ -244,7 +244,7 @@ REWARDS: dict[str, tuple[Any, str]] = {
 def test_rewards(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """NaN or missing: one sentence with the sample, its group is dropped as failed, everything else is delivered."""
     value, sentence = REWARDS[kind]
-    rollouts = run(caplog, rf"reward failed for g1\.s0: {sentence}", DropReason.FAILED, reward=of_sample_1_0(value))
+    rollouts = run(caplog, rf"reward function failed for g1\.s0: {sentence}", DropReason.FAILED, reward=of_sample_1_0(value))
     assert f"group dropped (failed): g1.s0: the reward function failed: {sentence}".replace(
         "\\", ""
     ) in rollouts.core.story(SampleId(1, 0))
@@ -264,7 +264,7 @@ def test_group_rewards(answer: Any, sentence: str, caplog: pytest.LogCaptureFixt
     async def group_reward(prompt: Prompt, responses: list[Response]) -> Any:
         return answer if responses[0].sample_id.group == 1 else [1.0] * len(responses)
 
-    run(caplog, rf"reward failed for g1\.s0: {sentence}", DropReason.FAILED, group_reward=group_reward)
+    run(caplog, rf"reward function failed for g1\.s0: {sentence}", DropReason.FAILED, group_reward=group_reward)
 
 
 def test_a_rollout_function_that_returns_without_generating(caplog: pytest.LogCaptureFixture) -> None:

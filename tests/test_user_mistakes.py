@@ -71,9 +71,12 @@ def test_one_line_and_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFix
         return float(prompt.tokens)  # type: ignore[attr-defined]
 
     sentence = "the reward function failed: AttributeError: 'Prompt' object has no attribute 'tokens'"
-    failure = pytest.raises(RolloutError, match=rf"^g\d+\.s\d: {sentence}$")
-    with scheduler(reward=reward, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
-        rollouts.next_batch()
+    place = rf"\(line {reward.__code__.co_firstlineno + 1} of test_user_mistakes.py\)"
+    failure = pytest.raises(RolloutError, match=rf"^g\d+\.s\d: {sentence} {place}$")
+    with scheduler(reward=reward, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"):
+        with failure as raised:
+            rollouts.next_batch()
+        assert isinstance(raised.value.__cause__, AttributeError)
     assert len(caplog.records) == 1
     assert "AttributeError: 'Prompt' object has no attribute 'tokens'" in caplog.messages[0]
     assert caplog.records[0].exc_info
@@ -90,9 +93,9 @@ def test_other_mistakes_have_tracebacks_of_their_own(caplog: pytest.LogCaptureFi
 
     failures = FailureLog()
     for error in (raised("a"), raised("b"), KeyError("c"), raised("d")):
-        failures.warn(error, "reward failed for %s", "g0.s0")
+        failures.warn(error, "reward function failed for %s", "g0.s0")
     assert [bool(r.exc_info) for r in caplog.records] == [True, False, False, False]
-    assert caplog.messages[2] == "reward failed for g0.s0: KeyError: 'c'"
+    assert caplog.messages[2] == "reward function failed for g0.s0: KeyError: 'c'"
 
 
 def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ A rollout sees one completed response per call, as if nothing had been cut.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -15,9 +14,11 @@ import numpy as np
 
 from april.coordinator.messages import Done, GivenUp, Go, Result, Settled, Span, Start
 from april.core.tape import Int32
+from april.driver.failure_kind import kind_of, place_of, told_of
+from april.driver.failure_log import FailureLog
 from april.errors import RolloutError
 
-log = logging.getLogger("april")
+_failures = FailureLog()
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Between requests that a server cuts off before it has begun."""
@@ -133,8 +134,10 @@ async def run_sample(
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise  # it was this task that was cancelled, and nothing within the rollout
-            log.exception("rollout %d of %s failed", index, uid)
-            await coordinator.failed(uid, index, session.life, f"{type(error).__name__}: {error}".partition("\n")[0])
+            place = place_of(error)
+            kind, told = kind_of(error, place), told_of(error, place)
+            _failures.warn(error, "rollout %d of %s failed", index, uid, told=told, once=bool(kind))
+            await coordinator.failed(uid, index, session.life, told, kind)
         else:
             await coordinator.returned(uid, index, session.life, session.reward, session.value)
     if isinstance(answer, Settled) and answer.dropped and stored:

@@ -186,11 +186,11 @@ class Coordinator:
         self._execution.host.scores[sample.id] = (reward, value)
         self._execution.post(ev.SampleReturned(sample.id))
 
-    async def failed(self, uid: str, index: int, life: int, error: str) -> None:
-        """A rollout, or its reward, raised."""
+    async def failed(self, uid: str, index: int, life: int, error: str, kind: str = "") -> None:
+        """A rollout, or its reward, raised; ``kind`` as in SampleFailed."""
         sample = self._alive(uid, index, life)
         if sample is not None:
-            self._execution.post(ev.SampleFailed(sample.id, error))
+            self._execution.post(ev.SampleFailed(sample.id, error, kind))
 
     def _left_a_call(self, sample: Sample) -> bool:
         """Whether its rollout goes on though a call is unfinished (after a timeout of its own); it has failed then."""

@@ -17,6 +17,7 @@ from april.core.history import History
 from april.core.leases import Leases
 from april.core.ledger import Ledger
 from april.core.length_ledger import LengthLedger
+from april.core.mistakes import Mistakes
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import PartialBuffer
 from april.core.places import Places
@@ -59,6 +60,7 @@ class CoreContext:
         """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
         self.urgent: list[Sample] = []
         """As of the latest plan; with what took the place of such a one since."""
+        self.mistakes = Mistakes(settings)
         self.failure: str | None = None
         """Why the step cannot go on."""
         self.without_room: list[Sample] = []

@@ -109,12 +109,12 @@ class TokensUnused:
 class SampleFailed:
     """A rollout or reward function raised, or returned what cannot be.
 
-    ``mistake``: it would do so for every sample.
+    ``kind``: what was raised in which line, if another try would not mend it.
     """
 
     sample: SampleId
     error: str
-    mistake: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ class Scored:
 class GroupJudged:
     """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
 
-    ``mistake``: as in SampleFailed.
+    ``kind``: as in SampleFailed.
     """
 
     group: int
     judgement: int
     keep: bool
     error: str | None = None
-    mistake: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ class Failures:
 
     # ---------------------------------------------------------------- one sample
 
-    def fail(self, sample: Sample, error: str) -> None:
-        """Try again what failed, the reward (after a pause) or the whole sample, until it has failed too often."""
+    def fail(self, sample: Sample, error: str, *, waits: bool = True) -> None:
+        """Try again what failed, the reward (after a pause, if it ``waits``) or the whole sample; not for ever."""
         context = self._context
         sample.failures += 1
         context.counts(sample)["failed_samples"] += 1
@@ -50,7 +50,7 @@ class Failures:
             self.cannot_go_on(sample, error)
         elif sample.state is not SampleState.SCORING:
             self.begin_again(sample, DropReason.FAILED)
-        elif pause_s := self.pause_s(sample.failures):
+        elif waits and (pause_s := self.pause_s(sample.failures)):
             sample.retry = context.start_timer(TimerKind.RETRY, pause_s)
             context.retries[sample.retry] = sample
         else:

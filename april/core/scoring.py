@@ -8,6 +8,7 @@ from april.core.completion import Completion
 from april.core.context import CoreContext
 from april.core.failures import Failures
 from april.core.generation import Generation
+from april.core.mistakes import Function, Mistake
 from april.core.numbers import held_reward, wrong_reward
 from april.core.timers import TimerKind
 from april.core.types import DropReason, Group, GroupState, Sample, SampleState
@@ -41,22 +42,34 @@ class Scoring:
         context.to(sample, SampleState.SCORING, "returned")
         if sample.group.evaluation is not None:
             sample.group.evaluation.functions -= 1
+        else:
+            context.mistakes.worked(Function.ROLLOUT)
         if context.settings.has_reward:
             self._failures.ask_reward(sample)
         else:
             self._completion.finished(sample)
 
-    def sample_failed(self, event: ev.SampleFailed) -> None:
-        """A rollout or reward function raised, hung, or returned what cannot be."""
+    def sample_failed(self, event: ev.SampleFailed) -> bool:
+        """A rollout or reward function raised, hung, or returned what cannot be; whether it would for all samples."""
         sample = self._context.sample(event.sample)
         if sample is None:
-            return
+            return False
+        rollout = sample.state is SampleState.RUNNING
+        whole = self._context.settings.group_reward and not rollout
+        function, kind = Function.ROLLOUT if rollout else Function.REWARD, event.kind * (sample.evaluation is None)
+        mistake = self._context.mistakes.made(function, kind, sample.group.members if whole else [sample])
+        waits = self._waits(mistake)
         if sample.state is not SampleState.FINISHED:
-            self._failures.fail(sample, event.error)
+            self._failures.fail(sample, event.error, waits=waits)
         elif blamed := self._whose_reward_is_awaited(sample):
-            self._failures.fail(blamed, event.error)
+            self._failures.fail(blamed, event.error, waits=waits)
         else:
             self._context.counters["late_events"] += 1
+        return mistake.sure
+
+    def _waits(self, mistake: Mistake) -> bool:
+        """Before the next try; not where too few prompts are in work to be sure of a mistake."""
+        return not mistake.likely or len(self._context.buffer.groups) >= self._context.mistakes.groups
 
     def scored(self, event: ev.Scored) -> None:
         """Rewards have come in: all of them count, or none."""
@@ -77,6 +90,8 @@ class Scoring:
                 awaited.append((group.samples[index], held_reward(reward)))
         for sample, reward in awaited:
             sample.reward = reward
+        if awaited and group.evaluation is None:
+            context.mistakes.worked(Function.REWARD)
         for sample, _ in awaited:
             if sample.state is SampleState.SCORING:
                 self._completion.finished(sample)
@@ -105,24 +120,28 @@ class Scoring:
         """Whether this verdict is; not if the group was dropped, or a sample of it began again, after it was asked."""
         return group is not None and group.state is GroupState.JUDGED and group.since == judgement
 
-    def group_judged(self, event: ev.GroupJudged) -> None:
-        """The filter has spoken, or failed to."""
+    def group_judged(self, event: ev.GroupJudged) -> bool:
+        """The filter has spoken, or failed to; whether it would for all groups."""
         context = self._context
         group = context.buffer.groups.get(event.group)
         if group is None or not self._is_awaited(group, event.judgement):
             context.counters["late_events"] += 1
-            return
+            return False
         if event.error is not None:
+            mistake = context.mistakes.made(Function.FILTER, event.kind, group.first)
             group.filter_failures += 1
             context.note(group.samples[0], f"filter failed: {event.error}")
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._failures.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
-            elif pause_s := self._failures.pause_s(group.filter_failures):
+            elif self._waits(mistake) and (pause_s := self._failures.pause_s(group.filter_failures)):
                 context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._completion.ask_filter(group)
-        elif event.keep:
+            return mistake.sure
+        context.mistakes.worked(Function.FILTER)
+        if event.keep:
             self._completion.accept(group)
         else:
             self._failures.give_up(group, DropReason.FILTERED, "the filter rejected it")
+        return False

@@ -471,14 +471,12 @@ class RolloutCore:
     # ---------------------------------------------------------------- functions that were written wrongly
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        if event.mistake and self.step is not None:  # the others that fail so say the same
+        if self._scoring.sample_failed(event) and self.step is not None:  # the others that fail so say the same
             self.context.failure = f"{event.sample}: {event.error}"
-        self._scoring.sample_failed(event)
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
-        if event.mistake and self.step is not None:
+        if self._scoring.group_judged(event) and self.step is not None:
             self.context.failure = event.error
-        self._scoring.group_judged(event)
 
     # ---------------------------------------------------------------- pauses, versions, engines
 

@@ -6,15 +6,11 @@ One mistake in a reward function fails every sample, three times each: hundreds 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from types import TracebackType
 
 from april.driver.user_code import describe
 from april.errors import UsageError
 
 log = logging.getLogger("april")
-
-_HOUSE = str(Path(__file__).parent.parent)
 
 
 class FailureLog:
@@ -23,24 +19,16 @@ class FailureLog:
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def warn(self, error: BaseException, what: str, *where: object, once: bool = False) -> None:
-        """``what % where``, and what is wrong; ``once``: the first of its kind only."""
-        trace, place = error.__traceback__, ""
+    def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
+        """``what % where``, and what is wrong, in the words ``told``; ``once``: the first of its kind only."""
+        trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
-            place = _place_of(trace) or place
             trace = trace.tb_next
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
-        if isinstance(error, UsageError):  # its sentence says all, but where; what follows would be april's own lines
+        if isinstance(error, UsageError):  # its sentence says all; what follows would be april's own lines
             trace = None
         if first or not once:
-            what += ": %s%s" if trace is None else ": %s"
-            told = (describe(error), place) if trace is None else (describe(error),)
-            log.warning(what, *where, *told, exc_info=error if first and trace is not None else None)
-
-
-def _place_of(trace: TracebackType) -> str:
-    """The line, if it is not april's."""
-    file = trace.tb_frame.f_code.co_filename
-    return "" if file.startswith(_HOUSE) else f" (line {trace.tb_lineno} of {Path(file).name})"
+            traced = error if first and trace is not None else None
+            log.warning(f"{what}: %s", *where, told or describe(error), exc_info=traced)

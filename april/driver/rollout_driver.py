@@ -535,7 +535,9 @@ class RolloutDriver:
         self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
-        self._fail_batch((EngineError if command.weights else RolloutError)(command.error))
+        error = (EngineError if command.weights else RolloutError)(command.error)
+        error.__cause__ = self.local.samples.cause_of(command.error)
+        self._fail_batch(error)
 
     def _paused(self, command: do.Paused) -> None:
         waiting, self._pending.paused = self._pending.paused, []

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.mistakes import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import Group, Sample, SampleId
 from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
+from april.driver.failure_kind import kind_of, place_of, told_of
 from april.driver.failure_log import FailureLog
 from april.driver.host_view import HostView
 from april.driver.llm import (
@@ -30,10 +32,8 @@ from april.driver.llm import (
     exact_types,
     single_turn,
 )
-from april.driver.mistakes import Mistakes
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
-from april.driver.user_code import describe, message_of
 from april.errors import RolloutError
 
 
@@ -47,8 +47,17 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
 
 
+CAUSES = 8
+"""Failures of functions that are remembered as such."""
 CLEAN_UP_S = 10.0
 """How long the end of cancelled functions is waited for, where somebody waits."""
+
+
+class _Failed(NamedTuple):
+    """What is told of a failure, and its kind (see SampleFailed)."""
+
+    error: str
+    kind: str
 
 
 @dataclass(slots=True)
@@ -100,7 +109,9 @@ class SampleFunctions:
         self._detokenizer = detokenizer
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
-        self._mistakes = Mistakes()
+        self._worked: set[Function] = set()
+        self._raised: dict[str, BaseException] = {}
+        """The latest failures, by what was said of them."""
         self.raised: dict[int, BaseException] = {}
         """By evaluation: what its first function that failed has raised."""
         self.elsewhere: dict[int, dict[SampleId, Any]] = {}
@@ -165,24 +176,41 @@ class SampleFunctions:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
                 if evaluation is None:
-                    self._mistakes.worked("rollout")
+                    self._worked.add(Function.ROLLOUT)
                 self._post(ev.SampleReturned(sample.id))
             elif evaluation is not None:
                 self._evaluation_failed(sample, "the rollout function", error)
             else:
-                mistake = self._mistakes.made("rollout", error, sample.id.group)
-                self._failures.warn(error, "rollout function failed for %s", sample.id, once=mistake.likely)
-                why = f"{describe(error)}; {_ABANDONED}" if abandoned else describe(error)
-                self._post(ev.SampleFailed(sample.id, f"the rollout function failed: {why}", mistake.sure))
+                failed = self._failed(Function.ROLLOUT, error, self._functions.rollout, sample.id)
+                why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
+                self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
         arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
+
+    def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
+        """Log it, and remember it as the cause of what may be raised for it."""
+        place = place_of(error, function)
+        kind = kind_of(error, place)
+        told, once = told_of(error, place), bool(kind) and which not in self._worked
+        self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
+        failed = _Failed(f"the {which} failed: {told}", kind)
+        self._raised.pop(failed.error, None)
+        self._raised[failed.error] = error
+        if len(self._raised) > CAUSES:
+            del self._raised[next(iter(self._raised))]
+        return failed
+
+    def cause_of(self, failure: str) -> BaseException | None:
+        """What a function here has raised, of which ``failure`` tells at its end."""
+        return next((error for said, error in reversed(self._raised.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
         """Its evaluation ends by this."""
         assert sample.evaluation is not None
         self.raised.setdefault(sample.evaluation.request.evaluation, error)
-        why = message_of(error) if isinstance(error, RolloutError) else f"{what} raised {describe(error)}"
+        told = told_of(error, place_of(error))
+        why = told if isinstance(error, RolloutError) else f"{what} raised {told}"
         self._post(ev.SampleFailed(sample.id, why))
 
     async def cleaned_up(self) -> None:
@@ -259,14 +287,12 @@ class SampleFunctions:
                     error = raised.with_traceback(None)  # it would show april's own lines
             if error is None:
                 if samples[0].evaluation is None:
-                    self._mistakes.worked("reward")
+                    self._worked.add(Function.REWARD)
                 self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             elif samples[0].evaluation is not None:
                 self._evaluation_failed(samples[0], "the reward function", error)
             else:
-                mistake = self._mistakes.made("reward", error, group)
-                self._failures.warn(error, "reward failed for %s", first, once=mistake.likely)
-                self._post(ev.SampleFailed(first, f"the reward function failed: {describe(error)}", mistake.sure))
+                self._post(ev.SampleFailed(first, *self._failed(Function.REWARD, error, function, first)))
 
         call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
         for runner in runners:
@@ -279,21 +305,21 @@ class SampleFunctions:
         responses = self.responses(group.first, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
-            verdict, wrong, sure = False, None, False
+            verdict, failed = False, _Failed("", "")
             if error is None:
                 try:
                     verdict = checked_verdict(value, group.id)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)
             if error is None:
-                self._mistakes.worked("filter")
+                self._worked.add(Function.FILTER)
             else:
-                mistake = self._mistakes.made("filter", error, group.id)
-                self._failures.warn(error, "filter failed for group %d", group.id, once=mistake.likely)
-                sure = mistake.sure
-                wrong = f"the filter failed: {describe(error)}"
+                failed = self._failed(Function.FILTER, error, function, f"group {group.id}")
             self._post(
-                ev.GroupJudged(group=group.id, judgement=command.judgement, keep=verdict, error=wrong, mistake=sure)
+                ev.GroupJudged(
+                    group=group.id, judgement=command.judgement, keep=verdict, error=failed.error or None,
+                    kind=failed.kind,
+                )
             )
 
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)

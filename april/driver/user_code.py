@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from types import CodeType
 from typing import Any, TypeVar
 
 from april.errors import AprilError, ConfigError, RolloutError
@@ -88,6 +89,17 @@ def name_of(function: Callable[..., Any]) -> str:
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(name)
+
+
+def code_of(function: Callable[..., Any] | None) -> CodeType | None:
+    """Where it is defined, below partials and decorators that tell."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if function is None:
+        return None
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    return code if isinstance(code, CodeType) else None
 
 
 # ---------------------------------------------------------------- what comes back

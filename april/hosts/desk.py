@@ -473,7 +473,7 @@ class HostDesk:
             return None
         sample, known = running
         known.run = 0
-        return ev.SampleFailed(sample.id, said(m.error), m.mistake)
+        return ev.SampleFailed(sample.id, said(m.error), said(m.kind))
 
     def _rewards(self, m: wire.Rewards) -> ev.Event | None:
         running = self._running(m.group, m.index, m.run)
@@ -494,7 +494,7 @@ class HostDesk:
             return None
         del self._judged[m.group]
         error = None if m.error is None else said(m.error)
-        return ev.GroupJudged(group=m.group, judgement=m.judgement, keep=m.keep, error=error, mistake=m.mistake)
+        return ev.GroupJudged(group=m.group, judgement=m.judgement, keep=m.keep, error=error, kind=said(m.kind))
 
     # ---------------------------------------------------------------- reports: engines
 

@@ -21,7 +21,7 @@ from april.core.types import AttemptFailure, EngineFinish, FinishReason
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes."""
 
 
@@ -344,7 +344,7 @@ class Raised(Message, tag=49):
     index: int
     run: int
     error: str
-    mistake: bool
+    kind: str
 
 
 class Rewards(Message, tag=50):
@@ -363,7 +363,7 @@ class Verdict(Message, tag=51):
     judgement: int
     keep: bool
     error: str | None
-    mistake: bool
+    kind: str
 
 
 class CallEnded(Message, tag=53):

@@ -93,7 +93,7 @@ class Mirror:
             ev.AttemptStalled: lambda e: self._out.append(wire.Silent(e.attempt_id, e.seconds)),
             ev.CallMade: self._called,
             ev.SampleReturned: self._returned,
-            ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.mistake),
+            ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.kind),
             ev.Scored: self._scored,
             ev.GroupJudged: self._judged,
             ev.EngineCallEnded: lambda e: self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error)),
@@ -350,7 +350,7 @@ class Mirror:
         self._run_over(first, wire.Rewards, tuple(e.rewards))
 
     def _judged(self, e: ev.GroupJudged) -> None:
-        self._out.append(wire.Verdict(e.group, e.judgement, e.keep, e.error, e.mistake))
+        self._out.append(wire.Verdict(e.group, e.judgement, e.keep, e.error, e.kind))
 
     def _probed(self, e: ev.EngineProbed) -> None:
         load = None

@@ -1,0 +1,46 @@
+"""What a failure of a user's function says of the function: its place in the user's code, and its kind."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from april.driver.user_code import code_of, describe
+from april.errors import UsageError
+
+_HOUSE = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))))
+
+
+def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """``line 7 of rewards.py``: where the user's code raised it, or else where ``function`` is; or nothing."""
+    place, library, trace = "", "", error.__traceback__
+    while trace is not None:
+        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if not file.startswith(_HOUSE):
+            here = f"line {line} of {Path(file).name}"
+            if file.startswith(_LIBRARIES):
+                library = here
+            else:
+                place = here
+        trace = trace.tb_next
+    if (found := place or library) or (code := code_of(function)) is None:
+        return found
+    return f"line {code.co_firstlineno} of {Path(code.co_filename).name}"
+
+
+def told_of(error: BaseException, place: str) -> str:
+    """What it says, and where."""
+    return f"{describe(error)} ({place})" if place else describe(error)
+
+
+def kind_of(error: BaseException, place: str) -> str:
+    """Type and place of a failure that no other try mends; empty for what may pass, as an outage of a judge does.
+
+    Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away.
+    """
+    passes = isinstance(error, OSError) or type(error).__module__ != "builtins"
+    mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
+    return f"{type(error).__name__}, {place}" if mistaken or not passes else ""
