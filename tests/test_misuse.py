@@ -244,7 +244,8 @@ REWARDS: dict[str, tuple[Any, str]] = {
 def test_rewards(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """NaN or missing: one sentence with the sample, its group is dropped as failed, everything else is delivered."""
     value, sentence = REWARDS[kind]
-    rollouts = run(caplog, rf"reward function failed for g1\.s0: {sentence}", DropReason.FAILED, reward=of_sample_1_0(value))
+    failed = rf"reward function failed for g1\.s0: {sentence}"
+    rollouts = run(caplog, failed, DropReason.FAILED, reward=of_sample_1_0(value))
     assert f"group dropped (failed): g1.s0: the reward function failed: {sentence}".replace(
         "\\", ""
     ) in rollouts.core.story(SampleId(1, 0))
