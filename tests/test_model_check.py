@@ -13,9 +13,16 @@ from tiny_models import ARCHITECTURES, tiny_model
 
 from april.core.sampling import SamplingParams
 from april.engines.protocol import Request
+from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine
 from april.engines.transformers.model_check import check_model
-from april.engines.transformers.model_support import DecodeMasks, cache_argument, refuse_unsupported
+from april.engines.transformers.model_support import (
+    DecodeMasks,
+    affordable_context,
+    cache_argument,
+    named_lengths,
+    refuse_unsupported,
+)
 from april.engines.transformers.slot_cache import SlotCache
 from april.errors import ConfigError
 
@@ -169,6 +176,85 @@ async def test_an_engine_generates_in_the_precision_in_which_it_was_made() -> No
     await engine.close()
 
 
+AT = 40
+"""Where the models below change their arithmetic."""
+SAFE = 32
+"""Columns come by 32."""
+LOCAL = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "attn_implementation": "eager"}
+TEMPERED = {
+    "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 32,
+    "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 24,
+}  # fmt: skip
+LENGTHS = {
+    "gpt_neo": (LOCAL | {"window_size": AT}, "window_size"),
+    "llama4_text": (TEMPERED | {"floor_scale": AT}, "floor_scale"),
+    "doge": ({"keep_window_size": AT}, "keep_window_size"),
+    "moshi": ({"head_dim": 8, "ffn_dim": 64, "sliding_window": AT}, "sliding_window"),
+    "mistral": ({"sliding_window": AT}, ""),
+    "gemma3_text": ({"head_dim": 8, "sliding_window": AT, "layer_types": ["sliding_attention", "full_attention"]}, ""),
+    "ministral": ({"head_dim": 8, "sliding_window": AT}, ""),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", LENGTHS)
+def test_a_length_at_which_the_arithmetic_changes_is_tried(family: str, dtype: torch.dtype) -> None:
+    """Right beyond it, or refused by the setting that names it; shorter sequences are generated all the same."""
+    changes, wrong = LENGTHS[family]
+    model = tiny_model(family, **changes).to(dtype)
+    check_model(model, SAFE)
+    sentence = rf"has 40 tokens \({wrong} in its configuration: a max_len of at most 32 avoids it"
+    with pytest.raises(ConfigError, match=sentence) if wrong else nullcontext():
+        check_model(model, 2 * AT)
+    if family == "gpt_neo":  # the columns of a window that are still empty count
+        with pytest.raises(ConfigError, match=sentence):
+            check_model(model, AT - 1)
+
+
+@pytest.mark.parametrize("longest", [2 * AT, AT // 2])
+def test_a_length_that_is_named_nowhere_is_tried_where_that_is_cheap(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to ``max_len``: code may keep a window to itself."""
+    at = DecodeMasks.at
+
+    def local(self: Any, positions: Any, window: int) -> Any:
+        mask = at(self, positions, window)
+        assert isinstance(mask, torch.Tensor)
+        return mask.masked_fill(torch.arange(window) < max(0, window - AT), -torch.inf)
+
+    monkeypatch.setattr(DecodeMasks, "at", local)
+    model = tiny_model()
+    assert not named_lengths(model, 2 * AT)
+    refused = pytest.raises(ConfigError, match=rf"once a sequence of its batch has {2 * AT} tokens, where")
+    with refused if longest > AT else nullcontext():
+        check_model(model, longest)
+
+
+def test_an_embedding_scaled_by_the_longest_sequence_is_refused_for_each_type_of_layer() -> None:
+    """Also where the configuration has one setting per type."""
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": AT}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    model = tiny_model("gemma3_text", head_dim=8, layer_types=["sliding_attention", "full_attention"])
+    model.config.rope_parameters = {"full_attention": scaled, "sliding_attention": plain}
+    refuse_unsupported(model, AT)
+    with pytest.raises(ConfigError, match="set max_len to at most 40"):
+        refuse_unsupported(model, AT + 1)
+
+
+def test_where_a_trial_would_take_long_the_default_context_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the length that was not tried, with a line that says so; whoever gives ``max_len`` has it tried."""
+    model = tiny_model("mistral", sliding_window=AT)
+    assert affordable_context(model) == 512
+    monkeypatch.setattr(model_support, "_MOST_COST", {"cpu": 1000})
+    assert affordable_context(model) == SAFE
+    assert "max_len is 32: beyond it the arithmetic of mistral may change (sliding_window in" in caplog.text
+    assert TransformersEngine(model).capabilities.max_context == SAFE
+    assert TransformersEngine(model, max_len=2 * AT).capabilities.max_context == 2 * AT
+
+
 class DTensor(torch.Tensor):
     """As FSDP2 leaves them, as far as a name goes."""
 
@@ -207,4 +293,3 @@ def test_a_compiled_model_that_fails_is_told_of_its_compilation(monkeypatch: pyt
     monkeypatch.setattr(SlotCache, "move", lambda *_: None)
     with pytest.raises(ConfigError, match="it is compiled: give the engine the model from before"):
         check_model(compiled, 64)
-

@@ -109,6 +109,7 @@ class TransformersEngine:
         import torch
 
         from april.engines.transformers.model_support import (
+            affordable_context,
             autocast_here,
             context_of,
             eos_ids_of,
@@ -133,7 +134,7 @@ class TransformersEngine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._model = model
-        self._max_len = context_of(model) if max_len is None else max_len
+        self._max_len = max_len or (affordable_context(model) if check else context_of(model))
         refuse_unsupported(model, self._max_len)
         self._autocast = autocast_here(next(model.parameters()).device)
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")

@@ -3,6 +3,11 @@
 A model that hides state from the cache, ignores the mask, or numbers its positions in its own way would generate
 plausible text with wrong log-probabilities. This finds it before any training does.
 
+Some models change their arithmetic at a length: windows, chunks, scaled positions, and each family in its own words. So
+the trial is made once more at every length that the model names anywhere (``named_lengths``): a sequence that passes it
+token by token, one that starts beyond it, and short ones beside them. Where that is cheap, it is also made at
+``max_len``, for a model may keep its length to itself.
+
 What rounding explains is measured, not assumed, where it is more than a trifle. A bfloat16 model differs from itself by
 tenths of a nat when a batch has another shape; in float32 by 1e-5. So below float32 the decoder is held against the
 model's own noise in its own precision: the same sequences by themselves, in a padded batch, token by token with a cache
@@ -13,7 +18,8 @@ hardly moves, whatever goes wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +29,32 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from april.engines.transformers.model_support import cache_argument, generation_mode, text_config, why_not_exact
+from april.engines.transformers.model_support import (
+    beyond,
+    cache_argument,
+    cost_of_trial,
+    generation_mode,
+    named_lengths,
+    safe_below,
+    text_config,
+    why_not_exact,
+)
 from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest, _Batch
 from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError
+
+log = logging.getLogger("april")
 
 _PROMPT_LENGTHS = (1, 4, 2, 5, 3)
 _NEW_TOKENS = 6
 _EARLY_TOKENS = 2
 """Of the first, shortest request, which has the first slot: when it ends, the last request moves there."""
+_SHORT_NEIGHBOURS = (3, 5)
+_SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
+_CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
+"""Most tokens of a trial that nothing but caution asks for, and most parameters times tokens: half a second at most."""
+_WORTH_A_LINE = 10**11
+"""Of the same: ten seconds or so on a CPU."""
 EXACT_NATS = 1e-4
 """Largest mean difference in float32 on a CPU."""
 _NOISE = 1.5
@@ -40,11 +63,11 @@ _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
 """However noisy the model: in float32 on a GPU, where TF32 may be on, and below float32."""
 
 
-def recompute(model: Any, tokens: Tensor) -> Tensor:
-    """Log-probabilities float32 [T - 1, V] of what follows each of ``tokens`` int64 [T] but the last; no cache."""
+def recompute(model: Any, tokens: Tensor, last: int) -> Tensor:
+    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; no cache."""
     with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1)
+        logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last + 1).logits[0, -last - 1 : -1]
+    return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
 class _WitnessedDecoder(SlotDecoder):
@@ -53,11 +76,22 @@ class _WitnessedDecoder(SlotDecoder):
     def __init__(self, model: Any, max_len: int) -> None:
         super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats())
         self.seen: dict[str, list[Tensor]] = {}
+        self.asks_length = False
+        """What the model makes of a row depends on the length of its cache, which is that of the longest row."""
 
     def _sample(self, logits: Tensor, batch: _Batch) -> Any:
         for request, row in zip(self._active[batch.lo : batch.hi], logits, strict=True):
             self.seen.setdefault(request.attempt_id, []).append(row.float().log_softmax(-1))
         return super()._sample(logits, batch)
+
+    def _step(self, tokens: Tensor, position: Tensor, window: int) -> Tensor:
+        """Without rounding in the way: the same step, while the cache says that it is as long as the shortest row."""
+        logits = super()._step(tokens, position, window).nan_to_num()
+        with self._cache.said_to_hold(int(position.min())):
+            other = super()._step(tokens, position, window).nan_to_num()
+        again = super()._step(tokens, position, window)
+        self.asks_length |= torch.equal(logits, again.nan_to_num()) and not torch.equal(logits, other)
+        return again
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -94,24 +128,56 @@ def check_model(model: Any, max_len: int) -> float:
 
     Prompts of different lengths, so that padding, positions and a moved slot all take part.
     """
-    longest = max(_PROMPT_LENGTHS) + _NEW_TOKENS
-    if max_len < longest:
-        raise ConfigError(f"max_len is {max_len}: the transformers engine needs at least {longest}")
+    if max_len < _SHORTEST:
+        raise ConfigError(f"max_len is {max_len}: the transformers engine needs at least {_SHORTEST}")
+    difference, noise = _compare(model, [_PROMPT_LENGTHS], None, "")
+    lengths = {n: name for n, name in named_lengths(model, max_len).items() if n > max(_PROMPT_LENGTHS)}
+    cheap = min(
+        max_len,
+        _CHEAP_TOKENS,
+        _CHEAP.get(next(model.parameters()).device.type, _CHEAP_ELSEWHERE) // cost_of_trial(model, 1),
+    )
+    if cheap > max([_SHORTEST, *map(beyond, lengths)]):
+        lengths[cheap] = ""
+    for length, name in sorted(lengths.items()):
+        most = max_len - _NEW_TOKENS
+        crossing = sorted({max(1, min(length - _NEW_TOKENS // 2, most)), min(beyond(length), most)})
+        where = f" once a sequence of its batch has {length} tokens"
+        if name:
+            where += f" ({name} in its configuration: a max_len of at most {safe_below(length)} avoids it)"
+            if cost_of_trial(model, length) > _WORTH_A_LINE:
+                log.info("trying the model with %d tokens, as %s is %d", crossing[-1], name, length)
+        _compare(model, [_SHORT_NEIGHBOURS, crossing], noise, where)
+    return difference
+
+
+def _compare(
+    model: Any, admissions: Sequence[Sequence[int]], known_noise: float | None, where: str
+) -> tuple[float, float]:
+    """(mean difference in nats, the model's own noise) for prompts of such lengths; ConfigError if they do not fit."""
     kind = text_config(model).model_type
     try:
         with generation_mode(model):
-            decoder = _WitnessedDecoder(model, longest)
-            trials = _decode(decoder)
+            decoder = _WitnessedDecoder(model, max(map(max, admissions)) + _NEW_TOKENS)
+            trials = _decode(decoder, admissions)
             halves = any(dtype.itemsize < 4 for dtype in decoder.dtypes)
             exact = decoder.device.type == "cpu" and not halves
-            noise = 0.0 if exact else _noise(model, trials, decoder.dtypes)
+            difference = float(torch.cat([_distances(t.decoded, t.alone) for t in trials]).mean())
+            noise = known_noise or 0.0
+            if not exact or (known_noise is not None and difference > EXACT_NATS):
+                noise = max(noise, _noise(model, trials, decoder.dtypes, batched=known_noise is None))
     except Exception as error:
         raise ConfigError(
-            f"{kind} failed a trial of the transformers engine ({type(error).__name__}: {error})"
+            f"{kind} failed a trial of the transformers engine{where} ({type(error).__name__}: {error})"
             f"{why_not_exact(model)}; use a served engine (vllm, sglang) for this model"
         ) from error
-    difference = float(torch.cat([_distances(t.decoded, t.alone) for t in trials]).mean())
-    if exact:
+    if decoder.asks_length:
+        raise ConfigError(
+            f"{kind} computes with the length of its cache, which is that of the longest sequence in a batch"
+            f"{where}, so a token would depend on its neighbours{why_not_exact(model)}; use a served engine (vllm, "
+            "sglang) for this model"
+        )
+    if exact and not noise:
         differs, allowed, known = difference, EXACT_NATS, ""
     else:
         differs = max(_typical(_distances(t.decoded, t.alone)) for t in trials if t.n == _NEW_TOKENS)
@@ -119,32 +185,49 @@ def check_model(model: Any, max_len: int) -> float:
         known = f", where its own noise in this precision explains {allowed:.2g}"
     if not differs <= allowed:
         raise ConfigError(
-            f"{kind} decoded with slots differs from a full forward pass by {differs:.2g} nats{known}: it does not keep"
-            f" to keys, values, masks and positions alone{why_not_exact(model)}; use a served engine (vllm, sglang) "
-            "for this model"
+            f"{kind} decoded with slots differs from a full forward pass by {differs:.2g} nats{where}{known}: it does "
+            f"not keep to keys, values, masks and positions alone{why_not_exact(model)}; use a served engine (vllm, "
+            "sglang) for this model"
         )
-    return difference
+    return difference, noise
 
 
-def _decode(decoder: _WitnessedDecoder) -> list[_Trial]:
+def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[int]]) -> list[_Trial]:
+    """Responses to prompts of such lengths; each of ``admissions`` is prefilled by itself, beside those before it."""
     vocab_size = int(text_config(decoder._model).vocab_size)
-    for i, length in enumerate(_PROMPT_LENGTHS):
-        prompt = ((np.arange(length) * 7 + 3 * i + 1) % vocab_size).astype(np.int32)
-        new = _NEW_TOKENS if i else _EARLY_TOKENS
-        decoder.submit(SlotRequest(str(i), prompt, new, 0, 0.0, 1.0, (), 0))
+    count = 0
+    for lengths in admissions:
+        for length in lengths:
+            prompt = ((np.arange(length) * 7 + 3 * count + 1) % vocab_size).astype(np.int32)
+            new = _NEW_TOKENS if count else _EARLY_TOKENS
+            decoder.submit(SlotRequest(str(count), prompt, new, 0, 0.0, 1.0, (), 0))
+            count += 1
+        decoder.tick(0)
     trials = []
     while not decoder.idle:
         for output in decoder.tick(1):
             sequence = np.concatenate([output.request.tokens, output.tokens]).astype(np.int64)
             tokens = torch.from_numpy(sequence).to(decoder.device)
             decoded = torch.stack(decoder.seen[output.request.attempt_id])
-            trials.append(_Trial(tokens, decoded, recompute(decoder._model, tokens)[-len(decoded) :]))
+            trials.append(_Trial(tokens, decoded, recompute(decoder._model, tokens, len(decoded))))
     return trials
 
 
-def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype]) -> float:
-    """How far the model is from itself, as :func:`_typical` has it, where no part of the decoder is involved."""
+def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
+    """How far the model is from itself, as :func:`_typical` has it, where no part of the decoder is involved.
+
+    Args:
+        model: the model.
+        trials: what was decoded.
+        dtypes: of its weights, keys and values.
+        batched: count what a batch and a cache of transformers change. Not beyond a length at which the arithmetic may
+            change: there a token that depends on its neighbours would pass for noise.
+    """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
+    with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
+        found = [_typical(_distances(recompute(model, t.tokens, t.n), t.alone)) for t in whole]
+    if not batched:
+        return max(found)
     # right-padded: with causal attention the padding cannot be seen, and needs no mask
     width = max(len(t.tokens) for t in whole)
     padded = torch.zeros(len(whole), width, dtype=torch.int64, device=whole[0].tokens.device)
@@ -159,15 +242,11 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype]) -> float:
             output = model(input_ids=padded[:, i : i + 1], use_cache=True, **cached)
             steps.append(output.logits[:, -1].float())
         one_by_one = torch.stack(steps, 1).log_softmax(-1)
-        with _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
-            rounded = [recompute(model, t.tokens) for t in whole]
-    found = []
-    for trial, batched, stepped, moved in zip(whole, together, one_by_one, rounded, strict=True):
+    for trial, row, stepped in zip(whole, together, one_by_one, strict=True):
         end = len(trial.tokens) - 1
         first, last = end - trial.n, min(end, short)  # the positions that ``alone`` has, and all have
-        found.append(_typical(_distances(batched[first:end], trial.alone)))
+        found.append(_typical(_distances(row[first:end], trial.alone)))
         found.append(_typical(_distances(stepped[first:last], trial.alone[: last - first])))
-        found.append(_typical(_distances(moved[first:], trial.alone)))
     return max(found)
 
 

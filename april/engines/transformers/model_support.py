@@ -9,6 +9,8 @@ tokens and comparing their log-probabilities with a full forward pass without a 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +21,10 @@ import torch
 from torch import Tensor
 
 from april.engines.transformers.model_weights import refuse_shards
+from april.engines.transformers.slot_cache import WINDOW_STEP
 from april.errors import ConfigError
+
+log = logging.getLogger("april")
 
 DEFAULT_MAX_LEN = 32_768
 """Context of the engine where the model would allow more: memory grows with the longest request anyway."""
@@ -29,7 +34,14 @@ _PATTERN_SIZE = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+_MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
+"""Of a trial that nobody has asked for, see :func:`cost_of_trial`."""
 _MASKED_ATTENTION = ("sdpa", "eager")
+# Words of a setting that counts something else than positions: sizes of layers, numbers of them, ids.
+_OTHER_COUNTS = re.compile(
+    r"(?:^|_)(?:num|hidden|intermediate|inner|vocab|vocabulary|head|heads|headdim|layer|layers|expert|experts|dim|dims|d"
+    r"|rank|lowrank|id|ids|idx|idxs|ffn|dff|ff|embd|embed|embedding|channels|groups|theta|scalar|seed)(?:_|$)"
+)
 # Rotary embeddings that change with the longest sequence of the batch, keys already cached included.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -75,6 +87,34 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
     )
 
 
+def named_lengths(model: Any, max_len: int) -> dict[int, str]:
+    """Lengths at which a model may change its arithmetic, each with the settings that name it; see :func:`safe_below`.
+
+    Windows, chunks, scaled positions: families have words of their own for them. So these are all whole numbers of the
+    configuration, but for those that count something else by their name.
+    """
+    found: dict[int, list[str]] = {}
+
+    def look(name: str, value: Any) -> None:
+        if _OTHER_COUNTS.search(name):
+            return
+        if isinstance(value, dict):
+            for key, inside in value.items():
+                look(str(key), inside)
+        elif isinstance(value, list | tuple):
+            for inside in value:
+                look(name, inside)
+        elif isinstance(value, int | float) and 1 < value == value // 1 and safe_below(int(value)) < max_len:
+            names = found.setdefault(int(value), [])
+            if name not in names:
+                names.append(name)
+
+    config = text_config(model)
+    for name, value in {**config.to_dict(), **vars(config)}.items():
+        look(name, value)
+    return {length: ", ".join(names) for length, names in found.items()}
+
+
 def cache_argument(model: Any) -> str:
     """Name of the argument and of the output that is the model's cache; transformers renames it with 5.24."""
     for module in model.modules():  # what is around a model, as PEFT's, hands on what it does not name
@@ -115,12 +155,13 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     attention_patterns(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     context: int = getattr(config, "max_position_embeddings", max_len)
-    trained: int = rope.get("original_max_position_embeddings", context)
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
-        raise ConfigError(
-            f"{kind} scales its rotary embedding ({rope['rope_type']}) with the longest sequence of a batch beyond "
-            f"{trained} tokens, so a token would depend on its neighbours: set max_len to at most {trained}"
-        )
+    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # of each type of layer
+        trained: int = scaled.get("original_max_position_embeddings", context)
+        if scaled.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
+            raise ConfigError(
+                f"{kind} scales its rotary embedding ({scaled['rope_type']}) with the longest sequence of a batch "
+                f"beyond {trained} tokens, so a token would depend on its neighbours: set max_len to at most {trained}"
+            )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ConfigError(
@@ -140,9 +181,7 @@ def why_not_exact(model: Any) -> str:
     """What is known of a model that may explain why it failed the trial, to be put into that sentence; or empty."""
     known = []
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        known.append(
-            "it is compiled: give the engine the model from before torch.compile, which has the same weights"
-        )
+        known.append("it is compiled: give the engine the model from before torch.compile, which has the same weights")
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if method is not None:
         known.append(f"it is quantised ({getattr(method, 'value', method)}): give the engine whole weights")
@@ -159,6 +198,38 @@ def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[A
 def context_of(model: Any) -> int:
     """Default ``max_len``: the model's own context, at most :data:`DEFAULT_MAX_LEN`."""
     return min(int(getattr(text_config(model), "max_position_embeddings", DEFAULT_MAX_LEN)), DEFAULT_MAX_LEN)
+
+
+def affordable_context(model: Any) -> int:
+    """Default ``max_len`` of a model that is tried: it ends where a trial would take more than half a minute or so."""
+    context = context_of(model)
+    for length, name in sorted(named_lengths(model, context).items()):
+        if cost_of_trial(model, length) > _MOST_COST.get(next(model.parameters()).device.type, _MOST_COST_ELSEWHERE):
+            log.warning(
+                "max_len is %d: beyond it the arithmetic of %s may change (%s in its configuration), and to try that "
+                "would take long on this device; give max_len to go further",
+                safe_below(length),
+                text_config(model).model_type,
+                name,
+            )
+            return safe_below(length)
+    return context
+
+
+def cost_of_trial(model: Any, length: int) -> int:
+    """Parameters times tokens of the longest sequence with which ``length`` is tried."""
+    size: int = sum(p.numel() for p in model.parameters())
+    return size * beyond(length)
+
+
+def safe_below(length: int) -> int:
+    """Largest ``max_len`` with which a model never sees more than ``length`` columns, empty ones included."""
+    return length // WINDOW_STEP * WINDOW_STEP
+
+
+def beyond(length: int) -> int:
+    """Where a mask that is wrong from ``length`` on shows plainly."""
+    return length + length // 4
 
 
 def eos_ids_of(model: Any) -> tuple[int, ...]:

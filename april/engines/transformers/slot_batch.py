@@ -364,14 +364,7 @@ class SlotDecoder:
         if self._last is None:
             self._last = self._new_tokens.view(-1).index_select(0, batch.place - 1)
         window = self._cache.begin_decode(batch.hi, batch.longest + batch.steps + 1, batch.cell)
-        position = batch.position.unsqueeze(1)
-        logits = self._model(
-            input_ids=self._last.unsqueeze(1),
-            attention_mask=self._masks.at(position, window),
-            position_ids=position,
-            use_cache=True,
-            **self._cached,
-        ).logits[:, -1]
+        logits = self._step(self._last.unsqueeze(1), batch.position.unsqueeze(1), window)
         self._last, stopped = self._sample(logits, batch)
         batch.counters.add_(1)
         batch.steps += 1
@@ -381,6 +374,17 @@ class SlotDecoder:
         self._stats.generated_tokens += batch.hi
         if batch.steps >= batch.until_length or stopped.any():
             self._end(self._endings(batch, stopped, rows))
+
+    def _step(self, tokens: Tensor, position: Tensor, window: int) -> Tensor:
+        """Logits [B, V] of what follows ``tokens`` int64 [B, 1] at ``position`` int64 [B, 1]."""
+        logits: Tensor = self._model(
+            input_ids=tokens,
+            attention_mask=self._masks.at(position, window),
+            position_ids=position,
+            use_cache=True,
+            **self._cached,
+        ).logits
+        return logits[:, -1]
 
     def _out_of_room(self, batch: _Batch) -> bool:
         needs_columns = batch.longest + batch.steps + 1 > self._cache.columns

@@ -11,6 +11,8 @@ can be seen, not even a NaN, which a mask would let through (0 x NaN is NaN).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +90,15 @@ class SlotCache(Cache):
         self._prefilling, self._cells = False, cells
         self._count, self._window, self._seen = count, window, columns - 1
         return window
+
+    @contextmanager
+    def said_to_hold(self, columns: int) -> Iterator[None]:
+        """Meanwhile a model that asks is told another length; what it stores and attends to stays."""
+        seen, self._seen = self._seen, columns
+        try:
+            yield
+        finally:
+            self._seen = seen
 
     # ------------------------------------------------------------------ what the model calls
 
