@@ -420,8 +420,8 @@ def plan(
         ),
     ],
     max_off_policy_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the trained tokens, at most.", rich_help_panel=_BATCH)
-    ] = 1.0,
+        float | None, typer.Option(min=0, max=1, help="Of the trained tokens, at most.", rich_help_panel=_BATCH)
+    ] = None,
     max_staleness: Annotated[
         int | None, typer.Option(min=0, help="Oldest token to train, in weight updates.", rich_help_panel=_BATCH)
     ] = None,

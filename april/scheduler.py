@@ -177,6 +177,7 @@ class RolloutScheduler:
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
                     draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
+                    config=config.to_mapping(),
                     hosts=others, delivered=self._onlookers.delivered,
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from april.simulate.measure import measure
 from april.simulate.observed import workload_of
 from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, expect, front, neighbours, plan
 from april.simulate.plan_run import read_workload
-from april.simulate.plan_show import settings
+from april.simulate.plan_show import notes, settings
 from april.simulate.simulation import Simulation
 from april.simulate.trainer import Placement
 from april.simulate.workload import Schedule, Workload
+from april.testing import FakeEngine
 
 SMALL = Workload(groups=8, samples=4, engines=2, max_response_len=2000, median_len=500)
 
@@ -239,6 +241,111 @@ def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
     simulation.run(1)
     simulation.close()
     assert workload_of(path).train_time is None
+
+
+def configured(record: Path, target: Path, config: dict[str, Any] | None, **settings: Any) -> Path:
+    """The record with the configuration of a run, and with other settings of its core."""
+    check, out = 0, []
+    for number, raw in enumerate(record.read_bytes().splitlines()):
+        line = json.loads(raw)[:-1]
+        if number == 0:
+            line[2]["settings"] |= settings
+            line[2] |= {} if config is None else {"config": config}
+        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+        check = zlib.crc32(body, check)
+        out.append(b'%b,"%08x"]\n' % (body, check))
+    target.write_bytes(b"".join(out))
+    return target
+
+
+RUN = april.Config(
+    rollout_batch_size=8, n_samples_per_prompt=4, over_sampling_batch_size=12, max_response_len=2000, seed=7,
+    sampling={"temperature": 0.7, "stop_token_ids": [5], "stop": ["\n\n", "# no"], "min_tokens": 2}, epochs=3,
+    max_failed_groups=50, function_timeout_s=None, stall_timeout_s=60, on_failed_sample="shrink", min_group_size=3,
+    max_filtered_groups=9, allow_mismatch=True, on_data_end="short", max_age=30, max_held_tokens=10**6,
+    outage_deadline_s=99,
+    engine={"kind": "vllm", "urls": ["http://a:1"], "api_key": "k-of-mine", "model": "m", "max_token_loss": 50},
+)  # fmt: skip
+CHOSEN = {"over_sampling_batch_size", "refill", "max_in_flight", "group_quorum", "generation", "max_off_policy_share"}
+
+
+@pytest.mark.parametrize("schedule", [Schedule(8, Refill.SAMPLE, 24, None, 0.75), SMALL.one_shot(10)])
+def test_a_plan_is_the_run_but_for_what_it_chose(record: Path, tmp_path: Path, schedule: Schedule) -> None:
+    """Sampling, seed, limits and engine, all but the key of the servers, which is named."""
+    workload = workload_of(configured(record, tmp_path / "run.jsonl", RUN.to_mapping()))
+    path = tmp_path / "plan.yaml"
+    path.write_text(settings(workload, replace(row(8, 1.0, 0.5), schedule=schedule)))
+    assert "k-of-mine" not in path.read_text() + (tmp_path / "run.jsonl").read_text()
+    planned = april.Config.from_yaml(path)
+    kept = [name for name in RUN.to_mapping() if name not in CHOSEN]
+    assert [planned.to_mapping()[name] for name in kept] == [RUN.to_mapping()[name] for name in kept]
+    assert planned.samples_in_flight == schedule.in_flight
+    assert any("engine.api_key_env" in note for note in notes(workload, row(8, 1.0, 0.0)))
+
+
+def test_the_configuration_is_in_the_record_and_its_key_is_not(tmp_path: Path) -> None:
+    """What the scheduler was given, as a configuration takes it."""
+    config = RUN.model_copy(update={"sampling": april.SamplingConfig()})
+    engine = FakeEngine()
+    path = tmp_path / "run.jsonl"
+    april.RolloutScheduler(config, prompts=[[5]], reward=None, engines=[engine], record=path).close()
+    assert "k-of-mine" not in path.read_text()
+    head = json.loads(path.read_text().splitlines()[0])[2]
+    assert april.Config.from_mapping(head["config"]).to_mapping() == config.to_mapping() == head["config"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"over_sampling_batch_size": "auto", "group_quorum": "auto", "max_off_policy_share": 0.5},
+     {"refill": "sample", "max_in_flight": "auto"}, {"generation": "continuous", "refill": "sample"},
+     {"partial_rollout": False}, {"on_stale": "mask"}],
+)  # fmt: skip
+def test_whatever_a_run_was_its_plan_is_a_configuration(record: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Settings that only made sense with those that the plan replaces are not in its way."""
+    run = april.Config(rollout_batch_size=8, n_samples_per_prompt=4, max_response_len=2000, seed=3, **changes)
+    workload = workload_of(configured(record, tmp_path / "run.jsonl", run.to_mapping()))
+    for schedule in coarse(workload, Space.whole(workload)):
+        planned = april.Config(**yaml.safe_load(settings(workload, replace(row(8, 1.0, 0.0), schedule=schedule))))
+        assert (planned.seed, planned.auto, planned.partial_rollout) == (3, (), True)
+
+
+def test_a_plan_asks_for_no_more_than_the_run_can_take(record: Path, tmp_path: Path) -> None:
+    """Whole groups where rewards are those of groups; no more in flight than the slots; nothing later than max_age."""
+    whole = workload_of(configured(record, tmp_path / "run.jsonl", None, group_reward=True))
+    assert {schedule.quorum for schedule in coarse(whole, Space.whole(whole))} == {1.0}
+    slots = replace(SMALL, slots=10)
+    assert max(schedule.in_flight for schedule in coarse(slots, Space.whole(slots))) == 20
+    young = replace(SMALL, settings={"max_age": 1})
+    assert max(schedule.over for schedule in coarse(young, Space.whole(young))) == 16
+    few = workload_of(configured(record, tmp_path / "run.jsonl", RUN.to_mapping()))
+    assert few.slots == json.loads(record.read_text().splitlines()[0])[2]["engines"][0]["max_in_flight"]
+    assert workload_of(record).slots is None
+
+
+def test_what_a_plan_cannot_know_is_named(record: Path, tmp_path: Path) -> None:
+    """In the file and on the terminal: settings that no record has, a filter, and what a quorum asks of the loss."""
+    known = {"run_seed": 9, "max_failed_groups": 50, "has_filter": True}
+    old = workload_of(configured(record, tmp_path / "run.jsonl", None, **known))
+    parts = replace(row(8, 1.0, 0.4), schedule=Schedule(8, Refill.SAMPLE, 24, None, 0.75))
+    text = " ".join(settings(old, parts).replace("# ", "").split())
+    assert "not in the record, and therefore not here: sampling, epochs, function_timeout_s" in text
+    assert "stall_timeout_s, allow_mismatch, engine; add those of your run" in text
+    for words in ("batch.advantages()", 'april.loss_weights(mask, "dapo")', "40% of the trained tokens", "filter="):
+        assert words in text
+        assert any(words in note for note in notes(old, parts))
+    planned = april.Config(**yaml.safe_load(settings(old, parts)))
+    assert (planned.seed, planned.max_failed_groups) == (9, 50)
+    assert "planned from lengths, without a run: sampling, engine, seed" in notes(SMALL, row(8, 1.0, 0.0))[0]
+    assert notes(workload_of(configured(record, tmp_path / "run.jsonl", RUN.to_mapping())), row(8, 1.0, 0.0))[1:] == []
+    masks = replace(SMALL, on_stale=OnStale.MASK)
+    assert any("loss_mask 0" in note for note in notes(masks, row(8, 1.0, 0.0)))
+
+
+def test_a_configuration_that_cannot_be_is_named(record: Path, tmp_path: Path) -> None:
+    """Records come from others."""
+    path = configured(record, tmp_path / "run.jsonl", RUN.to_mapping() | {"epochs": 0})
+    with pytest.raises(RecordError, match=r"line 1 of .* its configuration: epochs"):
+        workload_of(path)
 
 
 def test_settings_say_what_was_chosen() -> None:

@@ -323,6 +323,13 @@ class Config(Model):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
+    def to_mapping(self, *, defaults: bool = True) -> dict[str, Any]:
+        """As plain values that :meth:`from_mapping` takes, without ``engine.api_key``; perhaps without defaults."""
+        out = self.model_dump(mode="json", exclude={"engine": {"api_key"}}, exclude_defaults=not defaults)
+        if (engine := out.get("engine")) is not None:
+            out["engine"] = {"kind": self.engine.kind, **engine}
+        return out
+
     def core_settings(
         self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False
     ) -> CoreSettings:

@@ -91,6 +91,7 @@ class RolloutDriver:
         check: bool = False,
         draws_beside: bool = False,
         record: RunRecord | None = None,
+        config: Mapping[str, Any] | None = None,
         hosts: OtherHosts | None = None,
         chooser: Chooser | None = None,
         delivered: Callable[[Batch], None] | None = None,
@@ -101,7 +102,7 @@ class RolloutDriver:
         self._delivered = delivered
         self._times = RunTimes(self.core)
         self.requests = RequestLog(self.core, self.now)
-        self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests)
+        self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests, config)
         self._limit = StepLimit(self.requests)
         self._auto = AutoRun(self.core, self._limit.costs, self.post, chooser) if settings.auto else None
         self.sampling = sampling

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,12 +94,13 @@ class _Lines:
 class Recorder:
     """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which takes the events.
 
-    Raises ConfigError if there can be no file.
+    ``config`` is what the run was configured with, as JSON has it. Raises ConfigError if there can be no file.
     """
 
     def __init__(
-        self, record: RunRecord, core: RolloutCore, now: Callable[[], float], requests: RequestLog | None = None
-    ) -> None:
+        self, record: RunRecord, core: RolloutCore, now: Callable[[], float], requests: RequestLog | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._core, self._now = core, now
         self._requests = requests or RequestLog(core, now)
         self._text: Callable[[str], str] = str if record.messages else what_raised
@@ -110,7 +111,7 @@ class Recorder:
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": plain(core.settings),
             "engines": [plain(state.limits) for state in core.engines.states.values()],
-        }
+        } | ({} if config is None else {"config": config})
         self._lines.add(HEAD, lambda: head)
         self._stand_at = now()
 

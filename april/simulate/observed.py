@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from april.config.settings import Config
 from april.core.run_times import pace
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, OnFailedSample
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
-from april.errors import RecordError
+from april.errors import ConfigError, RecordError
+from april.report.engines_there import Engine
 from april.report.run_data import RunData, read_run
 from april.simulate.trainer import Placement
 from april.simulate.workload import Workload
@@ -47,7 +52,33 @@ def workload_of(path: Path) -> Workload:
         placement=(Placement.COLOCATED if colocated else Placement.SEPARATE) if train_s else None,
         fetch_ahead=ahead if train_s else 0,
         measured_cost=mean_cost(run, path), measured_lengths=lengths,
+        settings=settings_of(run), slots=slots_of(run), whole_groups=settings.group_reward,
+        filtered=settings.has_filter,
     )  # fmt: skip
+
+
+def slots_of(run: RunData) -> int | None:
+    """Most samples in flight on one engine of a real run; None: that was not limited."""
+    slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[Engine])]
+    known = [number for number in slots if number]
+    return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None
+
+
+def settings_of(run: RunData) -> dict[str, Any]:
+    """Its configuration, or what the core knew of it; raises RecordError for one that cannot be."""
+    if (recorded := run.head.get("config")) is not None:
+        try:
+            return Config.from_mapping(recorded).to_mapping()
+        except ConfigError as error:
+            raise RecordError(f"line 1 of {run.path} cannot be: its configuration: {error}") from None
+    known = asdict(run.settings)
+    found = {name: known[name] for name in Config.model_fields if name in known}
+    found |= {"seed": known["run_seed"], "partial_rollout": True}
+    if known["max_age"] == 4 * (known["max_staleness"] + 1):
+        found["max_age"] = None
+    if known["on_failed_sample"] is not OnFailedSample.SHRINK:
+        found["min_group_size"] = None
+    return found
 
 
 def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:

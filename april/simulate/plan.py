@@ -106,8 +106,13 @@ class Space:
     @classmethod
     def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
         """Everything that can be done with a workload, beside the synchronous way."""
+        if workload.whole_groups:
+            quorums = (1.0,)
         modes = (None, workload.max_staleness) if workload.separate else (None,)
-        return cls(base=workload.one_shot(workload.groups), quorums=quorums, continuous=modes)
+        places = MOST_IN_FLIGHT if workload.slots is None else workload.slots * workload.engines
+        base = workload.one_shot(workload.groups)
+        base = replace(base, in_flight=min(base.in_flight, places))
+        return cls(base=base, quorums=quorums, places=places, continuous=modes)
 
     def quorums_beside(self, quorum: float) -> Sequence[float]:
         """Those that may be chosen; ``quorum`` alone where that is not free."""

@@ -17,7 +17,7 @@ from april.record.lines import is_record
 from april.server_text import printable
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, plan
-from april.simulate.plan_show import as_plain, draw_plan, plan_table, settings
+from april.simulate.plan_show import as_plain, draw_plan, notes, plan_table, settings
 from april.simulate.trainer import Placement
 from april.simulate.workload import Workload
 
@@ -26,9 +26,11 @@ ENGINE = ("model", "gpu", "tensor_parallel")
 
 
 def plan_file(
-    path: Path, given: dict[str, Any], max_off_policy_share: float, processes: int, out: Path, console: Console
+    path: Path, given: dict[str, Any], max_off_policy_share: float | None, processes: int, out: Path, console: Console
 ) -> Plan:
     """See ``april plan``; ``given``: fields of :class:`.workload.Workload` that replace what the file says.
+
+    Where ``max_off_policy_share`` is none, it is that of the run.
 
     Raises:
         ValueError: an argument is wrong.
@@ -37,6 +39,8 @@ def plan_file(
         OSError: nothing can be written there.
     """
     workload = read_workload(path, given)
+    if max_off_policy_share is None:
+        max_off_policy_share = float(workload.settings.get("max_off_policy_share", 1.0))
     out.mkdir(parents=True, exist_ok=True)
     cost, lengths = workload.cost, workload.length_sample
     console.print(
@@ -60,6 +64,8 @@ def plan_file(
     )  # fmt: skip
     if best.off_policy_share > max_off_policy_share:
         console.print(f"note: no candidate stays within an off-policy share of {max_off_policy_share:.0%}")
+    for note in notes(workload, best):
+        console.print(f"note: {note}", soft_wrap=True)
     written = [out / "plan.yaml", out / "plan.json"]
     write_atomic(written[0], settings(workload, best).encode())
     report = as_plain(workload, found, max_off_policy_share)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from april.core.types import Refill
+from april.core.types import OnStale, Refill
 from april.simulate.plan import Plan, Row, front
 from april.simulate.workload import Workload
 
+SHOWN_ALWAYS = (
+    "rollout_batch_size", "n_samples_per_prompt", "max_response_len", "max_staleness", "on_stale", "refill",
+    "max_in_flight",
+)  # fmt: skip
+"""Settings that a plan names whether or not they are the defaults."""
 SHOWN = 8
 """Rows of the table, beside the chosen and the synchronous one."""
 
@@ -36,21 +42,50 @@ def plan_table(plan: Plan) -> Table:
 
 
 def settings(workload: Workload, row: Row) -> str:
-    """The row as YAML, for april's configuration."""
-    s = row.schedule
-    lines = [
-        f"rollout_batch_size: {workload.groups}", f"n_samples_per_prompt: {workload.samples}",
-        f"max_response_len: {workload.max_response_len}", f"max_staleness: {workload.max_staleness}",
-        f"on_stale: {workload.on_stale}", f"refill: {s.refill}",
-    ]  # fmt: skip
-    if s.refill is Refill.NONE:
-        lines.append(f"over_sampling_batch_size: {s.over}")
-    lines.append(f"max_in_flight: {s.in_flight}")
-    if s.quorum != 1.0:
-        lines.append(f"group_quorum: {s.quorum:g}")
-    if s.continuous is not None:
-        lines.append("generation: continuous")
-    return "\n".join(lines) + "\n"
+    """The row as YAML, for april's configuration, with the rest of the run's and what is to be known of it."""
+    import yaml
+
+    config = workload.config(row.schedule)
+    changed, values = config.to_mapping(defaults=False), config.to_mapping()
+    if row.schedule.refill is not Refill.NONE:
+        changed.pop("over_sampling_batch_size", None)
+    shown = {name: values[name] for name in (*SHOWN_ALWAYS, *changed) if name not in ("sampling", "engine")}
+    shown |= {name: changed[name] for name in ("sampling", "engine") if name in changed}
+    comments = "".join(f"# {line}\n" for note in notes(workload, row) for line in wrap(note, 110))
+    return comments + str(yaml.safe_dump(shown, sort_keys=False))
+
+
+def notes(workload: Workload, row: Row) -> list[str]:
+    """What whoever runs the plan must know or add, a sentence each."""
+    run, config = workload.settings, workload.config(row.schedule)
+    out = []
+    if row.schedule.quorum != 1.0:
+        out.append(
+            f"group_quorum {row.schedule.quorum:g}: a batch is N x n single responses, with parts of groups. Take the "
+            "advantages from batch.advantages(), never from means over the rows of a group, and let every token weigh "
+            'the same in the loss, as april.loss_weights(mask, "dapo") does: docs/quorum.md'
+        )
+    if row.off_policy_share:
+        out.append(
+            f"{row.off_policy_share:.0%} of the trained tokens come from older weights: the loss needs the "
+            "log-probabilities of the batch to correct for them, docs/corrections.md"
+        )
+    if config.on_stale is OnStale.MASK:
+        out.append("on_stale mask: tokens that are too old have loss_mask 0, and the loss must leave them out")
+    if not run.get("partial_rollout", True):
+        out.append("partial_rollout was false in the run; this plan needs it to be true")
+    if not run:
+        out.append(
+            "planned from lengths, without a run: sampling, engine, seed and all else that is not here have their "
+            "defaults; add those of your run"
+        )
+    elif missing := [name for name in type(config).model_fields if name not in {*run, *SHOWN_ALWAYS}]:
+        out.append(f"not in the record, and therefore not here: {', '.join(missing)}; add those of your run")
+    if "api_key_env" in run.get("engine", ()) and run["engine"]["api_key_env"] is None:
+        out.append("a key of the servers is in no record; if they need one, name it by engine.api_key_env")
+    if workload.filtered:
+        out.append("filter= of the run is no setting: give it to the scheduler again. Its rejections are not simulated")
+    return out
 
 
 def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +78,11 @@ class Workload:
         seed: of the lengths.
         measured_cost: of one engine, instead of that of ``model`` on ``gpu``.
         measured_lengths: instead of a file or a distribution.
+        settings: of a run, by the names of the configuration; those that a schedule or another attribute has do not
+            count.
+        slots: most samples in flight on one engine, for plans; None: as many as one likes.
+        whole_groups: nothing may be delivered of a group that is not finished.
+        filtered: the run had a filter, which is not simulated.
 
     Raises:
         ValueError: something is unknown, out of range or contradictory; one sentence.
@@ -108,6 +115,10 @@ class Workload:
     seed: int = 0
     measured_cost: DecodeCost | None = None
     measured_lengths: ResponseLengths | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    slots: int | None = None
+    whole_groups: bool = False
+    filtered: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ramp < self.steps:
@@ -258,23 +269,28 @@ class Workload:
 
     def core_settings(self, schedule: Schedule) -> CoreSettings:
         """Settings of the core, through the checks of :class:`april.config.Config`."""
+        return self.config(schedule).core_settings(has_reward=False, group_reward=False, run_id=0)
+
+    def config(self, schedule: Schedule) -> Config:
+        """The configuration of a run with this schedule; raises ValueError where it is refused."""
+        scheduled = {
+            "rollout_batch_size": self.groups,
+            "n_samples_per_prompt": self.samples,
+            "over_sampling_batch_size": schedule.over,
+            "partial_rollout": True,
+            "max_response_len": self.max_response_len,
+            "generation": GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
+            "refill": schedule.refill,
+            "group_quorum": schedule.quorum,
+            "max_in_flight": schedule.in_flight,
+            "max_staleness": self.max_staleness_of(schedule),
+            "max_off_policy_share": 1.0,  # nothing is auto
+            "on_stale": self.on_stale,
+        }
         try:
-            config = Config(
-                rollout_batch_size=self.groups,
-                n_samples_per_prompt=self.samples,
-                over_sampling_batch_size=schedule.over,
-                max_response_len=self.max_response_len,
-                generation=GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
-                refill=schedule.refill,
-                group_quorum=schedule.quorum,
-                max_in_flight=schedule.in_flight,
-                max_staleness=self.max_staleness_of(schedule),
-                on_stale=self.on_stale,
-                engine={"kind": "simulated"},
-            )
+            return Config.from_mapping({**self.settings, **scheduled})
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        return config.core_settings(has_reward=False, group_reward=False, run_id=0)
 
 
 def with_quorum(mode: str, quorum: float) -> str:
