@@ -21,6 +21,10 @@ class LimitCode(StrEnum):
     NO_LABELS = "no labels"
     """The weights have no label that april could read or set."""
     NO_DISK_UPDATES = "no disk updates"
+    ADAPTER = "adapter"
+    """Requests name an adapter, which whole weights of its base would not fit."""
+    UNUSED_ADAPTERS = "unused adapters"
+    """The server has adapters, and requests name their base."""
     TIED_EMBEDDINGS = "tied embeddings"
     """The model is not reloaded rightly on a CPU."""
     UPDATES_END_ALL = "updates end all"
@@ -60,7 +64,9 @@ CAUSES: dict[str, tuple[LimitCode, ...]] = {
     "eos_token_ids": (LimitCode.UNKNOWN_EOS,),
     "honours_seeds": (LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL),
     "logprob_kind": (LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
-    "updates_from_disk": (LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS, LimitCode.NO_LABELS),
+    "updates_from_disk": (
+        LimitCode.ADAPTER, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS, LimitCode.NO_LABELS,
+    ),
     "verifies_weights": (LimitCode.NO_LABELS,),
 }
 """Fields of :class:`~april.engines.protocol.Capabilities`, and what may be the cause of their being less than they

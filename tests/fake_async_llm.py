@@ -79,6 +79,8 @@ class FakeAsyncLLM:
         """Attributes of completions that are overwritten."""
         self.requests: dict[str, _Request] = {}
         self.started: list[str] = []
+        self.options: list[dict[str, Any]] = []
+        """What requests were given besides."""
         self.before_add: asyncio.Event | None = None
         """Set by a test: requests wait for it before vLLM knows of them."""
         self.vllm_config = SimpleNamespace(
@@ -165,6 +167,7 @@ class FakeAsyncLLM:
         assert params.logprobs == 0
         assert request_id not in self.started
         self.started.append(request_id)
+        self.options.append(options)
         if self.before_add is not None:
             await self.before_add.wait()
         if self.dead:

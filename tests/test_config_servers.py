@@ -115,7 +115,8 @@ MISTAKES: list[tuple[Any, str]] = [
     (
         {"kind": "sglang", "urls": URLS, "colour": 1},
         "engine.colour: unknown setting; engine.kind sglang has urls, api_key, api_key_env, max_in_flight, "
-        "max_token_loss, vocab_size, max_len, eos_token_ids, logprobs, connect_timeout_s, probe_timeout_s, router",
+        "max_token_loss, vocab_size, max_len, eos_token_ids, logprobs, connect_timeout_s, probe_timeout_s, model, "
+        "router",
     ),
     # addresses
     ({**ONE, "urls": "localhost:8000"}, f"engine.urls.0: {LOOKS} 'localhost:8000'; write http://localhost:8000"),

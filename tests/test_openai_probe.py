@@ -84,7 +84,7 @@ def test_an_id_that_ends_nothing_leaves_eos_open() -> None:
         (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
         (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not tell its context"),
         (FakeOpenAIServer(max_context=2048), {}, "engine.max_len=4096 is more than the context .* 2048 tokens"),
-        (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it has fake"),
+        (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
     ],
 )
 def test_what_cannot_be_used_is_refused(server: FakeOpenAIServer, changes: dict[str, Any], message: str) -> None:

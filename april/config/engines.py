@@ -115,13 +115,15 @@ class VllmEngineConfig(ServerEngineConfig):
 
     kind: Literal["vllm"] = "vllm"
     model: str | None = None
-    """Name under which the servers know the model; None: the only one they have."""
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
 
 
 class SglangEngineConfig(ServerEngineConfig):
     """SGLang servers (`python -m sglang.launch_server`)."""
 
     kind: Literal["sglang"] = "sglang"
+    model: str | None = None
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
     router: Url | None = None
     """Address of an sglang-router: requests go through it; urls are its workers, which take the control calls."""
 
@@ -131,7 +133,7 @@ class OpenAIEngineConfig(ServerEngineConfig):
 
     kind: Literal["openai"] = "openai"
     model: str | None = None
-    """Name under which the servers know the model; None: the only one they have."""
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
 
 
 EngineConfig = Annotated[

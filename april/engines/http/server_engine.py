@@ -10,6 +10,7 @@ import numpy as np
 
 from april.core.versions import PolicyVersion
 from april.engines.http.admission import Admission
+from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import Capabilities, Request
 from april.errors import EngineError, RequestRefused
@@ -115,6 +116,15 @@ class ServerEngine:
     async def resume(self) -> None:
         """Let requests in again."""
         self._admission.open()
+
+    def _require_loadable(self, path: str) -> None:
+        """Raises EngineError for a directory that must not be loaded here."""
+        if not self._capabilities.updates_from_disk:
+            cause = self._capabilities.cause("updates_from_disk")
+            reason = "nothing here loads weights" if cause is None else cause.sentence
+            raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
+        if (why := why_unloadable(path)) is not None:
+            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
 
     def require_idle(self) -> None:
         """Raises EngineError while requests run: their tokens would be of no version."""

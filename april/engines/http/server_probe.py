@@ -34,6 +34,8 @@ class ServerFacts:
     url: str
     model: str
     """As the server names it."""
+    asked: str | None = None
+    """The name in the settings; None: the server's only model."""
     software: str = ""
     """Version of what it runs, with a name where the engine's kind is none."""
     label: str | None = None

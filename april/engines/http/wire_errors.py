@@ -12,12 +12,16 @@ from april.server_text import said
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
 """How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
 
+_ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled)\b")
+"""How SGLang says, with such a status, that the adapter which it had at the start is not there."""
+
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
     """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
     if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
-    return RequestRefused(text) if status in (400, 413, 422) else EngineError(text)
+    refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)
+    return RequestRefused(text) if refused else EngineError(text)
 
 
 def failure_said(payload: bytes, who: str) -> EngineError:

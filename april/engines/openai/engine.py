@@ -13,6 +13,7 @@ from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import connect_all
 from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
@@ -82,7 +83,8 @@ class OpenAIEngine(ServerEngine):
         """From now on the weights are ``version``; the trainer has put them there.
 
         Raises:
-            EngineError: ``path`` is given, requests are running, or the server was started anew since it was paused.
+            EngineError: ``path`` is given, requests are running, another model than the trained one would answer, or
+                the server was started anew since it was paused.
         """
         if path is not None:
             raise EngineError(
@@ -90,6 +92,8 @@ class OpenAIEngine(ServerEngine):
                 "over with weight_update(transfer=...)"
             )
         self.require_idle()
+        if why := await why_not_served(self._client, self.facts.asked):
+            raise EngineError(why)
         await self._process.take(version)
         self._labels.present = version
 
@@ -104,12 +108,14 @@ class OpenAIEngine(ServerEngine):
         if not reply.ok or is_page(reply):
             what = "a page" if reply.ok else str(reply.status)
             return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
+        amiss = await why_not_served(self._client, self.facts.asked)
         same, metrics = await self._process.check()
-        detail = {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
+        detail = amiss or {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
         counters = {"open_streams": float(len(self._endpoint.open))}
         return Health(
-            ok=same is not None, detail=detail, counters=counters, current=same is not False, load=metrics.load
-        )
+            ok=same is not None and not amiss, detail=detail, counters=counters, current=same is not False,
+            load=metrics.load,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Close all streams and connections."""

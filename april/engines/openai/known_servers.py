@@ -23,6 +23,8 @@ class KnownServer:
     """Its Prometheus page."""
     load_route_always: bool = True
     """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
+    adapter_name: str = "{adapter}"
+    """How a request names an adapter; by another name the base of the adapter answers."""
     honours_seeds: bool = True
     """Of requests that run together; alone is asked."""
     limits: tuple[Limit, ...] = ()
@@ -63,7 +65,8 @@ TENSORRT_LLM = KnownServer(
         ),
     ),
 )
-_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM}
+SGLANG = KnownServer(name="SGLang", adapter_name="{base}:{adapter}")
+_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM, "sglang": SGLANG}
 
 
 def known_server(owner: str | None) -> KnownServer:

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from april.config.engines import OpenAIEngineConfig
@@ -19,6 +18,8 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import has_metrics, read_metrics
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.served_models import ROUTE as ROUTE_OF_MODELS
+from april.engines.http.served_models import chosen
 from april.engines.http.server_json import NotJson, read_json
 from april.engines.http.server_probe import ServerFacts, get_json
 from april.engines.http.weight_labels import WeightLabels
@@ -56,9 +57,11 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         ConfigError: the server cannot do what april needs, or does not tell what must then be set.
         EngineError: it could not be asked.
     """
-    card = await _model(client, config.model)
-    model, said_len = card.id, card.max_model_len
-    server = known_server(card.owned_by)
+    served = chosen(client.url, await _models(client), config.model)
+    said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
+    said_len = said_len if isinstance(said_len, int) else None
+    server = known_server(owner if isinstance(owner, str) else None)
+    model = served.name if served.base is None else server.adapter_name.format(base=served.base, adapter=served.name)
     if config.vocab_size is None:
         raise ConfigError(
             f"engine.vocab_size: {client.url} does not tell the size of its vocabulary; set it to vocab_size of the "
@@ -82,6 +85,7 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     return OpenAIFacts(
         url=client.url,
         model=model,
+        asked=config.model,
         software=await software_of(client, server),
         started_s=(await read_metrics(client, load_route)).started_s,
         token_shape=probe.shape,
@@ -98,7 +102,7 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
             remote=True,
             verifies_weights=False,
             honours_seeds=seeds,
-            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)),
+            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)) + served.limits,
         ),
     )
 
@@ -116,31 +120,19 @@ async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
     return server.load_route if server.load_route_always or await has_metrics(client, server.load_route) else None
 
 
-class _ModelCard(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-    owned_by: str | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard] = []
-
-
-async def _model(client: HttpClient, name: str | None) -> _ModelCard:
-    """What the server says of the model."""
-    reply = await client.call("GET", "/v1/models", retry=True)
-    client.require_ok(reply, "/v1/models")
+async def _models(client: HttpClient) -> Any:
+    """What the server says of its models."""
+    reply = await client.call("GET", ROUTE_OF_MODELS, retry=True)
+    client.require_ok(reply, ROUTE_OF_MODELS)
     try:
-        cards: list[_ModelCard] = read_json(reply.body, _ModelList).data
+        answer = read_json(reply.body)
     except NotJson as error:
-        raise ConfigError(f"{client.url}/v1/models is no list of models: {error}; is it such a server?") from None
-    names = [card.id for card in cards]
-    listed = said(", ".join(names[:5])) or "none"
-    if name is None and len(names) != 1:
-        raise ConfigError(f"engine.model: {client.url} has {len(names)} models ({listed}); name one")
-    if name is not None and name not in names:
-        raise ConfigError(f"engine.model: {client.url} has no model {name!r}; it has {listed}")
-    return cards[0] if name is None else cards[names.index(name)]
+        raise ConfigError(
+            f"{client.url}{ROUTE_OF_MODELS} is no list of models: {error}; is it such a server?"
+        ) from None
+    if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
+        raise ConfigError(f"{client.url}{ROUTE_OF_MODELS} is no list of models; is it such a server?")
+    return answer
 
 
 SEVERAL = 4

@@ -17,9 +17,9 @@ from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import client_of, connect_all
-from april.engines.http.weight_directories import why_unloadable
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.engines.sglang.router import common_facts, require_same_workers
@@ -86,7 +86,10 @@ class SglangEngine(ServerEngine):
         labels = self._labels if facts.label is not None else None
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
         interval = self._interval(request) if streamed and facts.stream_interval else None
-        return reader, request_body(request, stream=streamed, stream_interval=interval, seed=self._seed(request))
+        body = request_body(
+            request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=facts.adapter
+        )
+        return reader, body
 
     def _interval(self, request: Request) -> int:
         """Tokens per event; 0: one answer at the end."""
@@ -162,8 +165,10 @@ class SglangEngine(ServerEngine):
         Raises:
             EngineError: a worker could not load it; the message says which, and what the server says.
         """
-        if path is not None and (why := why_unloadable(path)) is not None:
-            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
+        if path is not None:
+            self._require_loadable(path)
+        if why := await self._why_not_served():
+            raise EngineError(why)
         before, self._not_whole = self._not_whole, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"
@@ -182,6 +187,11 @@ class SglangEngine(ServerEngine):
             raise errors[0]
         self._labels.present, self._not_whole = version, ""
 
+    async def _why_not_served(self) -> str:
+        """Why a worker would not answer by the model that is trained; empty: nothing says so."""
+        found = await asyncio.gather(*(why_not_served(w.client, self.facts.asked) for w in self.workers))
+        return next(filter(None, found), "")
+
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
@@ -190,9 +200,10 @@ class SglangEngine(ServerEngine):
         A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
         """
         label = self._labels.of(self._version)
-        (router,), results = await asyncio.gather(
+        (router,), results, amiss = await asyncio.gather(
             asyncio.gather(self._look_at_router(), return_exceptions=True),
             asyncio.gather(*map(_look_at, self.workers), return_exceptions=True),
+            self._why_not_served(),
         )
         sick = [r for r in (router, *results) if isinstance(r, BaseException)]
         for error in sick:
@@ -202,14 +213,14 @@ class SglangEngine(ServerEngine):
         loads = [load for _, load in well if load is not None]
         other = next((name for name, _ in well if name not in (None, label)), None)
         named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
-        problem = self._not_whole or (str(sick[0]) if sick else named)
+        problem = self._not_whole or amiss or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=bool(well) and not self._not_whole and not isinstance(router, BaseException),
+            ok=bool(well) and not self._not_whole and not amiss and not isinstance(router, BaseException),
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
             current=not self._not_whole and other is None,

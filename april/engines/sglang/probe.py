@@ -10,6 +10,7 @@ from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply
+from april.engines.http.served_models import chosen
 from april.engines.http.server_json import NotJson, read_json
 from april.engines.http.server_pause import while_paused
 from april.engines.http.server_probe import (
@@ -48,6 +49,8 @@ class SglangFacts(ServerFacts):
     pause_modes: tuple[str, ...]
     loads: bool
     """It tells its load."""
+    adapter: str | None = None
+    """That which is trained."""
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
@@ -69,6 +72,8 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
             "not a router and not another engine"
         )
+    served = None if models is None and config.model is None else chosen(client.url, models, config.model)
+    adapter = None if served is None or served.base is None else served.name
     paused = ready.status == 503
     vocab, disk, labels = await asyncio.gather(
         _vocab_size(client, config),
@@ -100,10 +105,13 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         (eos is None, unknown_eos()),
         (bool(server.get("speculative_algorithm")), _SPECULATION),
         (copies > 1, _several_copies(copies)),
+        *((True, limit) for limit in (() if served is None else served.limits)),
     )
     return SglangFacts(
         url=client.url,
-        model=str(model["model_path"]),
+        model=adapter or str(model["model_path"]),
+        asked=config.model,
+        adapter=adapter,
         software=str(server.get("version", "unknown")),
         label=str(label) if label is not None and labels else None,
         paused=paused,
@@ -117,7 +125,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             max_context=longest_request(client.url, _context(server, models), config.max_len),
             eos_token_ids=eos or (),
             max_in_flight=least(_number(server, "max_running_requests"), config.max_in_flight),
-            updates_from_disk=disk,
+            updates_from_disk=disk and adapter is None,
             version_spans=probe.spans and labels,
             remote=True,
             # events that repeat everything cost more than what they save

@@ -103,4 +103,5 @@ def _equal(worker: SglangFacts) -> dict[str, object]:
     return {
         "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,
         "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
+        "adapter": worker.adapter,
     }  # fmt: skip

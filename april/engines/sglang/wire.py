@@ -71,8 +71,10 @@ def rid_of(attempt_id: str) -> str:
     return f"{attempt_id}."
 
 
-def request_body(request: Request, *, stream: bool, stream_interval: int | None, seed: int | None) -> bytes:
-    """JSON for ``/generate``.
+def request_body(
+    request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None
+) -> bytes:
+    """JSON for ``/generate``, for the model itself or an ``adapter`` by its name.
 
     All that changes the distribution is explicit, or the server would take its own or the model's defaults.
     """
@@ -96,13 +98,15 @@ def request_body(request: Request, *, stream: bool, stream_interval: int | None,
         params["sampling_seed"] = seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
-    body = {
+    body: dict[str, Any] = {
         "rid": rid_of(request.attempt_id),
         "input_ids": request.token_ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
         "stream": stream,
     }
+    if adapter is not None:
+        body["lora_path"] = adapter
     return msgspec.json.encode(body)
 
 

@@ -19,13 +19,13 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.metrics_page import read_metrics
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pause import OwnPauses, while_paused
 from april.engines.http.server_pool import connect_all
 from april.engines.http.server_probe import ServerFacts
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
 from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
-from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import another_process, marked
 from april.engines.http.wire_errors import error_text
 from april.engines.openai.engine import OpenAIEngine
@@ -133,6 +133,8 @@ class VllmEngine(ServerEngine):
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
+        await self._require_model()
+        if path is not None:
             await self._process.pause()  # the one that loads, were it another than before
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
         if self.facts.developer_routes:
@@ -144,6 +146,11 @@ class VllmEngine(ServerEngine):
         await self._process.take(version)
         self._labels.present, self._not_whole = version, ""
 
+    async def _require_model(self) -> None:
+        """Raises EngineError if requests would not be answered by the model that is trained."""
+        if why := await why_not_served(self._client, self.facts.asked):
+            raise EngineError(why)
+
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (
             f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
@@ -153,12 +160,7 @@ class VllmEngine(ServerEngine):
 
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
-        if not self._capabilities.updates_from_disk:
-            cause = self._capabilities.cause("updates_from_disk")
-            reason = "its server has no route for that" if cause is None else cause.sentence
-            raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
-        if (why := why_unloadable(path)) is not None:
-            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
+        super()._require_loadable(path)
         directory = Path(path)
         if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
             return
@@ -263,6 +265,7 @@ class VllmEngine(ServerEngine):
                 return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
             label = await self.label()
             paused = await self._is_paused()
+            amiss = await why_not_served(self._client, self.facts.asked)
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
@@ -271,13 +274,14 @@ class VllmEngine(ServerEngine):
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         told = (
-            self._not_whole, "" if current else "the server was started anew, or has other weights",
+            self._not_whole, amiss, "" if current else "the server was started anew, or has other weights",
             "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
         whole = not self._not_whole
-        return Health(ok=known and whole, detail=detail, counters=counters, current=current and whole, load=load)
+        ok = known and whole and not amiss
+        return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
         """Whether it has the present weights; None: it does not say."""

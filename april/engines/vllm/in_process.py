@@ -18,7 +18,6 @@ from april.core.versions import PolicyVersion
 from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.weight_directories import why_unloadable
 from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire_arrays import chunk_of, empty_chunk
 from april.engines.http.wire_errors import failure_of
@@ -41,6 +40,11 @@ _TOKENS_AT_END = Limit(
 )
 _TIED_EMBEDDINGS = tied_embeddings("This AsyncLLM runs on a CPU:")
 _RAW_LOGPROBS = raw_logprobs("make the AsyncLLM with logprobs_mode='processed_logprobs'")
+_ADAPTER = Limit(
+    LimitCode.ADAPTER,
+    "Requests go to an adapter: whole weights from a directory would change the model under it",
+    "hand a new adapter over with weight_update(transfer=...), or train merged weights with lora_request=False",
+)
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _REFUSED = "VLLMClientError"
 """Name of vLLM's own class of errors that blame the request; older ones raise ValueError."""
@@ -65,18 +69,22 @@ class VllmInProcessEngine(ServerEngine):
         stream: take tokens as they are made, which costs time and bounds what is lost when vLLM dies; otherwise only
             requests are streamed that april may end by what it reads.
         eos_token_ids: ids that end every response; None: vLLM's.
+        lora_request: vLLM's ``LoRARequest`` of the adapter that is trained, sent with every request; False: the model
+            itself is trained, though the AsyncLLM was made with ``enable_lora``.
 
     Raises:
-        ConfigError: the object is no AsyncLLM, or gives logits in place of log-probabilities.
+        ConfigError: the object is no AsyncLLM, gives logits in place of log-probabilities, or was made with
+            ``enable_lora`` and nobody says whether an adapter is trained.
     """
 
     _abort_again_s = ABORT_AGAIN_S
 
     def __init__(
         self, async_llm: Any, *, name: str = "vllm", loop: asyncio.AbstractEventLoop | None = None,
-        stream: bool = False, eos_token_ids: Sequence[int] | None = None,
+        stream: bool = False, eos_token_ids: Sequence[int] | None = None, lora_request: Any = None,
     ) -> None:  # fmt: skip
-        super().__init__(name, _capabilities(async_llm, stream, eos_token_ids))
+        super().__init__(name, _capabilities(async_llm, stream, eos_token_ids, lora_request))
+        self._lora_request = lora_request
         self._llm = async_llm
         self._loop = loop
         self._stream = stream
@@ -146,7 +154,9 @@ class VllmInProcessEngine(ServerEngine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY,
         )
-        options = {"priority": request.priority} if self._by_priority else {}
+        options: dict[str, Any] = {"priority": request.priority} if self._by_priority else {}
+        if self._lora_request:
+            options["lora_request"] = self._lora_request
         prompt = {"prompt_token_ids": request.token_ids.tolist()}
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, request.attempt_id, **options)
         return outputs
@@ -206,10 +216,8 @@ class VllmInProcessEngine(ServerEngine):
                 gets no requests before an update succeeds.
         """
         self.require_idle()
-        if path is not None and not self._capabilities.updates_from_disk:
-            raise EngineError(f"engine {self._name} loads no weights from a directory: {_TIED_EMBEDDINGS.sentence}")
-        if path is not None and (why := why_unloadable(path)) is not None:
-            raise EngineError(f"engine {self._name} was not asked to load its weights: {why}")
+        if path is not None:
+            self._require_loadable(path)
         self._not_whole = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             results = await self._there(
@@ -280,7 +288,7 @@ class VllmInProcessEngine(ServerEngine):
             raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
 
 
-def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -> Capabilities:
+def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, lora_request: Any) -> Capabilities:
     try:
         config = llm.vllm_config
         model = config.model_config
@@ -298,6 +306,12 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
             f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
             "raw_logprobs for temperature 1"
         )
+    if lora_request is None and getattr(config, "lora_config", None) is not None:
+        raise ConfigError(
+            "vLLM was made with enable_lora, and a request without an adapter is answered by the model itself; give "
+            "VllmInProcessEngine lora_request=LoRARequest(...) of the adapter that is trained, or lora_request=False "
+            "to train the model itself"
+        )
     tied = bool(getattr(getattr(model, "hf_config", None), "tie_word_embeddings", False))
     reloads = not (tied and getattr(getattr(config, "device_config", None), "device_type", None) == "cpu")
     kind = _KINDS[mode]
@@ -306,6 +320,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         (not stream, _TOKENS_AT_END),
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
         (not reloads, _TIED_EMBEDDINGS),
+        (bool(lora_request), _ADAPTER),
     )
     return Capabilities(
         logprob_kind=kind,
@@ -313,7 +328,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None) -
         max_context=max_context,
         eos_token_ids=_eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
         max_in_flight=places,
-        updates_from_disk=reloads,
+        updates_from_disk=reloads and not lora_request,
         version_spans=False,
         streams=stream,
         limits=tuple(limit for amiss, limit in limits if amiss),

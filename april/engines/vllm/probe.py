@@ -13,6 +13,7 @@ from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, tied_embeddings, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.metrics_page import ServerMetrics, read_metrics
+from april.engines.http.served_models import chosen
 from april.engines.http.server_json import read_json
 from april.engines.http.server_probe import (
     NO_TOKEN,
@@ -73,13 +74,14 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers that "
             "were started with `vllm serve`"
         )
-    card = _model_card(client, models, config.model)
+    served = chosen(client.url, models, config.model)
+    card = served.card
     token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
         _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
         has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
     )  # fmt: skip
     settings = _settings(info)
-    model, context = str(card["id"]), card.get("max_model_len")
+    model, context = served.name, card.get("max_model_len")
     label = label.get("weight_version") if isinstance(label, dict) else None
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
     files = await asyncio.to_thread(model_files, card.get("root"))
@@ -116,10 +118,12 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         (chunks, _CHUNKED_PREFILL),
         ("speculation" in settings, _speculation(settings.get("speculation"))),
         (tied, tied_embeddings() if on_cpu else tied_embeddings("If the server runs on a CPU, mind:")),
+        *((True, limit) for limit in served.limits),
     )
     return VllmFacts(
         url=client.url,
         model=model,
+        asked=config.model,
         software=str(version.get("version", "unknown")),
         label=label,
         paused=is_paused,
@@ -134,7 +138,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             max_context=longest_request(client.url, context if isinstance(context, int) else None, config.max_len),
             eos_token_ids=eos or (),
             max_in_flight=least(None if running is None else running * copies, config.max_in_flight),
-            updates_from_disk=developer and label is not None and not (tied and on_cpu),
+            updates_from_disk=developer and label is not None and not (tied and on_cpu) and served.base is None,
             abort_means=means,
             version_spans=spans,
             remote=True,
@@ -154,17 +158,6 @@ async def _offers(client: HttpClient, route: str) -> bool:
     if reply.status == 401:
         client.require_ok(reply, route)
     return reply.status not in (403, 404)
-
-
-def _model_card(client: HttpClient, models: dict[str, Any], name: str | None) -> dict[str, Any]:
-    cards = [c for c in models["data"] if isinstance(c, dict) and "id" in c]
-    # adapters name the model that they belong to
-    found = [c for c in cards if (c["id"] == name if name is not None else not c.get("parent"))]
-    if not found or (name is None and len({c.get("root") for c in found}) > 1):
-        names = said(", ".join(str(c["id"]) for c in cards[:20])) or "none"
-        wrong = f"has no model {name!r}" if name is not None else "has several models"
-        raise ConfigError(f"{client.url} {wrong}; it serves: {names}; set engine.model to one of them")
-    return dict(found[0])
 
 
 _SETTINGS = (
@@ -271,7 +264,7 @@ async def _logprob_kind(
 
 async def _gives_spans(client: HttpClient, model: str) -> bool:
     """Whether the completions route says which weights made which token (vLLM from 0.33 on)."""
-    return bool((await _one_token(client, model, [3, 4, 5], ASK_SPANS)).weight_versions)
+    return bool((await _one_token(client, model, [3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
 
 
 async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> _Choice:

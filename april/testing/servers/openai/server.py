@@ -86,6 +86,10 @@ class FakeOpenAIServer:
         self.weights = 0
         """Which weights generate; change it between requests."""
         self.records: list[CompletionRecord] = []
+        self.adapters: list[str] = []
+        """Names of the adapters (LoRA) that it lists besides its model."""
+        self.owner: str | None = None
+        """``owned_by`` of its models."""
         self.open = 0
         """Requests that are being answered."""
         self.well = True
@@ -328,10 +332,11 @@ class FakeOpenAIServer:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        card: dict[str, Any] = {"id": MODEL, "object": "model"}
+        card: dict[str, Any] = {"id": MODEL, "object": "model", "owned_by": self.owner}
         if self.shape is not TokenShape.DETOKENIZE:
             card["max_model_len"] = self.max_context
-        return web.json_response({"object": "list", "data": [card]})
+        adapters = [card | {"id": a, "parent": MODEL} for a in self.adapters]
+        return web.json_response({"object": "list", "data": [card, *adapters]})
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health."""

@@ -66,6 +66,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Its ``speculative_algorithm``."""
         self.any_mode = False
         """It pauses whatever the mode is."""
+        self.adapters: list[str] = []
+        """Names of the adapters (LoRA) that it has besides its model."""
         self._answering: set[FakeSglangRun] = set()
         """Requests that were let in, until they are answered; a pause that aborts waits for them."""
         self.kept_caches = 0
@@ -141,6 +143,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         params = {"min_new_tokens": 0, "temperature": 1.0, "max_new_tokens": 128} | body["sampling_params"]
         if self.logprobs == "raw":
             params["temperature"] = 1.0
+        if body.get("lora_path") is not None:
+            params["lora_path"] = body["lora_path"]
         run = FakeSglangRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
         run.fault = self._plan()
         self.runs.append(run)
@@ -178,6 +182,9 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if biased:
             keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
             return {"error": {"message": keys}}
+        if body.get("lora_path") not in (None, *self.adapters):
+            missing = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
+            return {"error": {"message": f"{missing}\nLoaded adapters: {self.adapters}."}}
         if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
         if len(ids) >= self.context - 6 or len(ids) + params.get("max_new_tokens", 128) > self.context:
@@ -314,7 +321,9 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake/model", "max_model_len": self.context}]})
+        card = {"id": "fake/model", "owned_by": "sglang", "root": "fake/model", "parent": None}
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in self.adapters]
+        return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.pause_mode is None else 503)

@@ -69,6 +69,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """Modes of the calls of ``/pause``."""
         self.routed_experts: str | None = None
         """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
+        self.adapters: list[str] = []
+        """Names of the adapters (LoRA) that it has besides its model."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
 
@@ -158,7 +160,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if biased:
             said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
             return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
-        if body.get("model", self.model) != self.model:
+        if body.get("model", self.model) not in (self.model, *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
         if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
@@ -298,7 +300,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.model, "owned_by": "vllm", "root": self.root, "parent": None, "max_model_len": self.context}
-        return web.json_response({"object": "list", "data": [card]})
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": self.model} for a in self.adapters]
+        return web.json_response({"object": "list", "data": [card, *adapters]})
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": f"0.{self.release}.0"})
