@@ -38,7 +38,9 @@ def answer(m: CoreMachine, commands: list[do.Command], result: ev.CallResult = e
     """Every call among these commands ends so; what follows from that."""
     calls = [c for c in commands if isinstance(c, (do.PauseEngine, do.LoadEngine, do.ResumeEngine))]
     assert calls, "nobody was called"
-    return [more for c in calls for more in m.post(ev.EngineCallEnded(c.engine, c.call, result, "no"))]
+    read = {c.call: c.path or "" for c in calls if isinstance(c, do.LoadEngine)}
+    ends = (ev.EngineCallEnded(c.engine, c.call, result, "no", read.get(c.call, "")) for c in calls)
+    return [more for end in ends for more in m.post(end)]
 
 
 def probe_of(commands: list[do.Command], name: str) -> int:
@@ -412,11 +414,11 @@ def test_an_update_without_any_engine_is_for_those_that_join() -> None:
     """The policy goes on; who joins gets it from its directory."""
     m = CoreMachine(settings(n=1, samples=1), lambda g, i: 20, engines=(A,))
     m.post(ev.EnginesLeft(["a"]))
-    m.post(ev.UpdateRequested(update=1, path="/1"))
+    m.post(ev.UpdateRequested(update=1, path="/1", content="1"))
     assert (m.core.clock.current, m.core.updates.running) == (PolicyVersion(0, 1), False)
     commands = found(m, "b", probe_of(m.post(ev.EnginesJoined([B])), "b"))
     (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
-    assert load.path == "/1"
+    assert (load.path, load.contents) == ("/1", ("1",))
 
 
 # ---------------------------------------------------------------- at random, with updates

@@ -383,7 +383,9 @@ def test_a_batch_says_what_became_of_each_engine() -> None:
     of_engines = {name for name in metrics if name.startswith("engine/")}
     assert of_engines == {
         "engine/a/in_flight_at_stop", "engine/a/cap", "engine/a/kv_usage", "engine/b/in_flight_at_stop", "engine/b/cap",
+        "engine/a/waits_for_update", "engine/b/waits_for_update",
     }  # fmt: skip
+    assert [metrics[f"engine/{name}/waits_for_update"] for name in ("a", "b")] == [0.0, 1.0]
     assert metrics["engine/a/kv_usage"] == 0.97
     by_engine = [metrics[f"engine/{name}/in_flight_at_stop"] for name in ("a", "b")]
     assert sum(by_engine) == metrics["in_flight_at_stop"]

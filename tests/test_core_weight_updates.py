@@ -51,6 +51,7 @@ def test_random_events_reach_all_of_it() -> None:
     wanted |= {f"cancelled while {phase}" for phase in phases}
     wanted |= {f"dies while {p}" for p in ("idle", "stopping", "handing over")}
     wanted |= {f"dies while {p} and is called" for p in ("pausing", "loading", "resuming", "idle")}
+    wanted |= {"written over while it was loaded", "LoadEngine other content"}
     wanted |= {"says yes and did not", "refused and torn", "second update meanwhile", "transfer broken=True"}
     assert wanted <= set(_seen), wanted - set(_seen)
 

@@ -57,6 +57,10 @@ class UpdatePlayer(CoreMachine):
         self.servers = {e.name: Server() for e in limits}
         self.contents = {FIRST_VERSION: START}
         """What each version stands for."""
+        self.directories: dict[str, str] = {}
+        """What those hold that were written over; the others what they are called."""
+        self.read: dict[int, str] = {}
+        """By call: what its directory held when it began."""
         self.calls: dict[str, Call] = {}
         self.probes: list[do.ProbeEngine] = []
         self.timers: list[Timer] = []
@@ -98,6 +102,7 @@ class UpdatePlayer(CoreMachine):
                 else:
                     assert path is None or path == self.contents[version]
                 self.calls[engine] = command
+                self.read[command.call] = "" if path is None else self.directories.get(path, path)
             case do.ProbeEngine():
                 self.probes.append(command)
             case do.StartTimer(timer, seconds):
@@ -139,6 +144,7 @@ class UpdatePlayer(CoreMachine):
             self.revive: not all(s.alive for s in self.servers.values()) and self.rng.random() < 0.4,
             self.lose_weights: self.silent and self.rng.random() < 0.1,
             self.late: self.rng.random() < 0.1,
+            self.write_over: self.rng.random() < 0.02,
             self.hold: self.rng.random() < (0.4 if self.core.held else 0.05),
         }
         if events := [event for event, now in possible.items() if now]:
@@ -209,19 +215,27 @@ class UpdatePlayer(CoreMachine):
         """A call of an engine ends, or is lost."""
         name = self.rng.choice(sorted(self.calls))
         command, server = self.calls.pop(name), self.servers[name]
-        results = list(ev.CallResult)
+        results = [result for result in ev.CallResult if result is not ev.CallResult.OTHER_CONTENT]
         result = ev.CallResult.DONE if well or self.rng.random() < 0.7 else self.rng.choice(results)
         if not server.alive:
             result = ev.CallResult.UNREACHABLE
         done, unheard = result is ev.CallResult.DONE, result is ev.CallResult.UNREACHABLE
+        content = ""
         if isinstance(command, do.LoadEngine):
+            content = self.read.pop(command.call)
+            if command.contents and content not in command.contents:
+                result = ev.CallResult.OTHER_CONTENT
+            elif done and command.path is not None and content != self.directories.get(command.path, command.path):
+                result = ev.CallResult.UNREACHABLE  # it was written over meanwhile
+                self.seen["written over while it was loaded"] += 1
             if done and command.path is None and server.lost and server.weights != self.contents[command.version]:
                 result = ev.CallResult.REFUSED  # it was started anew since the transfer, and sees that
             self._load(command, server, result, well=well)
         elif done or (unheard and self.rng.random() < 0.5):
             server.open = isinstance(command, do.ResumeEngine)
         self.seen[f"{type(command).__name__} {result}"] += 1
-        self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}"))
+        content = content if result is ev.CallResult.DONE else ""
+        self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}", content))
 
     def _load(self, command: do.LoadEngine, server: Server, result: ev.CallResult, *, well: bool) -> None:
         here = server.weights
@@ -231,7 +245,7 @@ class UpdatePlayer(CoreMachine):
             server.weights = "old ones" if lies else command.path or here
             self.seen["says yes and did not"] += lies
         elif result is ev.CallResult.UNREACHABLE:
-            server.lost = True
+            server.lost = self.rng.random() < 0.7  # one that never said so may think that all is well
             server.weights = here if command.path is None else self.rng.choice([here, "half", command.path])
         elif result is ev.CallResult.REFUSED and command.path is not None and self.rng.random() < 0.5:
             server.lost, server.weights = True, "half"
@@ -277,6 +291,16 @@ class UpdatePlayer(CoreMachine):
             return
         server = self.rng.choice(list(self.servers.values()))
         server.weights, server.lost, server.unseen = "of others", True, True
+
+    def write_over(self) -> None:
+        """The trainer writes its next weights where the present ones are, or those that are being loaded."""
+        paths = {c.path for c in self.calls.values() if isinstance(c, do.LoadEngine) and c.path is not None}
+        if (present := self.contents[self.core.clock.current]).startswith("/"):
+            paths.add(present)
+        if paths:
+            path = self.rng.choice(sorted(paths))
+            self.directories[path] = f"{path} written over {len(self.seen)} {self.directories.get(path, '')}"
+            self.seen["written over"] += 1
 
     def late(self) -> None:
         """Answers to calls, probes and updates that are over: nothing happens."""

@@ -96,6 +96,9 @@ class RecordingEngine:
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         await self.inner.update_weights(version, path)
 
+    async def content_of(self, path: str) -> str:
+        return await self.inner.content_of(path)
+
     async def health(self) -> Health:
         return await self.inner.health()
 

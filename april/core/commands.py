@@ -128,13 +128,17 @@ class PauseEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEngine:
-    """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine."""
+    """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine.
+
+    The directory must hold one of ``contents`` then, if there are any, and what it holds must not change meanwhile.
+    """
 
     engine: str
     call: int
     within_s: float
     version: PolicyVersion
     path: str | None
+    contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

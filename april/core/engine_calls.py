@@ -33,15 +33,20 @@ class EngineCalls:
         self._context.engines.states[name].gate = EngineGate.CLOSING
         self._context.out.append(do.PauseEngine(name, self._next(name), within_s))
 
-    def load(self, name: str, version: PolicyVersion, path: str | None) -> None:
-        """Give it weights; until it says that it has them, nobody knows which it has."""
+    def load(self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = ()) -> None:
+        """Give it weights; until it says that it has them, nobody knows which it has.
+
+        ``contents``: the directory must hold one of these; none: whatever it holds.
+        """
         state = self._context.engines.states[name]
         self._loading[name] = version, path is not None or state.weights is EngineWeights.HALF
         state.loaded_before = state.loaded or state.loaded_before
         state.loaded, state.weights = frozenset(), EngineWeights.LOADING
         within_s = self._context.settings.outage_deadline_s
         self._context.out.append(
-            do.LoadEngine(engine=name, call=self._next(name), within_s=within_s, version=version, path=path)
+            do.LoadEngine(
+                engine=name, call=self._next(name), within_s=within_s, version=version, path=path, contents=contents
+            )
         )
 
     def resume(self, name: str) -> None:
@@ -67,7 +72,7 @@ class EngineCalls:
             state.weights = EngineWeights.HALF if tears else EngineWeights.UNKNOWN
             if done:
                 state.confirm(version)
-            elif event.result is ev.CallResult.BUSY:
+            elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
                 state.still_has_them()
         elif state.gate is EngineGate.OPENING:
             state.gate = EngineGate.OPEN if done else EngineGate.CLOSED

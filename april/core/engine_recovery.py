@@ -194,10 +194,19 @@ class EngineRecovery:
             self._calls.pause(name, context.settings.abort_deadline_s)
         else:
             state.taken_back = False
-            has = version in state.loaded
-            waits = "has not the present weights and waits for the next weight update"
-            context.out.append(do.Warn(f"engine {name} {f'has the weights of version {version}' if has else waits}"))
+            if version in state.loaded:
+                what = f"has the weights of version {version}"
+            else:
+                what = f"has not the present weights and waits for the next weight update{self._why_it_waits(name)}"
+            context.out.append(do.Warn(f"engine {name} {what}"))
             context.engines.well(name)
+
+    def _why_it_waits(self, name: str) -> str:
+        trouble = self._troubles.pop(name, None)
+        if trouble is not None:
+            return f": {trouble}"
+        path, unread = self._updates.path, not self._updates.contents
+        return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
         """An engine that is taken back has answered; ``was``: its gate and weights while the call ran."""
@@ -205,9 +214,15 @@ class EngineRecovery:
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
             self._troubles.setdefault(name, event.error)
+        if event.result is ev.CallResult.OTHER_CONTENT:
+            state.not_given = self._context.clock.current
         if gate is EngineGate.OPENING:
-            trouble = self._troubles.pop(name, None)
             state.taken_back = False
+            opened = event.result is ev.CallResult.DONE
+            if opened and state.not_given == self._context.clock.current and not self._updates.running:
+                self._take_back(name, state)  # there is nothing to give, and nothing to mend
+                return
+            trouble = self._troubles.pop(name, None)
             if trouble is not None:
                 self._context.out.append(do.Warn(f"engine {name} did not take the present weights: {trouble}"))
             if trouble is not None or self._updates.running:
@@ -217,4 +232,4 @@ class EngineRecovery:
         elif weights is EngineWeights.LOADING or name in self._troubles:
             self._calls.resume(name)
         else:
-            self._calls.load(name, self._context.clock.current, self._updates.path)
+            self._calls.load(name, self._context.clock.current, self._updates.path, self._updates.contents)

@@ -84,6 +84,8 @@ class EngineState:
     """Timer of its rest; 0: none."""
     probe_timer: int = 0
     """Timer of the next probe, also while it works; 0: none."""
+    not_given: PolicyVersion | None = None
+    """Version whose directory holds other weights by now: it waits for a later one."""
     taken_back: bool = False
     """It gets the present weights on its own, because it came back with others."""
     failures: int = 0
@@ -190,6 +192,10 @@ class EngineState:
         if self._health is not WELL or self._gate is not OPEN:
             return False
         return (most := self.cap.value) is None or self._in_flight < most
+
+    def waits(self, version: PolicyVersion) -> bool:
+        """It is well, and the next weight update is the first thing that gives it weights."""
+        return not self.quarantined and version not in self._loaded
 
     def confirm(self, version: PolicyVersion) -> None:
         """It has said that it has these weights, whole."""
@@ -336,12 +342,11 @@ class EngineTable:
             for s in self.states.values()
         )
 
-    @property
-    def remedy(self) -> str:
+    def remedy(self, version: PolicyVersion) -> str:
         """What to do where none is usable."""
         if not self.states:
             return "all have left, so let a host bring some"
-        well = [name for name, state in self.states.items() if not state.quarantined and not state.loaded]
+        well = [name for name, state in self.states.items() if state.waits(version)]
         if not well:
             return f"mend one of {', '.join(self.states)}"
         return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
@@ -350,7 +355,7 @@ class EngineTable:
         """Attempts per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
 
-    def metrics(self, in_flight: dict[str, int]) -> dict[str, float]:
+    def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:
         """What a batch says of each engine; what is not known is left out. ``in_flight``: when its step stopped."""
         out: dict[str, float] = {}
         for name, state in self.states.items():
@@ -359,6 +364,7 @@ class EngineTable:
                 out[f"engine/{name}/cap"] = float(cap)
             if state.limits.unverified:
                 out[f"engine/{name}/unverified_weights"] = 1.0
+            out[f"engine/{name}/waits_for_update"] = float(state.waits(version))
             if state.kv_usage is not None:
                 out[f"engine/{name}/kv_usage"] = state.kv_usage
         return out

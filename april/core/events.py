@@ -181,6 +181,8 @@ class UpdateRequested:
     """None: the next one."""
     path: str | None = None
     """Where the engines load them from; None: the trainer hands them over, or they are in place."""
+    content: str = ""
+    """Stands for what is in that directory; empty: it cannot be read where the update was asked for."""
     transfers: bool = False
     """The trainer hands them over when HandOver says that the engines are paused."""
     restores: bool = False
@@ -222,6 +224,8 @@ class CallResult(StrEnum):
     """It says what is wrong."""
     BUSY = "busy"
     """It takes no calls for now; nothing has changed."""
+    OTHER_CONTENT = "other content"
+    """It was not asked to load, for the directory holds other weights than those of the version."""
     UNREACHABLE = "unreachable"
     """There was no answer, or none in time."""
 
@@ -234,6 +238,8 @@ class EngineCallEnded:
     call: int
     result: CallResult
     error: str = ""
+    content: str = ""
+    """Stands for what the directory held that it has loaded; empty: there was none, or it cannot be read there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,7 +330,8 @@ class RolloutCore:
             self._failures.sample_left(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
         metrics |= context.lengths.metrics(sample.tape.generated for sample in leased)
-        metrics |= step.metrics(self.counters, self.observed_tokens()) | self.engines.metrics(step.in_flight_at_stop)
+        metrics |= step.metrics(self.counters, self.observed_tokens())
+        metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": self.monitor.ready / self.settings.units_per_group,
@@ -594,5 +595,5 @@ class RolloutCore:
                 return
             self.context.failure = (
                 f"no engine with the current weights has been well for {self.settings.outage_deadline_s:g} s; "
-                f"everything is kept: {self.engines.remedy} and ask for the batch again"
+                f"everything is kept: {self.engines.remedy(self.clock.current)} and ask for the batch again"
             )

@@ -59,8 +59,10 @@ class WeightUpdates:
         self.half_updated: str | None = None
         """Why nothing may be generated: the engines hold different weights, or such as nobody has told of."""
         self.path: str | None = None
+        self.contents: tuple[str, ...] = ()
+        """What ``path`` holds as long as it holds the present weights; empty: nobody could read it."""
         self._known = True
-        """The present weights are those of ``path``, or, where that is None, those of every server's start."""
+        """The present weights are those of ``contents``, or, where ``path`` is None, those of every server's start."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
         self._left_out: set[str] = set()
@@ -117,7 +119,8 @@ class WeightUpdates:
         A label alone does not make those of the start out of what a broken load has left.
         """
         named_only = self.path is None and state.weights is EngineWeights.HALF
-        return self._known and self.half_updated is None and not named_only
+        lost = state.not_given == self._context.clock.current
+        return self._known and self.half_updated is None and not named_only and not lost
 
     # ---------------------------------------------------------------- from outside
 
@@ -277,7 +280,11 @@ class WeightUpdates:
         failed = {name: e for name, e in self._failures().items() if name not in self._left_out}
         if not self._fails_by(failed.values()):
             self.half_updated = None
-            self.path, self._known = self._update.path, self._update.path is not None and not self._update.transfers
+            update, loaded = self._update, {e.content for e in self._answers.values() if e.content}
+            if not self._answers and update.content:  # who joins is the first to load it
+                loaded.add(update.content)
+            self.path, self.contents = update.path, tuple(sorted(loaded))
+            self._known = bool(loaded) and not update.transfers
             if self._update.restores:
                 self.phase = Phase.RESTORING
                 self._context.out.append(do.Restore(self._update.update))

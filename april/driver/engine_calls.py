@@ -6,21 +6,26 @@ What follows from how a call ended is decided in ``april.core.weight_updates`` a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
-from april.driver.user_code import describe, own_cancellation
-from april.engines.http.weight_directories import why_unloadable
-from april.engines.protocol import Engine
-from april.errors import ConfigError, EngineBusy, EngineUnreachable
+from april.driver.user_code import Outcome, describe, own_cancellation
+from april.driver.worker_threads import WorkerThreads
+from april.engines.http.weight_directories import content_of, why_unloadable
+from april.engines.protocol import Engine, ReadsPaths
+from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable, RolloutError
 
 log = logging.getLogger("april")
 
+READING_S = 60.0
+"""Longest wait for what tells the content of a directory."""
 PROBE_TIMEOUT_S = 10.0
 """A probe without an answer for this long counts as unwell."""
 
@@ -34,8 +39,10 @@ class EngineCalls:
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         failed: Callable[[int, BaseException], None],
+        threads: WorkerThreads,
     ) -> None:
         self._engines = engines
+        self._threads = threads
         self._post = post
         self._spawn = spawn
         self._failed = failed
@@ -48,8 +55,48 @@ class EngineCalls:
 
     def load(self, command: do.LoadEngine) -> None:
         """Give an engine weights."""
-        engine = self._engines[command.engine]
-        self._call(command, "update_weights", lambda: engine.update_weights(command.version, command.path))
+        self._call(command, "update_weights", lambda: self._load(command))
+
+    async def _load(self, command: do.LoadEngine) -> str:
+        """Returns what its directory holds, which must be the same before and after."""
+        engine, path = self._engines[command.engine], command.path
+        if path is None:
+            await engine.update_weights(command.version)
+            return ""
+        before = await self._content_of(engine, path)
+        if command.contents and before not in command.contents:
+            has = "holds other weights than those of" if before else "cannot be read here, so nobody knows if it has"
+            raise _OtherContent(f"{path} {has} version {command.version}")
+        await engine.update_weights(command.version, path)
+        if before and await self._content_of(engine, path) != before:
+            raise EngineUnreachable(
+                f"{path} was written while engine {command.engine} loaded it, and nobody knows what it has of it; "
+                "write into a directory again when the weight update is over, or into a fresh one"
+            )
+        return before
+
+    async def content_of(self, path: str) -> str:
+        """Stands for what a directory holds; empty if it cannot be read here, or not in time."""
+        if not getattr(asyncio.get_running_loop(), "threads_wake_it", True):
+            return content_of(path)
+        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def heard(outcome: Outcome) -> None:
+            if not found.done():
+                found.set_result("" if outcome.error is not None else outcome.take())
+
+        try:
+            self._threads.run(copy_context(), content_of, (path,), heard)
+            async with asyncio.timeout(READING_S):
+                return await found
+        except (RolloutError, TimeoutError):
+            return ""
+
+    async def _content_of(self, engine: Engine, path: str) -> str:
+        if not isinstance(engine, ReadsPaths):
+            return await self.content_of(path)
+        said = await engine.content_of(path)
+        return said and hashlib.blake2b(said.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def resume(self, command: do.ResumeEngine) -> None:
         """Open an engine's admission."""
@@ -59,16 +106,21 @@ class EngineCalls:
         self,
         command: do.PauseEngine | do.LoadEngine | do.ResumeEngine,
         what: str,
-        method: Callable[[], Coroutine[Any, Any, None]],
+        method: Callable[[], Coroutine[Any, Any, str | None]],
     ) -> None:
         name, before = command.engine, self._running.get(command.engine)
         errors: list[Exception] = []
+        content = ""
+
+        async def made() -> None:
+            nonlocal content
+            content = await method() or ""
 
         async def call() -> None:
             if before is not None and not before.done():
                 before.cancel()
                 await asyncio.wait([before])
-            errors.extend(await self._in_time(name, what, method, command.within_s))
+            errors.extend(await self._in_time(name, what, made, command.within_s))
 
         def report(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
@@ -76,7 +128,7 @@ class EngineCalls:
                 if error is not None:
                     self._failed(command.call, error)
                 why = "" if error is None else describe(error)
-                self._post(ev.EngineCallEnded(name, command.call, _result(error), why))
+                self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content))
 
         # a cancellation that came while it ran is heard of before its end
         self._running[name] = self._spawn(call())
@@ -146,9 +198,15 @@ class EngineCalls:
                 log.error("engine %s could not be closed", name, exc_info=error)
 
 
+class _OtherContent(EngineError):
+    """A directory does not hold what it should, and the engine was not asked."""
+
+
 def _result(error: Exception | None) -> ev.CallResult:
     if error is None:
         return ev.CallResult.DONE
+    if isinstance(error, _OtherContent):
+        return ev.CallResult.OTHER_CONTENT
     if isinstance(error, EngineUnreachable):
         return ev.CallResult.UNREACHABLE
     return ev.CallResult.BUSY if isinstance(error, EngineBusy) else ev.CallResult.REFUSED

@@ -79,7 +79,7 @@ class LocalHost:
         self.streams = streams = AttemptStreams(
             self.engines, view, post, self._spawn, detokenizer, stall_timeout_s
         )
-        self.engine_calls = calls = EngineCalls(self.engines, post, self._spawn, failed)
+        self.engine_calls = calls = EngineCalls(self.engines, post, self._spawn, failed, self.worker_threads)
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: samples.start,
             do.Submit: streams.submit,

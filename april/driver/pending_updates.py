@@ -17,9 +17,10 @@ from april.driver.user_code import describe
 
 
 @dataclass(slots=True, kw_only=True)
-class _Update:
+class PendingUpdate:
     """A weight update that somebody waits for."""
 
+    number: int
     handing_over: asyncio.Future[None]
     ended: asyncio.Future[PolicyVersion]
     restore: Callable[[], None]
@@ -30,30 +31,31 @@ class PendingUpdates:
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
-        self._updates: dict[int, _Update] = {}
+        self._updates: dict[int, PendingUpdate] = {}
         self._errors: dict[int, BaseException] = {}
         """By call of an engine (0: the transfer), for whoever waits for an update."""
         self._last_update = 0
 
-    async def update(
-        self,
-        transfer: Callable[[], Awaitable[None]] | None = None,
-        restore: Callable[[], None] = lambda: None,
-        **request: Any,
-    ) -> PolicyVersion:
-        """Ask the core for an update (``request``: fields of UpdateRequested), and wait for its end; the version then.
+    def begin(self, restore: Callable[[], None] = lambda: None, **request: Any) -> PendingUpdate:
+        """Ask the core for an update (``request``: fields of UpdateRequested), whose end is to be waited for."""
+        loop = asyncio.get_running_loop()
+        self._last_update += 1
+        number = self._last_update
+        update = self._updates[number] = PendingUpdate(
+            number=number, handing_over=loop.create_future(), ended=loop.create_future(), restore=restore
+        )
+        self._post(ev.UpdateRequested(update=number, **request))
+        return update
+
+    async def end(self, update: PendingUpdate, transfer: Callable[[], Awaitable[None]] | None) -> PolicyVersion:
+        """Wait for the end of an update; the version then.
 
         ``transfer`` runs in the task of the caller, which may be cancelled there; what the engines are doing then is
         carried to its end first.
 
         Raises whatever ``transfer`` or a call of an engine raises.
         """
-        loop = asyncio.get_running_loop()
-        update = _Update(handing_over=loop.create_future(), ended=loop.create_future(), restore=restore)
-        self._last_update += 1
-        number = self._last_update
-        self._updates[number] = update
-        self._post(ev.UpdateRequested(update=number, transfers=transfer is not None, **request))
+        number = update.number
         cancelled: asyncio.CancelledError | None = None
         while not update.ended.done():
             try:

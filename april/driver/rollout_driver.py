@@ -125,6 +125,8 @@ class RolloutDriver:
         self._context = copy_context()
         self._evaluation_numbers = itertools.count()
         self._exclusive = asyncio.Lock()
+        self._asking = asyncio.Lock()
+        """Held until an update is asked for: they come in the order of their calls."""
         self._closing: asyncio.Task[None] | None = None
         self.updates = PendingUpdates(self.post)
         self.local = LocalHost(
@@ -260,10 +262,18 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         path = directory_for(self._servers(), path, written=transfer is not None)
-        out = self._out("weight_update", trained)
-        if trained is None:
-            trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
-        return await self.updates.update(transfer, path=path, trained=trained)
+        self._out("weight_update", trained)
+        async with self._asking:
+            content = await self._content_of(path)
+            self._raise_if_broken()
+            if trained is None:
+                out = self._out("weight_update", trained)
+                trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
+            update = self.updates.begin(path=path, content=content, transfers=transfer is not None, trained=trained)
+        return await self.updates.end(update, transfer)
+
+    async def _content_of(self, path: str | None) -> str:
+        return "" if path is None else await self.local.engine_calls.content_of(path)
 
     def commit(self, batch_id: int) -> None:
         """The trainer is done with this batch and those before it, and no weight update follows from them."""
@@ -367,8 +377,13 @@ class RolloutDriver:
                     if self.recorder is not None:
                         self.recorder.restored(core)
 
-                version = trial.clock.current
-                await self.updates.update(transfer, loaded, path=path, version=version, restores=True)
+                content = await self._content_of(path)
+                self._raise_if_broken()
+                update = self.updates.begin(
+                    loaded, path=path, content=content, transfers=transfer is not None, version=trial.clock.current,
+                    restores=True,
+                )  # fmt: skip
+                await self.updates.end(update, transfer)
             finally:
                 self._loading = False
         return self.core.clock.current

@@ -201,6 +201,15 @@ class ShowsWeights(Protocol):
 
 
 @runtime_checkable
+class ReadsPaths(Protocol):
+    """Engines whose path of a weight update is no directory that april could look into, such as an address."""
+
+    async def content_of(self, path: str) -> str:
+        """Stands for what is there now: another text whenever it is something else. Empty: that cannot be said."""
+        ...
+
+
+@runtime_checkable
 class GathersWeights(Protocol):
     """What engines with ``gathers_weights`` have besides. Both are called in the trainer's thread, not on the loop."""
 

@@ -36,8 +36,11 @@ from april.server_text import said
 
 log = logging.getLogger("april")
 
+LONGEST_CONTENT = 64
+"""Digits that stand for what a directory holds."""
 _ERRORS: dict[ev.CallResult, type[EngineError]] = {
     ev.CallResult.REFUSED: EngineError,
+    ev.CallResult.OTHER_CONTENT: EngineError,
     ev.CallResult.UNREACHABLE: EngineUnreachable,
 }
 
@@ -353,8 +356,12 @@ class HostDesk:
 
     def _load(self, command: do.LoadEngine) -> None:
         self._calls[command.engine] = command.call
-        engine = self._local(command.engine)
-        self._out.append(wire.Load(engine, command.call, command.within_s, command.version, command.path))
+        self._out.append(
+            wire.Load(
+                self._local(command.engine), command.call, command.within_s, command.version, command.path,
+                command.contents,
+            )
+        )  # fmt: skip
 
     def _resume(self, command: do.ResumeEngine) -> None:
         self._calls[command.engine] = command.call
@@ -502,12 +509,14 @@ class HostDesk:
         engine, error = f"{self.name}/{m.engine}", said(m.error)
         if self._calls.get(engine) != m.call:
             return None
+        if m.content.strip("0123456789abcdef") or len(m.content) > LONGEST_CONTENT:
+            raise ProtocolError(f"host {self.name}: the content of a directory is told as {said(m.content)}")
         del self._calls[engine]
         if m.result is ev.CallResult.BUSY:
             self._failed(m.call, EngineBusy(error))
         elif m.result is not ev.CallResult.DONE:
             self._failed(m.call, _ERRORS[m.result](error))
-        return ev.EngineCallEnded(engine, m.call, m.result, error)
+        return ev.EngineCallEnded(engine, m.call, m.result, error, m.content)
 
     def _written(self, m: wire.Written) -> ev.Event:
         if all(limits.remote for limits in self.engines.values()):

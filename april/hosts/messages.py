@@ -203,6 +203,7 @@ class Load(Message, tag=17):
     within_s: float
     version: PolicyVersion
     path: str | None
+    contents: tuple[str, ...]
 
 
 class Resume(Message, tag=18):
@@ -373,6 +374,7 @@ class CallEnded(Message, tag=53):
     call: int
     result: CallResult
     error: str
+    content: str
 
 
 class Probed(Message, tag=54):

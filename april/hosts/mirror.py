@@ -96,7 +96,7 @@ class Mirror:
             ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.kind),
             ev.Scored: self._scored,
             ev.GroupJudged: self._judged,
-            ev.EngineCallEnded: lambda e: self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error)),
+            ev.EngineCallEnded: self._call_ended,
             ev.EngineProbed: self._probed,
             ev.WeightsWritten: lambda e: self._out.append(wire.Written(e.error)),
         }
@@ -255,7 +255,9 @@ class Mirror:
         return (do.CancelSample(sample),)
 
     def _load(self, m: wire.Load) -> tuple[do.Command]:
-        command = do.LoadEngine(engine=m.engine, call=m.call, within_s=m.within_s, version=m.version, path=m.path)
+        command = do.LoadEngine(
+            engine=m.engine, call=m.call, within_s=m.within_s, version=m.version, path=m.path, contents=m.contents
+        )
         return (command,)
 
     def _forget(self, m: wire.Forget) -> list[do.Command | Forgotten]:
@@ -310,6 +312,9 @@ class Mirror:
         if attempt.tape.count and attempt.sample.id.group in self._groups:
             self._brought.setdefault(attempt.sample.id, {})[attempt_id] = attempt
         return True
+
+    def _call_ended(self, e: ev.EngineCallEnded) -> None:
+        self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error, e.content))
 
     def _ended(self, e: ev.AttemptEnded) -> None:
         if self._over(e.attempt_id):

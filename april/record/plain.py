@@ -17,8 +17,10 @@ import numpy as np
 
 from april.core.types import GenerateCall, Group, Sample
 
-NAMES = frozenset({"attempt_id", "attempt_ids", "engine", "engines", "id", "logprob_kind", "name", "names"})
-"""Fields whose text is a name: of an attempt, an engine, a kind."""
+NAMES = frozenset(
+    {"attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "id", "logprob_kind", "name", "names"}
+)
+"""Fields whose text is a name: of an attempt, an engine, a kind; or a hash of april's own."""
 LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
 """Fields with content of the user's or ids of tokens, or with what follows from the rest."""
 LEFT_OUT_TEXT = "(left out)"

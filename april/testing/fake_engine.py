@@ -216,6 +216,10 @@ class FakeEngine:
         self._version = version
         self.updates.append((self._start_clock(), version, path))
 
+    async def content_of(self, path: str) -> str:
+        """A path is only a name here: what it stands for does not change."""
+        return path
+
     async def health(self) -> Health:
         self.probes.append(self._start_clock())
         if self._closed or self._is_dead():

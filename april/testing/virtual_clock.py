@@ -52,6 +52,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     Overrides private hooks of asyncio's base loop (``_make_self_pipe``, ``_scheduled``); tested on Python 3.11 to 3.13.
     """
 
+    threads_wake_it = False
+    """Other threads may not call something on it while it waits: it never does."""
+
     def __init__(self, start_s: float = 0.0, limit_s: float = math.inf) -> None:
         self._virtual_now = start_s
         self._virtual_end = start_s + limit_s

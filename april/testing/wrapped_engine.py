@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
+from april.engines.http.weight_directories import content_of
+from april.engines.protocol import Capabilities, Chunk, Engine, Health, ReadsPaths, Request
 
 
 class WrappedEngine:
@@ -39,6 +40,9 @@ class WrappedEngine:
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         await self.engine.update_weights(version, path)
+
+    async def content_of(self, path: str) -> str:
+        return await self.engine.content_of(path) if isinstance(self.engine, ReadsPaths) else content_of(path)
 
     async def health(self) -> Health:
         return await self.engine.health()

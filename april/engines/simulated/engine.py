@@ -231,6 +231,10 @@ class SimulatedEngine:
             await asyncio.sleep(self._weight_update_s)
         self._version = version
 
+    async def content_of(self, path: str) -> str:
+        """A path is not read: what it stands for does not change."""
+        return path
+
     async def health(self) -> Health:
         if self._closed:
             return Health(ok=False, detail="closed")
