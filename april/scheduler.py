@@ -156,7 +156,7 @@ class RolloutScheduler:
             await Abandoned(made).end()
 
         try:
-            self._onlookers = Onlookers(progress, exporters, sample_texts, detokenizer, self._thread)
+            self._onlookers = Onlookers(config, progress, exporters, sample_texts, detokenizer, self._thread)
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
@@ -174,8 +174,8 @@ class RolloutScheduler:
                 lambda: RolloutDriver(
                     settings, config.sampling_params(), self._engines, source, functions,
                     allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
-                    function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s, check=check,
-                    draws_beside=self._thread.threads_wake_it,
+                    function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
+                    warn_after_s=config.warned_after_s, check=check, draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                     config=config.to_mapping(),
                     hosts=others, delivered=self._onlookers.delivered,
@@ -269,9 +269,8 @@ class RolloutScheduler:
         Returns:
             The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if
             some engines have loaded and others have not, or if servers may have a part of what ``transfer`` hands
-            over: then nothing is generated until a call has reached them all, and whoever waits for a batch or an
-            evaluation, or asks for one, gets an EngineError that says so. An engine that was found dead before is left
-            out, and gets no requests until a later call has reached it.
+            over: then whoever waits for a batch or an evaluation, or asks for one, gets an EngineError, until a call
+            has reached them all. An engine that was found dead before is left out until a later call has reached it.
 
         Raises:
             ConfigError: an argument has a wrong type, there are servers and neither is given, or there is no such
@@ -500,7 +499,7 @@ class RolloutScheduler:
 
     def __repr__(self) -> str:
         try:
-            return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver.core))}>"
+            return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver))}>"
         except SchedulerClosed:
             return "<RolloutScheduler closed>"
         except RolloutError:

@@ -22,6 +22,7 @@ from april.core.types import DropReason, FinishReason, Prompt, Sample
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import RolloutFunction, single_turn
+from april.driver.long_waits import WARN_AFTER_S
 from april.driver.prompt_source import PromptSource
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
@@ -159,6 +160,7 @@ class Rollouts:
         tokenizer: Any = None,
         function_timeout_s: float | None = None,
         stall_timeout_s: float | None = None,
+        warn_after_s: float = WARN_AFTER_S,
         epochs: int | None = 1,
         check: bool = True,
         record: RunRecord | None = None,
@@ -191,6 +193,7 @@ class Rollouts:
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
             function_timeout_s=function_timeout_s,
             stall_timeout_s=stall_timeout_s,
+            warn_after_s=warn_after_s,
             check=check,
             record=record,
         )

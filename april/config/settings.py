@@ -140,6 +140,9 @@ class Config(Model):
     stall_timeout_s: Seconds | None = 1800.0
     """Longest time without a token of a request (comments and empty events do not count), or without the answer of one
     that comes whole; then its engine is asked to end it, and what came is continued."""
+    warn_after_s: Seconds | None = None
+    """Wait for the same thing (a transfer of weights, an engine, prompts, a function of yours) after which a warning
+    names it. None: 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
     allow_mismatch: bool = False
@@ -287,6 +290,11 @@ class Config(Model):
     def age_limit(self) -> int:
         """max_age as given, or 4 * (max_staleness + 1)."""
         return self.max_age or 4 * (self.max_staleness + 1)
+
+    @property
+    def warned_after_s(self) -> float:
+        """warn_after_s as given, or 60 s or outage_deadline_s."""
+        return self.warn_after_s or min(60.0, self.outage_deadline_s)
 
     @property
     def passes(self) -> int | None:

@@ -21,11 +21,15 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.limit import StepLimit
+from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.driver.user_code import describe
 from april.errors import RolloutError, SchedulerClosed
+from april.record.standing import Waits
 
 log = logging.getLogger("april")
 
+SILENT_S = 1800.0
+"""In which rollouts may say nothing, before a warning."""
 IGNORED: tuple[type[do.Command], ...] = (
     do.ScoreGroup, do.EndOfData,
     do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
@@ -64,6 +68,9 @@ class Execution:
             do.Fail: lambda c: self._order("fail", c.error),
         }, ignored=IGNORED)  # fmt: skip
         self._times = RunTimes(self.core)
+        # what a rollout has made is heard of at its end, and one whose worker has died says nothing
+        silent_s = {Waits.RESPONSES: SILENT_S, Waits.FUNCTIONS: SILENT_S}
+        self.long_waits = LongWaits(self.core, _now, WARN_AFTER_S, silent_s)
 
     # ---------------------------------------------------------------- what has happened
 
@@ -104,6 +111,7 @@ class Execution:
         """Nobody carries out orders any more: who waits for an answer, or asks for one, is told so."""
         if self._auto is not None:
             self._auto.close()
+        self.long_waits.close()
         self._order("closed")
         self.host.mailboxes.stop(SchedulerClosed("the coordinator is closed: the run is over"))
 
@@ -125,6 +133,7 @@ class Execution:
             raise
         finally:
             self._times.look(_now())
+            self.long_waits.look()
 
     def raise_if_failed(self) -> None:
         """RolloutError once the core has ended: nothing that it would say could be trusted."""

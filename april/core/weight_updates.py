@@ -18,6 +18,8 @@ from april.core.versions import PolicyVersion
 
 QUARANTINED_PATIENCE_S = 2.0
 """Longest wait of a weight update for an engine that is not well anyway to pause."""
+NAMED = 3
+"""Engines that a sentence names."""
 TRANSFER = 0
 """Stands for the number of a call where the trainer's own transfer has failed."""
 
@@ -39,6 +41,12 @@ class Phase(StrEnum):
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 IDLE, STOPPING = Phase.IDLE, Phase.STOPPING
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of them, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:NAMED])}{more}"
 
 
 class WeightUpdates:
@@ -100,6 +108,35 @@ class WeightUpdates:
     def broken(self) -> str | None:
         """Why nothing can be generated, where no update that might change it was asked for: who waits is told this."""
         return None if self.half_updated is None or self.pending else self.half_updated
+
+    @property
+    def waits_for(self) -> str:
+        """What the update that is first in turn waits for, for people."""
+        engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
+        match self.phase:
+            case Phase.IDLE:
+                return "the end of an evaluation or of a pause"
+            case Phase.STOPPING:
+                given = [name for name, state in self._context.engines.states.items() if state.taken_back]
+                return f"{in_flight} requests to end" if in_flight else f"{some(given)} to get the present weights"
+            case Phase.PAUSING:
+                return f"{engines} to pause"
+            case Phase.HANDING_OVER:
+                return "its transfer function to return"
+            case Phase.LOADING:
+                return f"{engines} to load"
+            case Phase.CHECKING:
+                return f"{engines} to say which weights it has"
+            case Phase.RESTORING:
+                return "the saved state to be taken"
+            case Phase.RESUMING:
+                return f"{engines} to resume"
+
+    @property
+    def loads_a_state(self) -> bool:
+        """Whether the update that is first in turn is that of ``load_state_dict``."""
+        first = self._update if self.running else next(iter(self._requests), self._update)
+        return first.restores
 
     @property
     def numbers(self) -> list[int]:

@@ -58,6 +58,7 @@ class LocalHost:
         detokenizer: Detokenizer | None,
         function_timeout_s: float | None,
         stall_timeout_s: float | None,
+        warn_after_s: float | None,
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
         broke: Callable[[BaseException], None],
@@ -71,7 +72,7 @@ class LocalHost:
         self.worker_threads = WorkerThreads()
         self.functions = functions
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
-        self._user_calls = UserCalls(TimeLimits(function_timeout_s), self.worker_threads, self._spawn)
+        self._user_calls = UserCalls(TimeLimits(function_timeout_s, warn_after_s), self.worker_threads, self._spawn)
         self.samples = samples = SampleFunctions(
             view, functions, self.rollout, sampling, self._user_calls, post, vocab_size=vocab_size,
             allow_mismatch=allow_mismatch, any_temperature=any_temperature, detokenizer=detokenizer,

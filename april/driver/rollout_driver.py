@@ -36,6 +36,7 @@ from april.driver.equal_rollouts import warn_of_equal_rollouts
 from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, limits_of
+from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.driver.other_hosts import OtherHosts
 from april.driver.pending_updates import PendingUpdates
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
@@ -54,14 +55,12 @@ from april.errors import (
 )
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
+from april.record.standing import Waits
 
 log = logging.getLogger("april")
 
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
-
-FULL_PATIENCE_S = 60.0
-"""A batch that waits so long for the trainer's next weight update is warned of."""
 
 
 @dataclass(slots=True)
@@ -88,6 +87,7 @@ class RolloutDriver:
         detokenizer: Detokenizer | None = None,
         function_timeout_s: float | None = None,
         stall_timeout_s: float | None = None,
+        warn_after_s: float = WARN_AFTER_S,
         check: bool = False,
         draws_beside: bool = False,
         record: RunRecord | None = None,
@@ -118,7 +118,6 @@ class RolloutDriver:
         self.handed_out: int | None = None
         """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
-        self._warned_full = False
         self._pending = _Pending()
         self._full: asyncio.Future[None] | None = None
         """Ends the wait of a trainer that cannot train meanwhile: so many batches are out now that none can come."""
@@ -134,8 +133,16 @@ class RolloutDriver:
             vocab_size=self.core.engines.vocab_size,
             any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
             allow_mismatch=allow_mismatch, detokenizer=detokenizer, function_timeout_s=function_timeout_s,
-            stall_timeout_s=stall_timeout_s, post=self.post, failed=self.updates.failed, broke=self._break,
+            stall_timeout_s=stall_timeout_s, warn_after_s=warn_after_s, post=self.post, failed=self.updates.failed,
+            broke=self._break,
         )  # fmt: skip
+        # requests that are silent have a limit of their own; functions are warned of one by one, where they run
+        patience_s = {
+            Waits.RESPONSES: None if stall_timeout_s else warn_after_s,
+            Waits.FUNCTIONS: None if hosts is None else warn_after_s,
+        }
+        tell = (lambda _: None) if self.recorder is None else self.recorder.stand
+        self.long_waits = LongWaits(self.core, self.now, warn_after_s, patience_s, tell)
         self.hosts = hosts
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
@@ -157,6 +164,10 @@ class RolloutDriver:
             do.Fail: self._fail,
         })  # fmt: skip
 
+    def __repr__(self) -> str:
+        waits = self.long_waits.standing
+        return f"{self.core!r}{', ' if waits else ''}{waits}"
+
     # ---------------------------------------------------------------- for the scheduler
 
     async def next_batch(self) -> Batch:
@@ -172,10 +183,9 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         self._note_handed_out()
-        if self.core.train_first and (self._pending.batch is None or not self._pending.batch.done()):
-            if blocks:
-                raise RolloutError(self.core.leases.why_full())
-            self._warn_while_full()
+        there = self._pending.batch is not None and self._pending.batch.done()
+        if blocks and self.core.train_first and not there:
+            raise RolloutError(self.core.leases.why_full())
         if self._pending.batch is None:
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
@@ -192,7 +202,8 @@ class RolloutDriver:
         if future.exception() is not None and self._pending.batch is future:
             self._pending.batch = None
         batch = future.result()
-        await self.quiet()
+        with self.long_waits.on("next_batch", "engines to end what they still compute on the trainer's model"):
+            await self.quiet()
         return batch
 
     def _note_handed_out(self) -> None:
@@ -203,19 +214,6 @@ class RolloutDriver:
         error = future.exception()
         if isinstance(error, EngineError) or (error is None and future.result().id == self.handed_out):
             self._pending.batch = None
-
-    def _warn_while_full(self) -> None:
-        """Once, if no update comes for so long that perhaps none ever will."""
-        if self._warned_full:
-            return
-        self._warned_full = True
-        began = self.core.clock.current, len(self.core.leased)
-
-        def check() -> None:
-            if self._broken is None and (self.core.clock.current, len(self.core.leased)) == began:
-                log.warning("next batch: %s", self.core.leases.why_full())
-
-        asyncio.get_running_loop().call_later(FULL_PATIENCE_S, check)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -367,7 +365,8 @@ class RolloutDriver:
                 raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
             self._loading = True
             try:
-                way = await self._way_to(prompts)
+                with self.long_waits.on("load_state_dict", "the prompts drawn before, which are gone through again"):
+                    way = await self._way_to(prompts)
                 refuse_undrawn(trial, way.stand)
                 log_changes(trial, core)
 
@@ -418,6 +417,7 @@ class RolloutDriver:
     async def _close(self) -> None:
         self._broken = self._broken or SchedulerClosed("the scheduler is closed")
         self._fail_waiting(self._broken)
+        self.long_waits.close()
         if self._auto is not None:
             await self._auto.closed()
         if self.hosts is not None:
@@ -433,6 +433,7 @@ class RolloutDriver:
         try:
             self._pump.post(event)
             self._times.look(self.now())
+            self.long_waits.look()
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
             self._break(error)

@@ -18,10 +18,15 @@ class Timed(Protocol):
 
 
 class TimeLimits:
-    """Runs ``late`` of everything that was started and not stopped within ``seconds`` (None: never)."""
+    """Runs ``late`` of everything that was started and not stopped within ``seconds`` (None: never).
 
-    def __init__(self, seconds: float | None) -> None:
+    ``early_s``: where it is less, ``late`` is run then for the first time, and may return what is left.
+    """
+
+    def __init__(self, seconds: float | None, early_s: float | None = None) -> None:
         self.seconds = seconds
+        self.early_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
+        self._first = seconds if self.early_s is None else self.early_s
         self._deadlines: OrderedDict[Timed, float] = OrderedDict()
         """In the order of their deadlines."""
         self._timer: asyncio.TimerHandle | None = None
@@ -31,10 +36,10 @@ class TimeLimits:
 
     def start(self, what: Timed) -> None:
         """Its time begins now; nothing happens if it is running already."""
-        if self.seconds is None or self._closed or what in self._deadlines or what in self._given_more:
+        if self._first is None or self._closed or what in self._deadlines or what in self._given_more:
             return
         loop = asyncio.get_running_loop()
-        self._deadlines[what] = deadline = loop.time() + self.seconds
+        self._deadlines[what] = deadline = loop.time() + self._first
         if self._timer is None:
             self._timer = loop.call_at(deadline, self._check)
 
@@ -46,8 +51,8 @@ class TimeLimits:
 
     def restart(self, what: Timed) -> None:
         """Its time begins again, if it was running."""
-        if what in self._deadlines and self.seconds is not None:
-            self._deadlines[what] = asyncio.get_running_loop().time() + self.seconds
+        if what in self._deadlines and self._first is not None:
+            self._deadlines[what] = asyncio.get_running_loop().time() + self._first
             self._deadlines.move_to_end(what)
 
     def close(self) -> None:

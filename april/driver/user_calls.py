@@ -7,6 +7,7 @@ that (a thread, a coroutine that ignores its cancellation) is left behind, and n
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,8 +19,13 @@ from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_u
 from april.driver.worker_threads import WorkerThreads
 from april.errors import RolloutError
 
+log = logging.getLogger("april")
+
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 """Plain reward functions and filters that run at the same time; those past their time limit are not counted."""
+
+WARN_AGAIN = 10
+"""Times that which makes a function slow, before another warning names it."""
 
 Answered = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -28,13 +34,15 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class Call:
     """One call of a user's function."""
 
-    __slots__ = ("_answered", "_calls", "_function", "_where", "task")
+    __slots__ = ("_answered", "_calls", "_function", "_warned", "_where", "task")
 
     def __init__(self, calls: UserCalls, function: Callable[..., Any], where: object, answered: Answered) -> None:
         self._calls = calls
         self._function = function
         self._where = where
         self._answered: Answered | None = answered
+        self._warned = False
+        """That it takes long this time."""
         self.task: asyncio.Task[None] | None = None
         """What runs it on the loop, where something does."""
 
@@ -51,17 +59,23 @@ class Call:
         self._calls.limits.stop(self)
         answered(value, error)
 
-    def late(self) -> None:
-        """It has taken too long: that is its answer, and it is left behind."""
+    def late(self) -> float | None:
+        """It takes long, which is said once, or too long: that is its answer, and it is left behind."""
+        limits = self._calls.limits
+        if limits.early_s is not None and not self._warned:
+            self._warned = True
+            self._calls.warn_of(name_of(self._function), self._where)
+            return None if limits.seconds is None else limits.seconds - limits.early_s
         error = RolloutError(
             f"{name_of(self._function)} was not done with {self._where} after "
-            f"function_timeout_s={self._calls.limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
+            f"function_timeout_s={limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
         )
         if not self.over:
             if self.task is not None:
                 self.task.cancel()  # before the answer, which may begin the next one
             self.answer(None, error)
         self._calls.leave(self)
+        return None
 
     def cancel(self) -> None:
         """Nobody waits for the answer any more; a coroutine is cancelled, a plain function runs to its end."""
@@ -77,6 +91,7 @@ class Call:
     def start_clock(self) -> None:
         """The function goes on, with the whole time before it."""
         if not self.over:
+            self._warned = False
             self._calls.limits.start(self)
 
 
@@ -89,6 +104,8 @@ class UserCalls:
         self._spawn = spawn
         self._context = copy_context()
         self._closed = False
+        self._warned: dict[str, float] = {}
+        """By name: before when nothing is said of a function that takes long."""
         self._places = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[Call, Callable[..., Any], tuple[Any, ...]]] = deque()
         """Plain functions for which there is no place yet."""
@@ -115,6 +132,16 @@ class UserCalls:
         call.task = self._spawn(self._on_the_loop(call, function, args))
         call.task.set_name(f"{name_of(function)} for {where}")
         return call
+
+    def warn_of(self, name: str, where: object) -> None:
+        """A function takes long; said of each from time to time, as it may do so for every sample."""
+        early_s, seconds, now = self.limits.early_s, self.limits.seconds, asyncio.get_running_loop().time()
+        assert early_s is not None
+        if now < self._warned.get(name, now):
+            return
+        self._warned[name] = now + WARN_AGAIN * early_s
+        ends = "nothing ends it (function_timeout_s)" if seconds is None else f"it is ended after {seconds:g} s"
+        log.warning("%s has been at work on %s for %g s; %s", name, where, early_s, ends)
 
     def leave(self, call: Call) -> None:
         """If it holds a place, the next may have it."""

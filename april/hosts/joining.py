@@ -151,6 +151,7 @@ def welcome_of(name: str, core: RolloutCore, config: Config, deadline_s: float) 
         any_temperature=all(LogprobKind(e.limits.logprob_kind).follows_temperature for e in table.states.values()),
         allow_mismatch=config.allow_mismatch,
         function_timeout_s=config.function_timeout_s,
+        warn_after_s=config.warned_after_s,
         stall_timeout_s=config.stall_timeout_s,
     )
 

@@ -55,6 +55,7 @@ class Welcome(Message, tag=0, kw_only=True):
     allow_mismatch: bool
     function_timeout_s: float | None
     stall_timeout_s: float | None
+    warn_after_s: float | None = None
 
 
 class Refusal(Message, tag=1):

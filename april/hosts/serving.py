@@ -140,6 +140,7 @@ class Serving:
             vocab_size=welcome.vocab_size, any_temperature=welcome.any_temperature,
             allow_mismatch=welcome.allow_mismatch, detokenizer=self._detokenizer,
             function_timeout_s=welcome.function_timeout_s, stall_timeout_s=welcome.stall_timeout_s,
+            warn_after_s=welcome.warn_after_s,
             post=self._post, failed=lambda call, error: None, broke=self._break,
         )  # fmt: skip
         mirror.output_of = self._local.samples.output_of

@@ -35,7 +35,7 @@ log = logging.getLogger("april")
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 """What no reader of JSON takes is not written: it would hide all that comes after it."""
 STAND_EVERY_S = 5.0
-"""Between two lines that say how the run stands; they come with events, so there is none while nothing happens."""
+"""Between two lines that say how the run stands; they come with events, and one where nothing has happened lately."""
 
 
 class Decisions:
@@ -131,9 +131,13 @@ class Recorder:
             raise
         finally:
             self._lines.add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
-            if (now := self._now()) >= self._stand_at:
-                self._stand_at = now + STAND_EVERY_S
-                self._lines.add(STANDING, lambda: standing_of(self._core).parts())
+            self.stand()
+
+    def stand(self, waited_s: float = 0.0) -> None:
+        """How the run stands, if that was not said lately; ``waited_s``: it has waited so long for the same thing."""
+        if (now := self._now()) >= self._stand_at:
+            self._stand_at = now + STAND_EVERY_S
+            self._lines.add(STANDING, lambda: standing_of(self._core, waited_s).parts())
 
     def restored(self, state: Any) -> None:
         """The core goes on from this snapshot."""

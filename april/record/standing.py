@@ -52,8 +52,9 @@ class Standing:
         partials: unfinished responses that have tokens of older weights than those now.
         oldest: weight updates between the oldest of these tokens and the training of the next batch; 0 without any.
         observed: response tokens that have come so far.
-        waits: what for, see :class:`Waits`.
+        waits: what for, as :func:`waits_for` has it.
         engines: requests in flight, by engine.
+        waited_s: how long it has waited for that at least.
     """
 
     step: int
@@ -66,14 +67,18 @@ class Standing:
     observed: int
     waits: str
     engines: dict[str, int]
+    waited_s: float = 0.0
 
     def parts(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
 
 
-def standing_of(core: RolloutCore) -> Standing:
-    """How things stand between two events; takes time in proportion to the responses that are held."""
+def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
+    """How things stand between two events; takes time in proportion to the responses that are held.
+
+    ``waited_s``: for so long the same thing is waited for, as far as that is known.
+    """
     partials = oldest = 0
     now = core.clock.current
     for sample in core.buffer.samples():
@@ -85,11 +90,19 @@ def standing_of(core: RolloutCore) -> Standing:
     return Standing(
         step=core.context.batches, ready=core.monitor.ready, target=core.settings.target,
         whole_groups=core.settings.whole_groups, in_flight=len(core.attempts), partials=partials, oldest=oldest,
-        observed=core.observed_tokens(), waits=_waits(core).value, engines=dict(engines),
+        observed=core.observed_tokens(), waits=waits_for(core), engines=dict(engines),
+        waited_s=waited_s,
     )  # fmt: skip
 
 
-def _waits(core: RolloutCore) -> Waits:
+def waits_for(core: RolloutCore) -> str:
+    """What the trainer waits for, in words; of a weight update also what that waits for."""
+    waits = waits_of(core)
+    return f"{waits}: {core.updates.waits_for}" if waits is Waits.UPDATE else waits.value
+
+
+def waits_of(core: RolloutCore) -> Waits:
+    """What the trainer waits for."""
     if core.updates.pending:
         return Waits.UPDATE
     if core.context.evaluations:

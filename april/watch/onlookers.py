@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from april.config.settings import Config
 from april.core.batch import Batch
 from april.driver.detokenizer import Detokenizer
 from april.driver.loop_thread import LoopThread
@@ -28,8 +29,8 @@ class Onlookers:
     """Set before anybody waits."""
 
     def __init__(
-        self, progress: Any, exporters: Sequence[Exporter], sample_texts: int, detokenizer: Detokenizer | None,
-        thread: LoopThread,
+        self, config: Config, progress: Any, exporters: Sequence[Exporter], sample_texts: int,
+        detokenizer: Detokenizer | None, thread: LoopThread,
     ) -> None:  # fmt: skip
         if isinstance(sample_texts, bool) or not isinstance(sample_texts, int) or sample_texts < 0:
             raise ConfigError(f"sample_texts must be a number of responses per batch, got {sample_texts!r}")
@@ -41,7 +42,7 @@ class Onlookers:
                 "log_texts(texts, step) and close()"
             )
         self._thread, self._texts = thread, sample_texts
-        self._feeds = [Feed(exporter, detokenizer) for exporter in exporters]
+        self._feeds = [Feed(exporter, detokenizer, config.warned_after_s) for exporter in exporters]
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -71,6 +72,6 @@ class Onlookers:
         def look() -> None:
             driver = self.driver
             driver.local.streams.catch_up()  # tokens that have arrived and wait to be read
-            tell(driver.now(), standing_of(driver.core))
+            tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)

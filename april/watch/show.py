@@ -63,7 +63,8 @@ class Screen:
         seen = self._seen
         if not self.follower.there:
             return Text(f"{said(self._path)} is not there yet")
-        parts: list[RenderableType] = [_line(str(self._line) or "nothing was generated yet")]
+        # a run that waits writes nothing down
+        parts: list[RenderableType] = [Text(self._line.at(seen.seconds + silent_s) or "nothing was generated yet")]
         if seen.end is not None:
             parts = [_line(f"{said(seen.end)}, after {seen.seconds:.0f} s")]
         elif silent_s > SILENT_S:

@@ -1,0 +1,391 @@
+"""Whoever waits long for the same thing hears what it is: weight updates, engines, prompts, functions, exporters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_machine import settings
+from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+
+import april
+from april.core import events as ev
+from april.core.sampling import SamplingParams
+from april.core.settings import EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Prompt
+from april.driver.evaluation import Evaluator
+from april.driver.long_waits import WARN_AFTER_S, LongWaits
+from april.engines.protocol import Capabilities
+from april.export.feed import Feed
+from april.record.standing import waits_for
+from april.testing import FakeEngine, rollouts, run_virtual
+from april.watch.show import Screen
+
+
+class Server(RecordingEngine):
+    """Has weights of its own; ``slow`` of its calls take that long."""
+
+    def __init__(self, *args: Any, slow: Mapping[str, float] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slow = slow or {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of a server."""
+        return replace(super().capabilities, remote=True)
+
+    async def pause(self) -> None:
+        """Slowly."""
+        await asyncio.sleep(self.slow.get("pause", 0.0))
+        await super().pause()
+
+    async def resume(self) -> None:
+        """Slowly."""
+        await asyncio.sleep(self.slow.get("resume", 0.0))
+        await super().resume()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings that name a wait or a function that takes long."""
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return [text for text in texts if " has waited " in text or " at work on " in text]
+
+
+def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, after the time; what the driver says of itself has it before, with how long it has lasted."""
+
+    async def program() -> None:
+        run = Rollouts(table({}, 20), n=4, engines=[Server(table({}, 20))])
+        await run.driver.next_batch()
+        assert "waits for" not in repr(run.driver)
+        update = asyncio.create_task(run.driver.update_weights(transfer=asyncio.Event().wait))  # type: ignore[arg-type]
+        await asyncio.sleep(7)
+        assert repr(run.driver).endswith("waits for a weight update: its transfer function to return, for 7 s")
+        await asyncio.sleep(WARN_AFTER_S - 7.001)
+        assert not said(caplog)
+        await asyncio.sleep(1)
+        sentence = "weight_update has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+        assert said(caplog) == [sentence]
+        await asyncio.sleep(10_000)
+        assert said(caplog) == [sentence]
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        await run.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize(
+    ("slow", "options", "what"),
+    [
+        ({"pause": 29.0}, {}, "engine e0 to pause"),
+        ({}, {"weight_update_s": 29.0}, "engine e0 to load"),
+        ({"resume": 29.0}, {}, "engine e0 to resume"),
+    ],
+)
+def test_an_engine_that_an_update_waits_for_is_named(
+    slow: dict[str, float], options: dict[str, float], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever of the update takes long; the others, which have answered, are not."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        engines = [Server(lengths, "e0", slow=slow, **options), Server(lengths, "e1")]
+        run = Rollouts(lengths, n=4, engines=engines, warn_after_s=20.0, stall_timeout_s=900.0)
+        await run.driver.next_batch()
+        await run.driver.update_weights("weights")
+        assert said(caplog) == [f"weight_update has waited 20 s for {what}; meanwhile nothing is generated"]
+        await run.driver.update_weights("weights")
+        assert len(said(caplog)) == 1  # no longer than the one that was named
+        await run.close()
+
+    virtual(program)
+
+
+def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """The call that waits is named as it is called."""
+
+    async def program() -> None:
+        lengths = table({}, 20)
+        run = Rollouts(lengths, n=4, engines=[Server(lengths)])
+        state = run.driver.state_dict(None)
+        load = asyncio.create_task(run.driver.load_state_dict(state, transfer=asyncio.Event().wait))  # type: ignore[arg-type]
+        await asyncio.sleep(61)
+        assert said(caplog) == [
+            "load_state_dict has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+        ]
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        await run.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 600.0])
+def test_a_function_that_takes_long_is_named(timeout_s: float | None, caplog: pytest.LogCaptureFixture) -> None:
+    """With a sample of it, and once for all that do so at the same time; short ones are not, nor what they wait for."""
+
+    async def judge(prompt: Prompt, response: Any) -> float:
+        await asyncio.sleep(70 if len(response.tokens) > 5 else 1)
+        return 1.0
+
+    async def program() -> None:
+        run = Rollouts(table({}, 20), n=4, reward=judge, function_timeout_s=timeout_s)
+        await run.driver.next_batch()
+        assert len(said(caplog)) == 1
+        (sentence,) = said(caplog)
+        assert "judge has been at work on " in sentence
+        ends = "nothing ends it (function_timeout_s)" if timeout_s is None else "it is ended after 600 s"
+        assert sentence.endswith(f" for 60 s; {ends}")
+        await run.driver.next_batch()
+        assert len(said(caplog)) == 1
+        await run.close()
+
+    virtual(program)
+
+
+def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
+    """The warning changes nothing: it is ended when it would have been, and is on time a moment before."""
+    ended: list[float] = []
+
+    async def judge(prompt: Prompt, response: Any) -> float:
+        began = now()
+        try:
+            await asyncio.sleep(99.0 if len(ended) else 1000.0)
+        finally:
+            ended.append(now() - began)
+        return 1.0
+
+    async def program() -> None:
+        run = Rollouts(table({}, 5), n=1, reward=judge, function_timeout_s=100.0, max_attempt_failures=9)
+        await run.driver.next_batch()
+        assert ended == [100.0, 99.0]
+        await run.close()
+
+    virtual(program)
+
+
+def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
+    """They are the same functions."""
+
+    async def judge(prompt: Prompt, response: Any) -> float:
+        await asyncio.sleep(90)
+        return 1.0
+
+    async def program() -> None:
+        run = Rollouts(table({}, 5), n=1, reward=judge)
+        await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
+        assert any("judge has been at work on " in text for text in said(caplog))
+        await run.close()
+
+    virtual(program)
+
+
+def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: pytest.LogCaptureFixture) -> None:
+    """An update that came in time once does not keep the second wait from being named."""
+
+    async def program() -> None:
+        run = Rollouts(table({}, 5), n=1, max_staleness=0)
+        for lasts in (30.0, 61.0):
+            await run.driver.next_batch()
+            ahead = asyncio.create_task(run.driver.next_batch())
+            await asyncio.sleep(lasts)
+            assert len(said(caplog)) == (lasts > WARN_AFTER_S)
+            await run.driver.update_weights("weights")
+            await ahead
+            await run.driver.update_weights("weights")
+        (sentence,) = said(caplog)
+        assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
+        await run.close()
+
+    virtual(program)
+
+
+Happens = Callable[[RolloutCore], None]
+
+
+def draws(core: RolloutCore) -> None:
+    """A batch is asked for, and no prompt comes."""
+    core.handle(ev.StepRequested())
+
+
+def has_no_engine(core: RolloutCore) -> None:
+    """Prompts come, and the only engine is ill."""
+    core.handle(ev.StepRequested())
+    core.handle(ev.EngineFailed("e0"))
+    core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
+
+
+def is_paused(core: RolloutCore) -> None:
+    """Somebody has asked for a pause, and does not end it."""
+    core.handle(ev.StepRequested())
+    core.handle(ev.PauseRequested())
+
+
+def evaluates_in_a_pause(core: RolloutCore) -> None:
+    """An evaluation waits for that."""
+    core.handle(ev.PauseRequested())
+    core.handle(
+        ev.EvaluationRequested(
+            evaluation=0, prompts=[Prompt(prompt_ids(0))], n_samples=1, sampling=SamplingParams(5), seed=0,
+            functions_at_once=None,
+        )
+    )  # fmt: skip
+
+
+def updates_behind_a_pause(core: RolloutCore) -> None:
+    """So does an update."""
+    core.handle(ev.PauseRequested())
+    core.handle(ev.UpdateRequested(update=1, path="weights"))
+
+
+@pytest.mark.parametrize(
+    ("happens", "call", "what"),
+    [
+        (draws, "next_batch", "prompts: their source has not returned any"),
+        (has_no_engine, "next_batch", "an engine: mend one of e0; after outage_deadline_s the step fails"),
+        (is_paused, "next_batch", "the end of a pause"),
+        (evaluates_in_a_pause, "evaluate", "the end of a pause"),
+        (updates_behind_a_pause, "weight_update", "the end of an evaluation or of a pause"),
+    ],
+)
+def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
+    happens: Happens, call: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing happens any more, and the loop has nothing to do for it."""
+
+    async def program() -> None:
+        core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+        told: list[float] = []
+        waits = LongWaits(core, now, 60.0, {}, told.append)
+        happens(core)
+        waits.look()
+        await asyncio.sleep(3600)
+        (sentence,) = said(caplog)
+        assert sentence.startswith(f"{call} has waited 60 s for {what}")
+        assert told == [6.0]
+        assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
+        assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+
+    run_virtual(program())
+
+
+def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """What the core does not know of, such as an engine that still computes on the trainer's model."""
+
+    async def program() -> None:
+        run = Rollouts(table({}, 5), n=1)
+
+        async def never() -> None:
+            await asyncio.sleep(100)
+
+        run.driver.quiet = never  # type: ignore[method-assign]
+        await run.driver.next_batch()
+        assert said(caplog) == [
+            "next_batch has waited 60 s for engines to end what they still compute on the trainer's model"
+        ]
+        assert "waits for" not in repr(run.driver)
+        await run.close()
+
+    virtual(program)
+
+
+def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Without stall_timeout_s; tokens that come, however slowly, are no silence."""
+
+    async def program() -> None:
+        lengths = table({}, 200)
+        run = Rollouts(lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=10.0)])
+        await run.driver.next_batch()
+        assert now() > 190
+        assert not said(caplog)
+        await run.close()
+        core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+        waits = LongWaits(core, now, 60.0, {})
+        core.handle(ev.StepRequested())
+        core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
+        (sample,) = (s for group in core.buffer.groups.values() for s in group.samples)
+        core.handle(ev.CallMade(sample.id, SamplingParams(5)))
+        waits.look()
+        await asyncio.sleep(61)
+        assert said(caplog) == [
+            "next_batch has waited 60 s for responses: 1 requests run, and no token of theirs has come"
+        ]
+
+    virtual(program)
+
+
+def test_an_exporter_that_takes_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Batches wait for it, and nothing else does."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """Takes long."""
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            """Once it is told."""
+            busy.set()
+            go_on.wait()
+
+        def log_texts(self, texts: Any, step: int) -> None:
+            """Nothing."""
+
+        def close(self) -> None:
+            """Nothing."""
+
+    feed = Feed(Slow(), None, warn_after_s=0.0)
+    feed.put(3, {}, [])
+    busy.wait()
+    feed.put(4, {}, [])
+    feed.put(5, {}, [])
+    go_on.set()
+    feed.close()
+    (sentence,) = said(caplog)
+    assert sentence.startswith("exporter Slow has been at work on step 3 for 0 s; 1 batches wait for it, and no more ")
+
+
+def test_a_record_says_that_an_update_hangs(tmp_path: Path) -> None:
+    """Nothing happens in the core, so no event is written; whoever watches sees it all the same, and for how long."""
+    path = tmp_path / "run.jsonl"
+
+    async def program() -> None:
+        config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
+        engine = FakeEngine(lengths=20)
+        options: dict[str, Any] = {"prompts": [[1, 2]] * 9, "reward": lambda p, r: 1.0, "record": path}
+        async with rollouts(config, engines=[engine], **options) as run:
+            await run.next_batch()
+            hangs: Any = asyncio.Event().wait
+            update = asyncio.create_task(run.scheduler._driver.update_weights(transfer=hangs))
+            await asyncio.sleep(1000)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+
+    run_virtual(program())
+    lines = path.read_text("utf-8").splitlines()
+    hanging = next(i for i, line in enumerate(lines) if "its transfer function to return" in line)
+    path.write_text("\n".join(lines[: hanging + 1]) + "\n", "utf-8")
+    screen = Screen(path)
+    while screen.look():
+        pass
+    screen.follower.close()
+    assert "waits for a weight update: its transfer function to return (29 s)" in screen._line.at(
+        screen.follower.seen.seconds + 23.0
+    )
+
+
+def test_the_time_is_a_setting_that_follows_the_deadline_of_outages() -> None:
+    """60 s, or less where outages are shorter, or what is given."""
+    base = {"rollout_batch_size": 1, "max_response_len": 9}
+    assert april.Config(**base).warned_after_s == WARN_AFTER_S == 60.0
+    assert april.Config(**base, outage_deadline_s=2.0).warned_after_s == 2.0
+    assert april.Config(**base, outage_deadline_s=2.0, warn_after_s=5.0).warned_after_s == 5.0
