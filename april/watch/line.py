@@ -32,8 +32,8 @@ class Line:
         if self._latest is not None and standing.observed < self._latest.observed:
             self._seen.clear()  # another state was loaded
         if self._latest is None or standing.step != self._latest.step:
-            self._began = time_s
-        if self._latest is None or standing.waits != self._latest.waits:
+            self._began = self._waits_since = time_s
+        elif standing.waits != self._latest.waits:
             self._waits_since = time_s
         self._waits_since = min(self._waits_since, time_s - standing.waited_s)
         self._latest = standing
