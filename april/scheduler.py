@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from april.config.engine_fit import why_unfit
+from april.config.engine_fit import fits, why_unfit
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
 from april.config.values import MOST, shown, without_contents
@@ -142,10 +142,8 @@ class RolloutScheduler:
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
-        self._asking: object | None = None
-        """The call that waits for a batch."""
-        self._update: UpdateCall | None = None
-        """The last weight update, until a call has heard its end."""
+        self._asking: object | None = None  # the call that waits for a batch
+        self._update: UpdateCall | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
         others: RemoteHosts | None = None
         made: Sequence[Engine] = ()
@@ -177,8 +175,9 @@ class RolloutScheduler:
                     function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
                     warn_after_s=config.warned_after_s, check=check, draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
-                    config=config.to_mapping(),
+                    config=config.to_mapping(), blocked=self._thread.blocked,
                     hosts=others, delivered=self._onlookers.delivered,
+                    fits=partial(fits, config, {e.name: e.capabilities for e in self._engines}),
                 )
             )
         except BaseException:

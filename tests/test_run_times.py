@@ -124,7 +124,7 @@ def test_the_bound_is_what_keeps_places_empty() -> None:
         assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
         assert batch.bottleneck == (
             "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
-            "the time; add engines"
+            "the time; only more or faster ones would help"
         )
         await asyncio.sleep(100)
         await run.driver.update_weights()

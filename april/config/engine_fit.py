@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
 from april.core.types import GenerationMode
+from april.errors import ConfigError
 
 if TYPE_CHECKING:
     from april.engines.protocol import Capabilities
@@ -41,6 +42,15 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
                 f"engine {name} generates with the trainer's own model, which cannot be trained meanwhile; set "
                 "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
             )
+
+
+def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
+    """Whether the configuration with these changes would be taken, by itself and on these engines."""
+    try:
+        changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
+    except ConfigError:
+        return False
+    return not any(why_unfit(changed, engines))
 
 
 def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from april.core.idle import Idle
 from april.core.run_times import TrainerTime
@@ -23,11 +24,26 @@ PARTS = {
 """Of a weight update."""
 
 
-def bottleneck(times: Mapping[str, float], settings: CoreSettings) -> str:
-    """``times``: of :class:`.run_times.RunTimes`, or of several steps (``whole``). Empty if they took no time."""
+Fits = Callable[..., bool]
+"""Whether settings (by name, with a value to try) may be changed so, where the run is."""
+
+
+def bottleneck(times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "") -> str:
+    """``times``: of :class:`.run_times.RunTimes`, or of several steps (``whole``). Empty if they took no time.
+
+    ``fits``: nothing that it refuses is advised; None: what the engines allow is not known. ``blocking``: the function
+    that blocked the loop for most of ``loop_blocked_s``.
+    """
     step = times["step_s"]
     if step <= 0.0:
         return ""
+    blocked = times.get("loop_blocked_s", 0.0)
+    if blocked >= TURNS * step:
+        return (
+            f"{blocking or 'a function (its name is in the log)'} is the bottleneck: it blocked april's event loop for "
+            f"{_of(min(blocked, step), step)}; make it a plain def, which april runs in a thread, or await what it "
+            "waits for"
+        )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
     if ahead > waited:  # what it does meanwhile nobody knows; but no batch has waited for it
@@ -48,7 +64,7 @@ def bottleneck(times: Mapping[str, float], settings: CoreSettings) -> str:
         )
     else:
         side = f"generation is the bottleneck: the trainer waited {_of(waited, step)} for rollouts"
-    return f"{side}; {_engines(times, settings, starved=starved)}"
+    return f"{side}; {_engines(times, _Advice(settings, fits), starved=starved)}"
 
 
 def _trainer_side(times: Mapping[str, float]) -> str:
@@ -69,44 +85,67 @@ def _trainer_side(times: Mapping[str, float]) -> str:
     return f"{what} {took}; {waited}"
 
 
-def _engines(times: Mapping[str, float], settings: CoreSettings, *, starved: bool) -> str:
+class _Advice(NamedTuple):
+    """What may be changed."""
+
+    settings: CoreSettings
+    fits: Fits | None
+
+    def of(self, words: str, *, known: bool = False, **change: object) -> str:
+        """``words``, if the change would be taken (``known``: only engines tell), and is not of what april chooses."""
+        refused = known if self.fits is None else not self.fits(**change)
+        return "" if refused or change.keys() & set(self.settings.auto) else words
+
+
+def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> str:
     """``starved``: the trainer waits for them, so what keeps them idle is worth a change."""
     idle = {cause: times[f"idle_{cause}"] for cause in Idle}
     total = sum(idle.values())
     cause = max(idle, key=lambda c: idle[c])
     if total < LITTLE:
-        return f"engines were busy {times['engines_busy']:.0%} of the time" + ("; add engines" if starved else "")
+        busy = f"engines were busy {times['engines_busy']:.0%} of the time"
+        return busy + ("; only more or faster ones would help" if starved else "")
     others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
-    because, change = _reason(cause, settings)
+    because, change = _reason(cause, advice)
     if cause is Idle.BOUND and not starved:
-        change = "fewer engines would do"
+        change = "" if advice.settings.generation is GenerationMode.STEPWISE else "fewer engines would do"
     said = f"engines stood idle {total:.0%} of the time{others} because {because}"
     return f"{said}; {change}" if change else said
 
 
-def _reason(cause: Idle, settings: CoreSettings) -> tuple[str, str]:
+def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
     """Why places stood empty, and what to change, if anything can be said."""
-    s = settings
-    stepwise = s.generation is GenerationMode.STEPWISE
+    s, more = advice.settings, advice.of
+    held = s.max_held_tokens
     return {
         Idle.UPDATE: ("weights were updated", ""),
         Idle.PAUSE: ("generation was paused", ""),
         Idle.EVALUATION: ("of an evaluation", ""),
         Idle.TRAINER: (
             "no batch was asked for",
-            "with GPUs of their own they could go on (generation: continuous)" if stepwise else "",
+            "with GPUs of their own they could go on (generation: continuous)"
+            if s.generation is GenerationMode.STEPWISE and more("yes", known=True, generation="continuous") else "",
         ),
-        Idle.BOUND: (f"max_staleness {s.max_staleness} admits no more", "raise it or train faster"),
+        Idle.BOUND: (
+            f"max_staleness {s.max_staleness} admits no more",
+            " or ".join(filter(None, (more("raise it", max_staleness=s.max_staleness + 1), "train faster"))),
+        ),
         Idle.STOP: ("requests that were cut took long to end", ""),
         Idle.ENGINES: ("no engine took the work that waits", "see engine/NAME/cap and the log"),
         Idle.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make them faster"),
         Idle.PROMPTS: ("prompts were being drawn or have ended", ""),
-        Idle.HELD: ("as much is held as may be held", "raise max_held_tokens, if it is set"),
+        Idle.HELD: (
+            "as much is held as may be held",
+            "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
+        ),
         Idle.OVER_SAMPLING: (
             f"{s.groups_wanted} groups are in work and refill: {s.refill} adds none",
-            "raise over_sampling_batch_size or set refill: sample",
+            " or ".join(filter(None, (
+                more("raise over_sampling_batch_size", over_sampling_batch_size=2 * s.groups_wanted),
+                more("set refill: sample", refill="sample"),
+            ))),
         ),
-    }[cause]
+    }[cause]  # fmt: skip
 
 
 def _of(seconds: float, step: float) -> str:

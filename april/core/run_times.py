@@ -198,6 +198,7 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
 
 def whole(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The times of several steps as if they were one: seconds are summed up, shares weighed by the time."""
+    steps = list(steps)
     out = dict.fromkeys((*SECONDS, *SHARES, "bubble"), 0.0)
     for step in steps:
         for name in SECONDS:
@@ -206,6 +207,7 @@ def whole(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
             out[name] += step[name] * step["step_s"]
     for name in SHARES:
         out[name] = out[name] / out["step_s"] if out["step_s"] else 0.0
+    out["loop_blocked_s"] = sum(step.get("loop_blocked_s", 0.0) for step in steps)
     out["bubble"] = _bubble(out["engines_busy"] * out["step_s"], out["rollout_wall_s"])
     return out
 

@@ -14,17 +14,21 @@ _HOUSE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))))
 
 
+def is_users(file: str) -> bool:
+    """Whether code is the user's: neither april's nor an installed library's."""
+    return not file.startswith((_HOUSE, "<frozen", *_LIBRARIES))
+
+
 def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """``line 7 of rewards.py``: where the user's code raised it, or else where ``function`` is; or nothing."""
     place, library, trace = "", "", error.__traceback__
     while trace is not None:
         file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not file.startswith(_HOUSE):
-            here = f"line {line} of {Path(file).name}"
-            if file.startswith(_LIBRARIES):
-                library = here
-            else:
-                place = here
+        here = f"line {line} of {Path(file).name}"
+        if is_users(file):
+            place = here
+        elif not file.startswith(_HOUSE):
+            library = here
         trace = trace.tb_next
     if (found := place or library) or (code := code_of(function)) is None:
         return found

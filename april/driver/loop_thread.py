@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from april.daemon_pool import DaemonPool
 from april.driver.loop_reply import Reply
+from april.driver.loop_watch import LoopWatch
 from april.driver.user_code import refuse_inside_user_code
 from april.errors import RolloutError, SchedulerClosed
 
@@ -54,7 +55,9 @@ class LoopThread:
         self._stopping = self._ended = False
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._watch = LoopWatch(self._loop, self._thread)
         self._thread.start()
+        self._watch.start()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -64,6 +67,7 @@ class LoopThread:
             except BaseException:
                 # a task raised SystemExit, which ends run_forever; it must not end the run of everybody else
                 log.exception("a background task tried to end the process; april goes on")
+        self._watch.stop()
         self._refuse_pending()
         self._loop.close()
         self._pool.shutdown(wait=False)
@@ -77,6 +81,10 @@ class LoopThread:
     def here(self) -> bool:
         """False in a child that was forked off: threads stay behind in the parent."""
         return os.getpid() == self._process
+
+    def blocked(self) -> tuple[float, str]:
+        """Seconds for which functions have blocked the loop since this was last asked, and the one that did most."""
+        return self._watch.take()
 
     # ---------------------------------------------------------------- from any thread
 

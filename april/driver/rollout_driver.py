@@ -21,7 +21,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.bottleneck import bottleneck
+from april.core.bottleneck import Fits, bottleneck
 from april.core.event_pump import EventPump
 from april.core.request_log import RequestLog
 from april.core.run_times import RunTimes
@@ -95,11 +95,13 @@ class RolloutDriver:
         hosts: OtherHosts | None = None,
         chooser: Chooser | None = None,
         delivered: Callable[[Batch], None] | None = None,
+        blocked: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
+        fits: Fits | None = None,
     ) -> None:
         first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
         self.core = RolloutCore(settings, first, check=check)
         self.now = asyncio.get_running_loop().time
-        self._delivered = delivered
+        self._delivered, self._blocked, self._fits = delivered, blocked, fits
         self._times = RunTimes(self.core)
         self.requests = RequestLog(self.core, self.now)
         self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests, config)
@@ -523,7 +525,9 @@ class RolloutDriver:
         if self.hosts is not None:
             self.hosts.delivered(samples)
         times = self._times.delivered(self.now())
-        why = bottleneck(times, self.core.settings)
+        blocked_s, blocking = self._blocked()
+        times |= {"loop_blocked_s": blocked_s}
+        why = bottleneck(times, self.core.settings, self._fits, blocking)
         metrics = {**batch.metrics, **times}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)

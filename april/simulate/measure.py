@@ -108,7 +108,7 @@ def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, 
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
         "idle_shares": {str(cause): share for cause in Idle if (share := times[f"idle_{cause}"])},
-        "bottleneck": bottleneck(times, settings),
+        "bottleneck": bottleneck(times, settings, lambda **_: True),
     }
 
 

@@ -56,6 +56,9 @@ class _SameLoop(LoopThread):
     def here(self) -> bool:
         return True
 
+    def blocked(self) -> tuple[float, str]:
+        return 0.0, ""
+
     def refuse_waiting(self) -> None:
         raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
 
