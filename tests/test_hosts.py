@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -211,6 +212,33 @@ def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
             p.check(12)
 
     run_virtual(main())
+
+
+def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogCaptureFixture) -> None:
+    """A function blocks the loop for longer than the deadline: what both sides have said meanwhile is heard first."""
+
+    async def blocks(prompt: Any, response: Any) -> float:
+        loop = asyncio.get_running_loop()
+        if not blocked:
+            blocked.append(loop.time())
+            loop._virtual_now += 300.0  # type: ignore[attr-defined]
+        return await reward(prompt, response)
+
+    blocked: list[float] = []
+
+    async def main() -> None:
+        async with place(reward=blocks) as p:
+            host = await p.host("a", [fake("f")])
+            await p.all_batches()
+            assert blocked
+            assert host._ended is not None
+            assert not host._ended.done()
+            assert len(p.links) == 1
+            p.check(12)
+
+    with caplog.at_level(logging.WARNING, "april"):
+        run_virtual(main())
+    assert not [record for record in caplog.records if "lost" in record.getMessage()]
 
 
 # -------------------------------------------------------------------- two of one name

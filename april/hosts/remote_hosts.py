@@ -64,6 +64,8 @@ class RemoteHosts:
         self._watchers: set[asyncio.Future[None]] = set()
         """Told whenever a host has said something or is gone."""
         self._timer: asyncio.TimerHandle | None = None
+        self._looked_s: float | None = None
+        """When it was last looked who is silent."""
         self._closed = False
         door.open(self._came_in)
 
@@ -363,8 +365,12 @@ class RemoteHosts:
         """Who has been silent for too long is lost; all others hear that this side lives."""
         assert self._roster is not None
         assert self._core is not None
-        deadline_s = self._door.deadline_s
-        for desk, why in self._roster.overdue(self._now(), deadline_s).items():
+        deadline_s, now = self._door.deadline_s, self._now()
+        if self._looked_s is not None and now - self._looked_s > deadline_s / 2:
+            self._roster.begin_anew(now)
+            self._rivals = {name: (guest, now) for name, (guest, _) in self._rivals.items()}
+        self._looked_s = now
+        for desk, why in self._roster.overdue(now, deadline_s).items():
             if desk in self._guests:
                 self._guests[desk].link.close()
                 self._lost(desk, why)

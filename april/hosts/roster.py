@@ -139,6 +139,12 @@ class Roster:
         if self._desks.get(desk.name) is desk:
             self._heard[desk.name] = now
 
+    def begin_anew(self, now: float) -> None:
+        """This process itself did not run for a while: what hosts have said meanwhile is on its way."""
+        self._heard = dict.fromkeys(self._heard, now)
+        for desk in self._desks.values():
+            desk.fenced = dict.fromkeys(desk.fenced)
+
     def overdue(self, now: float, deadline_s: float) -> dict[HostDesk, str]:
         """Hosts that are silent, or do not end what they were told to end, for ``deadline_s``; and which it is."""
         late = {}

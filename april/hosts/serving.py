@@ -62,7 +62,7 @@ class Serving:
         self._mirror: Mirror | None = None
         self._local: LocalHost | None = None
         self._flushes = False
-        self._deadline_s = self._heard_s = 0.0
+        self._deadline_s = self._heard_s = self._looked_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
         self.welcomed: asyncio.Future[None] = self._loop.create_future()
@@ -144,7 +144,7 @@ class Serving:
             post=self._post, failed=lambda call, error: None, broke=self._break,
         )  # fmt: skip
         mirror.output_of = self._local.samples.output_of
-        self._deadline_s = welcome.deadline_s
+        self._deadline_s, self._looked_s = welcome.deadline_s, self._loop.time()
         self._beat(welcome.heartbeat_s)
         self.welcomed.set_result(None)
 
@@ -178,7 +178,11 @@ class Serving:
         """It lives; and does the scheduler?"""
         if self.ended.done():
             return
-        if self._loop.time() - self._heard_s >= self._deadline_s:
+        now = self._loop.time()
+        if now - self._looked_s > self._deadline_s / 2:
+            self._heard_s = now  # this process itself did not run: what it was told meanwhile is on its way
+        self._looked_s = now
+        if now - self._heard_s >= self._deadline_s:
             self._break(LinkError(f"the scheduler has said nothing for {self._deadline_s:g} s"))
             return
         self._say(Heartbeat())

@@ -515,7 +515,9 @@ class RankScheduler:
     # ---------------------------------------------------------------- the end
 
     def __repr__(self) -> str:
-        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}"
+        call = self._open
+        waits = f", in {call.what}" if call is not None and call.wanted else ""
+        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}{waits}"
         return f"<RankScheduler {rank}{'' if self._own is None else f' {self._own!r}'}>"
 
     def close(self) -> None:
