@@ -248,6 +248,22 @@ def test_a_transfer_may_have_reached_an_engine_that_is_away(comes_as: EngineLimi
     waits_for_the_next_update(m, replace(comes_as, remote=True))
 
 
+@pytest.mark.parametrize("kind", ["remote", "own_weights"])
+def test_a_transfer_that_breaks_off_tears_all_weights_but_the_trainers(kind: str) -> None:
+    """Behind a server, or in a process of the trainer's (vLLM): no request goes to them before another update."""
+    m = machine(engines=(replace(A, **{kind: True}),))
+    commands = m.post(ev.UpdateRequested(update=1, transfers=True))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    answer(m, commands)
+    answer(m, m.post(ev.HandedOver(1, "no route")))
+    assert m.core.engines.states["a"].weights is EngineWeights.HALF
+    assert m.core.updates.half_updated is not None
+    assert not m.in_flight
+    updated(m, None)
+    assert m.core.engines.states["a"].loaded == {m.core.clock.current}
+
+
 def test_an_update_that_wrote_nothing_changes_nothing_for_those_that_join() -> None:
     """It was cancelled in time: engines have the weights of their start, which a label names."""
     m = machine(n=2, engines=(A, B))

@@ -119,3 +119,5 @@ class EngineLimits:
     """It does not show which weights it has."""
     remote: bool = False
     """A server: it may be started anew, and is asked for its weights and its load while it works."""
+    own_weights: bool = False
+    """No server, and yet its weights are not the trainer's own."""

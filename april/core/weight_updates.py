@@ -283,12 +283,13 @@ class WeightUpdates:
             self._load()
 
     def _broken_off(self, why: str) -> None:
-        """Servers with a part of the new weights must not generate as if they had the old ones."""
+        """Engines with a part of the new weights must not generate as if they had the old ones."""
         self._written = True
-        remote = [state for state in self._context.engines.states.values() if state.limits.remote]
-        for state in remote:
+        states = self._context.engines.states.values()
+        own = [state for state in states if state.limits.remote or state.limits.own_weights]
+        for state in own:
             state.lose(EngineWeights.HALF)
-        if remote:
+        if own:
             self.half_updated = (
                 f"the last transfer of weights was broken off ({why}), and nobody knows what the servers have of "
                 "it; call weight_update again before the next batch"

@@ -77,6 +77,9 @@ class Capabilities:
     remote: bool = False
     """Behind a server, which others may load and which may be started anew: it is asked for its load and its weights
     from time to time while it works."""
+    own_weights: bool = False
+    """It is no server, and yet a trainer hands its weights over to it: what a transfer that broke off has
+    left there, nobody knows."""
     verifies_weights: bool = True
     """It shows which weights it has; if not, new ones are unverified: taken on the word of whoever put them there."""
     honours_seeds: bool = True

@@ -331,6 +331,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         updates_from_disk=reloads and not lora_request,
         version_spans=False,
         streams=stream,
+        own_weights=True,
         limits=tuple(limit for amiss, limit in limits if amiss),
     )
 
