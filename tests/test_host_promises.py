@@ -269,6 +269,30 @@ def test_a_lost_host_ends_the_calls_of_its_engines() -> None:
     sides.core.validate()
 
 
+def test_what_a_directory_holds_is_told_both_ways_and_is_a_hash() -> None:
+    """A host loads what it is to find there and says what it has found; text that is no hash cuts it off."""
+    sides, attempt = one_request()
+    sides.ends(attempt)
+    sides.up()
+    sides.pump.post(ev.UpdateRequested(update=1, path="weights", trained=0))
+    (pause,) = (c for c in sides.down() if isinstance(c, do.PauseEngine))
+    sides.mirror.post(ev.EngineCallEnded("e0", pause.call, ev.CallResult.DONE))
+    sides.up()
+    (load,) = (c for c in sides.down() if isinstance(c, do.LoadEngine))
+    assert load.contents == ()
+    for lie in ("\x1b[31m", "0" * 65):
+        with pytest.raises(ProtocolError, match="the content of a directory is told as"):
+            list(sides.desk.receive(wire.encode([wire.CallEnded("e0", load.call, ev.CallResult.DONE, "", lie)])))
+    sides.mirror.post(ev.EngineCallEnded("e0", load.call, ev.CallResult.DONE, "", "a1b2"))
+    sides.up()
+    assert sides.core.updates.contents == ("a1b2",)
+    sides.desk.execute(
+        do.LoadEngine(engine="h/e0", call=9, within_s=1.0, version=(0, 1), path="weights", contents=("a1b2",))
+    )
+    (again,) = (c for c in sides.down() if isinstance(c, do.LoadEngine))
+    assert again.contents == ("a1b2",)
+
+
 # -------------------------------------------------------------------- nothing stays
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Of each file, spread over all of it; what is no longer than that is read whole."""
-MOST_FILES = 10_000
+MOST_FILES = 1_000
 
 
 def why_unloadable(path: str) -> str | None:
