@@ -14,6 +14,7 @@ from interrupting import interrupt, with_a_signal
 from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, scheduler
 
 import april
+from april.driver import loop_reply
 from april.engines.protocol import Capabilities
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import EngineError, RolloutError
@@ -202,21 +203,65 @@ def test_an_update_asked_for_inside_itself_is_refused() -> None:
         assert refused > 10
 
 
-def test_a_transfer_that_is_broken_off_holds_up_servers_until_the_next_one() -> None:
+class Server(SimulatedEngine):
+    """Has weights of its own."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of a server."""
+        return replace(super().capabilities, remote=True)
+
+
+def server() -> Server:
+    """One that costs next to nothing."""
+    return Server("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+
+
+def breaks() -> None:
+    """A transfer that does."""
+    raise OSError("the link broke")
+
+
+@pytest.mark.parametrize(("transfer", "error"), [(interrupt, KeyboardInterrupt), (breaks, OSError)])
+def test_a_transfer_that_is_broken_off_holds_up_servers_until_the_next_one(transfer: Any, error: Any) -> None:
     """Ctrl-C, or any error, inside transfer: servers may have half of the weights, under the old version's name."""
-
-    class Server(SimulatedEngine):
-        @property
-        def capabilities(self) -> Capabilities:
-            return replace(super().capabilities, remote=True)
-
-    server = Server("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-    with scheduler(engines=[server]) as rollouts:
+    why = "interrupted|KeyboardInterrupt" if error is KeyboardInterrupt else "OSError: the link broke"
+    with scheduler(engines=[server()]) as rollouts:
         rollouts.next_batch()
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.weight_update(transfer=interrupt)
-        with pytest.raises(EngineError, match=r"broken off.*call weight_update again before the next batch"):
+        with pytest.raises(error):
+            rollouts.weight_update(transfer=transfer)
+        with pytest.raises(EngineError, match=rf"broken off \(({why})\).*call weight_update again before"):
             rollouts.next_batch()
         assert rollouts.version == (0, 0)
         assert rollouts.weight_update(transfer=lambda: None) == (0, 1)
         assert rollouts.next_batch().version == (0, 1)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_batch_asked_for_before_a_transfer_broke_off_is_not_waited_for(
+    mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call was interrupted; the next one is told how the weights are now, and is not left waiting."""
+    monkeypatch.setattr(loop_reply, "LOOK_AGAIN_S", 0.001)
+    go_on = threading.Event()
+
+    def held(prompt: Any, response: Any) -> float:
+        go_on.wait()
+        return float(len(response.tokens))
+
+    with scheduler(engines=[server()], reward=held) as rollouts:
+        go_on.set()
+        rollouts.next_batch()
+        go_on.clear()
+        with pytest.raises(KeyboardInterrupt):
+            with_a_signal(200, interrupt, rollouts.next_batch)
+        with pytest.raises(OSError, match="the link broke"):
+            rollouts.weight_update(transfer=breaks)
+        go_on.set()
+        if mended:
+            rollouts.weight_update(transfer=lambda: None)
+        else:
+            with pytest.raises(EngineError, match="call weight_update again before the next batch"):
+                rollouts.next_batch()
+            rollouts.weight_update(transfer=lambda: None)
+        check(rollouts.next_batch())

@@ -79,7 +79,9 @@ class PendingUpdates:
             await transfer()
         except BaseException as error:
             self._errors[0] = error
-            why = "interrupted" if isinstance(error, asyncio.CancelledError) else describe(error)
+            why = describe(error)
+            if isinstance(error, asyncio.CancelledError):
+                why = str(error) or "interrupted"
             self._post(ev.HandedOver(number, why))
         else:
             self._post(ev.HandedOver(number))

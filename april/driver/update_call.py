@@ -14,7 +14,7 @@ from typing import Any
 from april.core.versions import PolicyVersion
 from april.driver.loop_reply import Reply
 from april.driver.loop_thread import LoopThread, result_of
-from april.driver.user_code import call_user_code
+from april.driver.user_code import call_user_code, describe
 from april.errors import RolloutError
 
 Update = Callable[[Callable[[], Awaitable[None]] | None], Coroutine[Any, Any, PolicyVersion]]
@@ -117,9 +117,7 @@ class UpdateCall:
         waits = self._handed_over
         if waits is None or waits.done():
             return
-        if isinstance(self._void, Exception):
-            waits.set_exception(self._void)
-        elif self._void is not None:
-            waits.cancel()
+        if self._void is not None:
+            waits.cancel(describe(self._void))
         elif self._transferred:
             waits.set_result(None)
