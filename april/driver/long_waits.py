@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from april.core.state import RolloutCore
 from april.core.weight_updates import IDLE, Phase
-from april.record.standing import Waits, waits_for, waits_of
+from april.record.standing import EVALUATION, RESPONSES, TRAINER, Waits, waits_for, waits_of
 
 log = logging.getLogger("april")
 
@@ -44,10 +44,10 @@ class LongWaits:
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._tell = core, now, after_s, tell
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | {str(Waits.TRAINER): None}
-        self._what: What | None = None
+        self._what: What = TRAINER, IDLE
         self._said: tuple[str, str] | None = None
         """Call and sentence of a wait that the core knows nothing of."""
-        self._since = 0.0
+        self._since = now()
         self._told = False
         self._observed = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -56,17 +56,13 @@ class LongWaits:
 
     def look(self) -> None:
         """Something has happened: what the trainer waits for now may be another thing."""
-        core, what = self._core, self._what
-        if self._said is not None:
-            what = self._said[1], IDLE
-        elif core.updates.pending:
-            what = Waits.UPDATE, core.updates.phase
-        elif core.context.evaluations:
-            what = Waits.RESPONSES if core.context.attempts.of_evaluations else Waits.EVALUATION, IDLE
-        else:
-            what = waits_of(core), IDLE
-        if what != self._what:
-            self._what, self._since, self._told = what, self._now(), False
+        core = self._core
+        what: Waits | str = waits_of(core) if self._said is None else self._said[1]
+        if what is EVALUATION and core.context.attempts.of_evaluations:
+            what = RESPONSES
+        phase = core.updates.phase
+        if what is not self._what[0] or phase is not self._what[1]:
+            self._what, self._since, self._told = (what, phase), self._now(), False
             if self._timer is None:
                 self._arm()
 
@@ -84,7 +80,7 @@ class LongWaits:
     @property
     def standing(self) -> str:
         """What is waited for and for how long; empty: responses, or nothing."""
-        if self._what is None or self._what[0] in (Waits.RESPONSES, Waits.TRAINER):
+        if self._what[0] in (RESPONSES, TRAINER):
             return ""
         what = waits_for(self._core) if self._said is None else self._said[1]
         return f"waits for {what}, for {self.waited_s:.0f} s"
@@ -92,7 +88,7 @@ class LongWaits:
     @property
     def waited_s(self) -> float:
         """For so long the trainer has waited for the same thing."""
-        return 0.0 if self._what is None else self._now() - self._since
+        return self._now() - self._since
 
     def close(self) -> None:
         """Nothing is warned of any more."""
@@ -104,7 +100,7 @@ class LongWaits:
         return None if limit is None else max(limit, 2 * self._warned.get(what, 0.0))
 
     def _arm(self) -> None:
-        limit = None if self._what is None else self._limit_s(self._what)
+        limit = self._limit_s(self._what)
         if limit is not None:
             self._observed = self._core.observed_tokens()
             at = self._since + (limit if self._told else min(limit, TELL_AFTER_S))
@@ -114,9 +110,9 @@ class LongWaits:
         """It is time to say it, if that is still what is waited for, and nothing has come meanwhile."""
         self._timer = None
         what = self._what
-        if what is None or (limit := self._limit_s(what)) is None:
+        if (limit := self._limit_s(what)) is None:
             return
-        if what[0] is Waits.RESPONSES and self._core.observed_tokens() != self._observed:
+        if what[0] is RESPONSES and self._core.observed_tokens() != self._observed:
             self._since = self._now()
             self._arm()
             return
@@ -146,7 +142,8 @@ class LongWaits:
             begun = any(e.version is not None for e in core.context.evaluations.values())
             why = "an engine, or functions of its own" if begun else turn
         elif what is Waits.ENGINES:
-            why = f"an engine: {core.engines.remedy}; after outage_deadline_s the step fails"
+            remedy = core.engines.remedy(core.clock.current).rstrip(",")
+            why = f"an engine: {remedy}; after outage_deadline_s the step fails"
         elif what is Waits.RESPONSES:
             why = f"responses: {len(core.attempts)} requests run, and no token of theirs has come"
         elif what is Waits.PROMPTS:

@@ -31,6 +31,9 @@ class Waits(StrEnum):
     PROMPTS = "prompts"
 
 
+# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+RESPONSES, ENDS, UPDATE, EVALUATION = Waits.RESPONSES, Waits.ENDS, Waits.UPDATE, Waits.EVALUATION
+TRAINER, BOUND = Waits.TRAINER, Waits.BOUND
 _INSTEAD = {
     Idle.UPDATE: Waits.UPDATE, Idle.PAUSE: Waits.PAUSE, Idle.EVALUATION: Waits.EVALUATION,
     Idle.TRAINER: Waits.TRAINER, Idle.BOUND: Waits.BOUND, Idle.STOP: Waits.ENDS, Idle.ENGINES: Waits.ENGINES,
@@ -104,16 +107,16 @@ def waits_for(core: RolloutCore) -> str:
 def waits_of(core: RolloutCore) -> Waits:
     """What the trainer waits for."""
     if core.updates.pending:
-        return Waits.UPDATE
+        return UPDATE
     if core.context.evaluations:
-        return Waits.EVALUATION
+        return EVALUATION
     if not core.wanted:
-        return Waits.TRAINER
+        return TRAINER
     if core.train_first:
-        return Waits.BOUND
+        return BOUND
     if core.step is not None and core.attempts:
-        return Waits.ENDS if core.step.stopping else Waits.RESPONSES
-    return _INSTEAD.get(why_idle(core), Waits.RESPONSES)
+        return ENDS if core.step.stopping else RESPONSES
+    return _INSTEAD.get(why_idle(core), RESPONSES)
 
 
 def standing_from(parts: dict[str, Any]) -> Standing:
