@@ -130,5 +130,5 @@ def test_a_response_without_a_token_is_no_response() -> None:
     event = take(attempt, replace(NOTHING, aborted=False), version)
     assert isinstance(event, ev.AttemptFailed)
     assert event.kind is AttemptFailure.CORRUPT
-    assert "ended without a token" in event.error
+    assert "ended (stop) without a token" in event.error
     assert take(attempt, NOTHING, version) == ev.AttemptEnded("a", EngineFinish.ABORT)

@@ -164,13 +164,16 @@ def test_wrong_numbers_are_rejected_counted_and_never_delivered(kind: str, caplo
 
 
 def test_versions_that_go_back_are_rejected() -> None:
-    """An engine that rejoins with older weights cannot continue a newer sample; the tokens are counted as corrupt."""
+    """No token is older than the weights that its engine had confirmed, in new samples either; they are corrupt."""
 
     class Old(RecordingEngine):
         def alter(self, request: Request, chunk: Chunk) -> Chunk:
-            return replace(chunk, version=PolicyVersion(0, 0)) if self.old else chunk
+            if not self.old:
+                return chunk
+            self.said += len(chunk.tokens)
+            return replace(chunk, version=PolicyVersion(0, 0))
 
-        old = False
+        old, said = False, 0
 
     async def program() -> None:
         lengths = table({(0, 0): 30}, 8)
@@ -183,7 +186,8 @@ def test_versions_that_go_back_are_rejected() -> None:
         await asyncio.sleep(15)
         engine.old = False
         rollouts.check(await waiter)
-        assert rollouts.dropped == {DropReason.CORRUPT: 8}
+        assert rollouts.dropped == {DropReason.CORRUPT: engine.said}
+        assert engine.said > 8  # both samples'
         await rollouts.close()
 
     virtual(program)

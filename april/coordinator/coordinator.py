@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -288,12 +288,14 @@ class Coordinator:
 def _plain(sample: SampleId, r: Result, incarnation: int) -> list[Any]:
     """A late result for a checkpoint."""
     of = incarnation if r.incarnation is None else r.incarnation
-    return [*sample, r.offset, r.tokens.tolist(), r.logprobs.tolist(), r.label, r.aborted, of]
+    ends = [list(r.stop_token_ids), r.ends_anywhere]
+    return [*sample, r.offset, r.tokens.tolist(), r.logprobs.tolist(), r.label, r.aborted, of, *ends]
 
 
 def _result(
-    group: int, index: int, offset: int, tokens: list[int], logprobs: list[float], label: int, aborted: bool, of: int
-) -> tuple[SampleId, Result]:
+    group: int, index: int, offset: int, tokens: list[int], logprobs: list[float], label: int, aborted: bool, of: int,
+    stop_token_ids: Sequence[int] = (), ends_anywhere: bool = True,
+) -> tuple[SampleId, Result]:  # fmt: skip
     made = Result(
         offset=offset,
         tokens=np.array(tokens, np.int32),
@@ -301,5 +303,7 @@ def _result(
         label=label,
         aborted=aborted,
         incarnation=of,
+        stop_token_ids=tuple(stop_token_ids),
+        ends_anywhere=ends_anywhere,
     )
     return SampleId(group, index), made

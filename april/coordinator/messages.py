@@ -78,6 +78,10 @@ class Result:
     aborted: bool
     incarnation: int | None = None
     unused: tuple[int, DropReason] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Of the request: they end it, as EOS does."""
+    ends_anywhere: bool = False
+    """It had stop strings, say, or the server's own limit ended it: its last token says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

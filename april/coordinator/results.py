@@ -13,9 +13,9 @@ from april.core.tape import SegmentKind
 from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, GenerateCall
 from april.core.versions import PolicyVersion
 from april.corrections.advantages import first_others_of
-from april.driver.wire_checks import check_chunk
+from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk
-from april.errors import WireError
+from april.errors import EngineError, WireError
 
 ANY_TOKEN = 2**31 - 1
 
@@ -27,22 +27,26 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
     """
     incarnation = current.incarnation if result.incarnation is None else result.incarnation
     version = current if result.label is None else PolicyVersion(incarnation, result.label)
-    room = attempt.sampling.max_tokens
+    full = len(result.tokens) >= attempt.sampling.max_tokens
+    whole = EngineFinish.LENGTH if full else EngineFinish.STOP
+    finish = EngineFinish.ABORT if result.aborted else whole
+    checks = AnswerChecks(
+        attempt, vocab_size=ANY_TOKEN, max_context=ANY_TOKEN, oldest=attempt.sample.tape.newest_version,
+        eos_token_ids=() if result.ends_anywhere else attempt.end_ids.union(result.stop_token_ids),
+    )  # fmt: skip
+    checks.aborted = result.aborted
     try:
         if result.offset != len(attempt.token_ids):
             raise WireError(f"an answer to {result.offset} tokens came where {len(attempt.token_ids)} were sent")
-        chunk = Chunk(result.tokens, result.logprobs, version)
-        check_chunk(chunk, ANY_TOKEN, room, attempt.sample.tape.newest_version, current)
-        if not len(result.tokens) and not result.aborted:
-            raise WireError("a response ended without a token, and nobody had asked for its end")
-    except WireError as error:
+        chunk = Chunk(result.tokens, result.logprobs, version, finish)
+        checks.piece(chunk, current)
+        checks.end(chunk)
+    except EngineError as error:
         return ev.AttemptFailed(
             attempt_id=attempt.id, error=str(error), kind=AttemptFailure.CORRUPT, rejected=len(result.tokens)
         )
     attempt.tape.append(result.tokens, result.logprobs, version)
-    full = len(result.tokens) >= room
-    whole = EngineFinish.LENGTH if full else EngineFinish.STOP
-    return ev.AttemptEnded.of(attempt, EngineFinish.ABORT if result.aborted else whole)
+    return ev.AttemptEnded.of(attempt, finish)
 
 
 def done(complete: GenerateCall) -> Done:

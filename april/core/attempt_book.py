@@ -17,6 +17,7 @@ from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
 from april.core.types import Attempt, GenerateCall, Sample
+from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
 """Stands where attempt ids have the incarnation, so that no id of an evaluation is one of training."""
@@ -53,17 +54,17 @@ class AttemptBook:
         held = len(call.sample.tape)
         return min(self.room(call.sample) - held, call.sampling.max_tokens - (held - call.start))
 
-    def open(self, call: GenerateCall, engine: str, incarnation: int) -> Attempt:
-        """A new attempt that continues ``call`` where its sample stands."""
+    def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
+        """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""
         sample, evaluation = call.sample, call.sample.group.evaluation
         s, held = self._settings, len(sample.tape)
-        run_seed, key, oldest, attempts = s.run_seed, sample.id, sample.tape.newest_version, self.in_flight
+        run_seed, key, incarnation, attempts = s.run_seed, sample.id, version.incarnation, self.in_flight
         if evaluation is None:
             self._number = number = self._number + 1
         else:
             self._evaluation_number = number = self._evaluation_number + 1
             run_seed, key, incarnation = evaluation.request.seed, sample.key, EVALUATION_MARK
-            oldest, attempts = evaluation.version, self.of_evaluations
+            attempts = self.of_evaluations
             evaluation.in_flight += 1
         seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
@@ -76,7 +77,7 @@ class AttemptBook:
             sampling=sampling,
             tape=AttemptTape(),
             end_ids=self._end_ids(call),
-            oldest=oldest,
+            oldest=version,
             urgent=sample.urgent,
         )
         attempts[attempt.id] = attempt

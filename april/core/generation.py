@@ -30,6 +30,10 @@ from april.errors import InvariantError
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
+_REJECTED_FOR = {
+    AttemptFailure.WEIGHTS_WRITTEN: DropReason.UNKNOWN_WEIGHTS,
+    AttemptFailure.NO_TEXT: DropReason.FAILED,
+}
 SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
 
 
@@ -147,7 +151,7 @@ class Generation:
         if context.clock.current not in state.loaded or not state.has_room:
             has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"
             raise InvariantError(f"{sample.id} is sent to engine {engine}, which {has}")
-        attempt = context.attempts.open(call, engine, context.clock.current.incarnation)
+        attempt = context.attempts.open(call, engine, context.clock.current)
         context.counts(sample)["attempts"] += 1
         if held > call.start:
             sample.resumes += 1
@@ -219,7 +223,8 @@ class Generation:
             self._failures.cannot_go_on(call.sample, error, kind)
 
     def _go_elsewhere(self, attempt: Attempt, why: str, error: str, kind: AttemptFailure) -> None:
-        attempt.call.avoid = attempt.engine
+        if kind is not AttemptFailure.NO_TEXT:
+            attempt.call.avoid = attempt.engine
         if attempt.sample.evaluation is not None:
             attempt.sample.evaluation.trouble = error, kind
         self._queue(attempt.call, why)
@@ -246,14 +251,14 @@ class Generation:
         counters["failed_attempts"] += 1
         counters["busy_refusals"] += kind is AttemptFailure.BUSY
         tokens.observe(event.rejected)
-        tokens.drop(event.rejected, DropReason.UNKNOWN_WEIGHTS if written else DropReason.CORRUPT)
+        tokens.drop(event.rejected, _REJECTED_FOR.get(kind, DropReason.CORRUPT))
         if corrupt:
             tokens.observe(came)
             tokens.drop(came, DropReason.CORRUPT)
         else:
             self._keep(attempt, ABORT, event.counts)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
-        # takes no requests for now, or says what is wrong with this one, is well
+        # takes no requests for now, or says what is wrong with this one, is well; so is one whose tokens have no text
         suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
         if suspect:
             context.engine_failed(attempt.engine, at_once=not corrupt)

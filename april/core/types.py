@@ -121,6 +121,8 @@ class AttemptFailure(StrEnum):
     """The engine takes no requests for now."""
     WEIGHTS_WRITTEN = "weights_written"
     """The weights were written while the engine generated with them; what it has generated before is kept."""
+    NO_TEXT = "no_text"
+    """The tokenizer failed, so nobody knows whether a stop string is in what came last; what came before is kept."""
 
 
 class DropReason(StrEnum):
@@ -302,7 +304,7 @@ class Attempt:
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the response: EOS, and stop tokens of the request."""
     oldest: PolicyVersion | None = None
-    """Its tokens are of this policy version or a later one; None: of any."""
+    """The weights that its engine had confirmed when it was sent: its tokens are of these or of later ones."""
     urgent: bool = False
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
@@ -323,6 +325,11 @@ class Attempt:
     def sample(self) -> Sample:
         """Whose response it continues."""
         return self.call.sample
+
+    @property
+    def in_call(self) -> int:
+        """Tokens of its call that earlier attempts have brought."""
+        return len(self.token_ids) - len(self.sample.group.prompt.token_ids) - self.call.start
 
     @property
     def owner(self) -> SampleId:

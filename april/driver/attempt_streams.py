@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import Attempt, AttemptFailure
-from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.failure_log import FailureLog
 from april.driver.host_view import HostView
-from april.driver.stop_strings import StopMatcher
+from april.driver.stop_strings import StopMatcher, matcher_of
 from april.driver.time_limits import TimeLimits
 from april.driver.user_code import describe, own_cancellation
-from april.driver.wire_checks import check_chunk, check_end
+from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import BufferedStream, Chunk, Engine, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
 
@@ -30,6 +29,9 @@ log = logging.getLogger("april")
 
 PIECES_AT_ONCE = 32
 """Pieces of one answer that may pile up before they are looked at."""
+CORRUPT, WEIGHTS_WRITTEN = AttemptFailure.CORRUPT, AttemptFailure.WEIGHTS_WRITTEN
+LAST_TRIES_S = (0.05, 0.2, 0.8)
+"""Pauses between the last tries to get the text of an answer that is here, whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,18 +40,19 @@ class _Stream:
 
     attempt: Attempt
     streams: AttemptStreams
-    response_offset: int
-    """Tokens of the present llm.generate call that earlier attempts generated."""
+    checks: AnswerChecks
     task: asyncio.Task[None] | None = None
     sent: bool = False
-    aborted: bool = False
     chunks: AsyncIterator[Chunk] | None = None
     """The engine's answer, while it is read."""
-    oldest: PolicyVersion | None = None
-    """Version of the token before the next one."""
     end: Chunk | None = None
     """The one with the finish."""
+    unread: list[Chunk] = field(default_factory=list)
+    """What came and was found good, and has no text yet as the tokenizer fails: not on the tape."""
     stops: StopMatcher | None = None
+    """Behind what is on the tape; None: there are no stop strings, or it has to be made anew."""
+    failure: RolloutError | None = None
+    """Of the tokenizer, the last one."""
     rejected: _Rejected | None = None
     """What :meth:`AttemptStreams.catch_up` has found to be wrong."""
     heard_s: float = 0.0
@@ -94,31 +97,36 @@ class AttemptStreams:
 
     def submit(self, command: do.Submit) -> None:
         """Send one attempt to its engine; its end is an event."""
-        call = command.attempt.call
-        stream = _Stream(command.attempt, self, len(call.sample.tape) - call.start)
-        self._open[command.attempt.id] = stream
+        attempt = command.attempt
+        able = self._engines[attempt.engine].capabilities
+        checks = AnswerChecks(
+            attempt, vocab_size=able.vocab_size, max_context=able.max_context,
+            eos_token_ids=self._view.eos_token_ids, oldest=attempt.oldest,
+        )  # fmt: skip
+        stream = _Stream(attempt, self, checks)
+        self._open[attempt.id] = stream
         stream.task = self._spawn(self._run_attempt(stream))
 
     async def _run_attempt(self, stream: _Stream) -> None:
         attempt = stream.attempt
-        event: ev.Event
+        event: ev.AttemptEnded | ev.AttemptFailed
         try:
             # an abort of everything that is on its way would hit a request that is sent now; one that takes longer is a
             # hanging call, and what it cuts all the same is a partial, which goes on (but of an evaluation, it is lost)
             if sweeps := self._sweeps[attempt.engine]:
                 training = attempt.sample.evaluation is None
                 await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
-            finish = EngineFinish.ABORT if stream.aborted else await self._read(stream)
+            finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
             # what a stop string has ended was found good before
-            kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else AttemptFailure.CORRUPT
+            kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else CORRUPT
             event = ev.AttemptFailed.of(attempt, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
             # it contradicts itself: nobody knows since when, so nothing of it is believed
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, error)
-            event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", AttemptFailure.CORRUPT)
+            event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", CORRUPT)
         except EngineBusy as busy:
             event = ev.AttemptFailed.of(attempt, str(busy), AttemptFailure.BUSY, busy_s=busy.retry_after_s or 0.0)
         except RequestRefused as refused:
@@ -126,7 +134,7 @@ class AttemptStreams:
             event = ev.AttemptFailed.of(attempt, str(refused), AttemptFailure.REFUSED)
         except WeightsInUse as error:
             self._post(ev.WeightsWritten(str(error)))
-            event = ev.AttemptFailed.of(attempt, str(error), AttemptFailure.WEIGHTS_WRITTEN, rejected=error.unsound)
+            event = ev.AttemptFailed.of(attempt, str(error), WEIGHTS_WRITTEN, rejected=error.unsound)
         except Exception as error:
             self._failures.warn(error, "attempt %s of %s broke off", attempt.id, attempt.sample.key)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(error)}")
@@ -134,24 +142,24 @@ class AttemptStreams:
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
         self._silence.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
-            self._post(event)
+            self._over(stream, event)
 
     async def _read(self, stream: _Stream) -> EngineFinish:
         """Append the stream's chunks to the attempt's tape; returns why it ended."""
-        attempt = stream.attempt
+        attempt, stops = stream.attempt, bool(stream.attempt.sampling.stop)
         engine = self._engines[attempt.engine]
-        stops = self._stop_matcher(stream)
+        if stops and self._detokenizer is None:  # a function on a host with a tokenizer asks for it
+            raise RequestRefused("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
         request = Request(
             attempt_id=attempt.id,
             token_ids=attempt.token_ids,
-            sampling=attempt.sampling if stops is None else replace(attempt.sampling, stop=()),
+            sampling=replace(attempt.sampling, stop=()) if stops else attempt.sampling,
             priority=0 if attempt.urgent else 1,
             sample_key=attempt.sample.key,
-            response_offset=stream.response_offset,
-            stream=stops is not None,
+            response_offset=attempt.in_call,
+            stream=stops,
         )
         stream.sent = True
-        stream.oldest, stream.stops = attempt.oldest, stops
         stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
         self._silence.start(stream)
         chunks = stream.chunks = engine.generate(request)
@@ -167,19 +175,17 @@ class AttemptStreams:
                         self._silence.restart(stream)
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]
-        end, tape = stream.end, attempt.tape
-        if end is None or end.finish is None:
+            self._read_text(stream)
+        if stream.end is None:
             raise EngineError("the stream ended without a finish reason")
-        if tape.count == 0 and not (end.finish is EngineFinish.ABORT and stream.aborted):
-            raise EngineError(f"the stream ended ({end.finish}) without a token, and april had not asked for its end")
-        if tape.count and not tape.stopped:  # where a stop string ends it, the engine's end is another one
-            eos = self._view.eos_token_ids
-            check_end(end, request, tape.count, tape.last_token, engine.capabilities.max_context, eos)
-        return end.finish
+        if stream.unread:
+            self._silence.stop(stream)
+            await self._last_tries(stream)
+        return stream.checks.end(stream.end, matched=attempt.tape.stopped)
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
         """Small pieces are looked at together, each at once only where a stop string may end the response."""
-        most = 1 if stream.stops is not None else PIECES_AT_ONCE
+        most = 1 if stream.attempt.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
             while await chunks.arrived():
@@ -198,6 +204,7 @@ class AttemptStreams:
             self._catch_up(stream)
 
     def _catch_up(self, stream: _Stream) -> None:
+        self._read_text(stream)
         if isinstance(stream.chunks, BufferedStream) and stream.chunks.waiting and stream.rejected is None:
             try:
                 self._take(stream, stream.chunks)
@@ -230,46 +237,68 @@ class AttemptStreams:
     def _accept(self, stream: _Stream, chunk: Chunk) -> None:
         """A chunk that can be true goes onto the tape; raises _Rejected for others."""
         attempt = stream.attempt
-        room = attempt.sampling.max_tokens - attempt.tape.parsed
         try:
-            if stream.end is not None:
-                raise WireError(f"a chunk came after the one that ended the stream ({stream.end.finish})")
-            vocab_size = self._engines[attempt.engine].capabilities.vocab_size
-            check_chunk(chunk, vocab_size, room, stream.oldest, self._view.current)
-            self._append(attempt, chunk, stream.stops)
+            stream.checks.piece(chunk, self._view.current)
         except WireError as error:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
-        except RolloutError as error:  # of the tokenizer
-            raise _Rejected(str(error), len(chunk.tokens)) from error
-        stream.oldest, stream.end = chunk.version, chunk if chunk.finish is not None else None
-
-    def _stop_matcher(self, stream: _Stream) -> StopMatcher | None:
-        attempt = stream.attempt
+        if chunk.finish is not None:
+            stream.end = chunk
         if not attempt.sampling.stop:
-            return None
-        assert self._detokenizer is not None  # calls with stop strings are refused without one
-        return StopMatcher(
-            self._detokenizer.text,
-            attempt.sampling.stop,
-            attempt.token_ids,
-            stream.response_offset,
-            attempt.sampling.min_tokens,
-        )
+            attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
+        elif len(chunk.tokens):
+            stream.unread.append(chunk)
+            self._read_text(stream)
 
-    def _append(self, attempt: Attempt, chunk: Chunk, stops: StopMatcher | None) -> None:
+    def _read_text(self, stream: _Stream) -> bool:
+        """What came goes onto the tape as far as its text can be looked at for stop strings; whether that is all.
+
+        If the tokenizer fails, it is asked again with the next chunk.
+        """
+        attempt, tape = stream.attempt, stream.attempt.tape
+        try:
+            while stream.unread:
+                chunk, kept = stream.unread[0], None
+                if not tape.stopped:
+                    if stream.stops is None:
+                        assert self._detokenizer is not None
+                        stream.stops = matcher_of(attempt, self._detokenizer.text, tape.packed()[0])
+                    kept = stream.stops.feed(chunk.tokens)
+                del stream.unread[0]
+                self._append(stream, chunk, kept)
+        except RolloutError as error:
+            stream.stops, stream.failure = None, error
+        return not stream.unread
+
+    async def _last_tries(self, stream: _Stream) -> None:
+        """The answer is here, whole; what holds the tokenizer up may be over soon."""
+        for pause_s in LAST_TRIES_S:
+            await asyncio.sleep(pause_s)
+            if self._read_text(stream):
+                return
+
+    def _over(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
+        """Tell the end of an attempt; if something of it is unread even now, it is the tokenizer that has failed."""
+        if stream.unread:
+            attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
+            if isinstance(event, ev.AttemptFailed) and event.kind in (CORRUPT, WEIGHTS_WRITTEN):
+                event = replace(event, rejected=event.rejected + unread)
+            else:
+                assert stream.failure is not None
+                self._failures.warn(stream.failure, "attempt %s of %s cannot be read", attempt.id, attempt.sample.key)
+                event = ev.AttemptFailed.of(attempt, str(stream.failure), AttemptFailure.NO_TEXT, rejected=unread)
+        self._post(event)
+
+    def _append(self, stream: _Stream, chunk: Chunk, kept: int | None) -> None:
         """A chunk goes onto the tape up to the token that completes a stop string; what follows is counted only."""
-        tape, tokens = attempt.tape, chunk.tokens
+        tape, tokens = stream.attempt.tape, chunk.tokens
         if tape.stopped:
             tape.after_stop += len(tokens)
             return
-        kept = None if stops is None else stops.feed(tokens)
-        if kept is None:
-            tape.append(tokens, chunk.logprobs, chunk.version)
-            return
         tape.append(tokens[:kept], chunk.logprobs[:kept], chunk.version)
-        tape.stopped, tape.after_stop = True, len(tokens) - kept
-        if chunk.finish is None:
-            self._post(ev.StopFound(attempt.id))
+        if kept is not None:
+            tape.stopped, tape.after_stop = True, len(tokens) - kept
+            if stream.end is None:
+                self._post(ev.StopFound(stream.attempt.id))
 
     def abort(self, command: do.Abort) -> None:
         """Ask for the end of attempts; one whose request was not sent yet never will be."""
@@ -277,7 +306,7 @@ class AttemptStreams:
         for attempt_id in command.attempt_ids:
             stream = self._open.get(attempt_id)
             if stream is not None:
-                stream.aborted = True
+                stream.checks.aborted = True
                 sent |= stream.sent
         if not sent:
             return
@@ -308,7 +337,7 @@ class AttemptStreams:
                 del self._open[attempt_id]
                 self._silence.stop(stream)
                 stream.task.cancel()
-                self._post(ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
+                self._over(stream, ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
 
 
 class _Rejected(Exception):

@@ -16,6 +16,10 @@ class Tokenizer(Protocol):
         ...
 
 
+TRIES = 3
+"""Those of Hugging Face, shared by threads, fail now and then (\"Already borrowed\") and work when asked again."""
+
+
 class Detokenizer:
     """Calls the tokenizer and names it where it fails.
 
@@ -40,12 +44,18 @@ class Detokenizer:
 
     def text(self, ids: list[int], special_tokens: bool = True) -> str:
         """Text of ``ids``, with special tokens or without; raises RolloutError if the tokenizer fails."""
-        try:
-            text = self._tokenizer.decode(ids, skip_special_tokens=not special_tokens, **self._options)
-        except Exception as error:
-            raise RolloutError(f"the tokenizer failed: {type(error).__name__}: {error}") from error
-        assert isinstance(text, str)
-        return text
+        cause: Exception | None = None
+        for _ in range(TRIES):
+            try:
+                text = self._tokenizer.decode(ids, skip_special_tokens=not special_tokens, **self._options)
+            except Exception as error:
+                cause = error
+                continue
+            if isinstance(text, str):
+                return text
+            cause = TypeError(f"decode must return a str, and returned a {type(text).__name__}")
+        what = f"{type(cause).__name__}: {cause} ({type(self._tokenizer).__name__}.decode of {len(ids)} tokens)"
+        raise RolloutError(f"the tokenizer failed: {what}") from cause
 
     def text_of(self, tokens: Int32, special_tokens: bool) -> str:
         """:meth:`text` of an array [T]."""

@@ -17,7 +17,10 @@ from april.driver.rewards import Response
 from april.driver.rollout_driver import RolloutDriver
 from april.errors import EngineError, RequestRefused, RolloutError, WireError
 
-ERRORS = {None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused}
+ERRORS = {
+    None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
+    AttemptFailure.NO_TEXT: RolloutError,
+}  # fmt: skip
 """What is raised, by what is to blame; for all else an EngineError."""
 
 

@@ -70,7 +70,7 @@ class LocalHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = copy_context()
         self.worker_threads = WorkerThreads()
-        self.functions = functions
+        self.functions, self.detokenizer = functions, detokenizer
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
         self._user_calls = UserCalls(TimeLimits(function_timeout_s, warn_after_s), self.worker_threads, self._spawn)
         self.samples = samples = SampleFunctions(

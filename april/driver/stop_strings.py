@@ -12,13 +12,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from april.core.sampling import GAP
 from april.core.tape import Int32
+from april.core.types import Attempt
+from april.driver.detokenizer import Detokenizer
 
 BLOCK_TOKENS = 32
 """Tokens looked at in one go. Those of a block with a match, or with broken characters, are looked at one by one."""
 UNFINISHED_TOKENS = 3
 """Most tokens of a character that is not complete yet: UTF-8 has at most 4 bytes."""
+
+
+def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32) -> StopMatcher:
+    """For what an attempt brings after the tokens that ``came`` [k] of it."""
+    sampling, before = attempt.sampling, attempt.token_ids
+    if len(came):
+        before = np.concatenate((before, came))
+    return StopMatcher(
+        decode, sampling.stop, before, attempt.in_call + len(came), max(0, sampling.min_tokens - len(came))
+    )
+
+
+def completes_a_stop(attempt: Attempt, came: Int32, detokenizer: Detokenizer | None) -> bool:
+    """Whether the last of the tokens [k] that an attempt has brought can complete a stop string, and does in the text.
+
+    Without a ``detokenizer`` nobody can look at the text. Raises RolloutError if the tokenizer fails.
+    """
+    sampling = attempt.sampling
+    if not sampling.stop or len(came) <= sampling.min_tokens:
+        return False
+    return detokenizer is None or matcher_of(attempt, detokenizer.text, came[:-1]).feed(came[-1:]) is not None
 
 
 class StopMatcher:

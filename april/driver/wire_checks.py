@@ -1,6 +1,7 @@
 """No number from an engine is believed before it was looked at, and no end of a response.
 
-One owner for all engines. Which numbers can be true at all, ``april.core.numbers`` knows, for saved states as well.
+One owner for all engines, whoever tells what they answer: streams of this process, hosts, a trainer's own workers.
+Which numbers can be true at all, ``april.core.numbers`` knows, for saved states as well.
 """
 
 from __future__ import annotations
@@ -10,12 +11,85 @@ from collections.abc import Collection
 import numpy as np
 
 from april.core.numbers import wrong_ids, wrong_logprobs
+from april.core.tape import Int32
+from april.core.types import Attempt
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.errors import WireError
+from april.errors import EngineError, WireError
 from april.server_text import quoted
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+class AnswerChecks:
+    """The answer to one request, looked at piece by piece and at its end.
+
+    Args:
+        request: as it was sent.
+        vocab_size, max_context: of the engine.
+        eos_token_ids: ids that end every response; empty: not known, and the engine's word is taken for it.
+        oldest: the weights at its submission, or those of the token before; None: any.
+    """
+
+    __slots__ = ("_context", "_ends", "_eos", "_finish", "_last", "_oldest", "_request", "_vocab", "aborted", "count")
+
+    def __init__(
+        self, request: Request | Attempt, *, vocab_size: int, max_context: int, eos_token_ids: Collection[int],
+        oldest: PolicyVersion | None,
+    ) -> None:  # fmt: skip
+        self._request = request
+        self._vocab, self._context, self._oldest = vocab_size, max_context, oldest
+        self._eos = eos_token_ids
+        self._ends = frozenset(eos_token_ids).union(request.sampling.stop_token_ids)
+        self._finish: EngineFinish | None = None
+        self._last = -1
+        self.count = 0
+        """Tokens that came."""
+        self.aborted = False
+        """Its end was asked for."""
+
+    def piece(self, chunk: Chunk, newest: PolicyVersion) -> None:
+        """Look at the next chunk; raises WireError unless it can be true (:func:`check_chunk`) behind those before."""
+        if self._finish is not None:
+            raise WireError(f"a chunk came after the one that ended the stream ({self._finish})")
+        check_chunk(chunk, self._vocab, self._request.sampling.max_tokens - self.count, self._oldest, newest)
+        self._finish = chunk.finish
+        if len(chunk.tokens):
+            self._check_goes_on(chunk.tokens)
+            self._oldest, self._last = chunk.version, int(chunk.tokens[-1])
+            self.count += len(chunk.tokens)
+
+    def _check_goes_on(self, tokens: Int32) -> None:
+        """Nothing comes after a token that ends responses; before ``min_tokens`` none does."""
+        before = self._request.sampling.min_tokens - self.count
+        ended = self._last if before < 0 and self._last in self._ends else None
+        if ended is None and len(tokens) > 1:
+            inner = tokens[max(before, 0) : -1]
+            ended = next((i for i in self._ends if (inner == i).any()), None)
+        if ended is not None:
+            raise WireError(
+                f"tokens came after token {ended}, which ends responses; if it does not, leave it out of "
+                f"engine.eos_token_ids ({sorted(self._eos)}), else have the server end at it"
+            )
+
+    def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
+        """Why it has ended, if that can be true (:func:`check_end`).
+
+        ``matched``: april has found a stop string in it, so the engine's end is another one.
+
+        Raises:
+            WireError: it contradicts what came.
+            EngineError: nothing came, and nobody had asked for its end.
+        """
+        try:
+            finish = EngineFinish(end.finish or "")
+        except ValueError:
+            raise WireError(f"the response has ended with {end.finish!r}, which is no finish reason") from None
+        if not self.count and not (finish is EngineFinish.ABORT and self.aborted):
+            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
+        if self.count and not matched:
+            check_end(end, self._request, self.count, self._last, self._context, self._eos)
+        return finish
 
 
 def check_chunk(
@@ -37,6 +111,8 @@ def check_chunk(
         raise WireError(f"{count} tokens came where {room} were left of the budget")
     if count == 0:
         return
+    if not isinstance(chunk.version, PolicyVersion):
+        raise WireError(f"a version must be a PolicyVersion, got {chunk.version!r}")
     if chunk.version > newest or (oldest is not None and chunk.version < oldest):
         since = "any" if oldest is None else str(oldest)
         raise WireError(f"policy version {chunk.version} came where {since} to {newest} was possible")
@@ -46,8 +122,9 @@ def check_chunk(
 
 
 def check_end(
-    end: Chunk, request: Request, count: int, last_token: int, max_context: int, eos_token_ids: Collection[int]
-) -> None:
+    end: Chunk, request: Request | Attempt, count: int, last_token: int, max_context: int,
+    eos_token_ids: Collection[int],
+) -> None:  # fmt: skip
     """Raise WireError unless a response can have ended as its engine says.
 
     LENGTH needs the budget, or the engine's context, used up: what is shorter was cut off by something else, or tokens
@@ -62,7 +139,7 @@ def check_end(
         eos_token_ids: ids that end every response; empty: not known, and the engine's word is taken for it.
     """
     sampling = request.sampling
-    if end.finish is EngineFinish.LENGTH:
+    if end.finish == EngineFinish.LENGTH:
         if count < sampling.max_tokens and len(request.token_ids) + count < max_context:
             raise WireError(
                 f'the response has ended for want of room ("length") after {count} of {sampling.max_tokens} tokens; if '
@@ -70,7 +147,7 @@ def check_end(
                 "if it keeps to max_new_tokens of the model's generation_config.json (vLLM: unless it was started with "
                 "--generation-config vllm), set max_response_len to that"
             )
-    elif end.finish is EngineFinish.STOP:
+    elif end.finish == EngineFinish.STOP:
         said = end.stopped_at
         if isinstance(said, str):
             raise WireError(f"the response has stopped at the text {quoted(said)}, and april had not asked for that")
@@ -79,7 +156,8 @@ def check_end(
         if eos_token_ids and last_token not in eos_token_ids and last_token not in sampling.stop_token_ids:
             raise WireError(
                 f"the response has stopped, but its last token ({last_token}) is neither EOS nor a stop token; if it "
-                f"ends responses, add it to engine.eos_token_ids ({sorted(eos_token_ids)})"
+                f"ends responses, add it to engine.eos_token_ids ({sorted(eos_token_ids)}), or where the trainer has "
+                "the servers to eos_token_id of the model's generation_config.json"
             )
         if count < sampling.min_tokens:
             raise WireError(f"the response has stopped after {count} tokens where min_tokens is {sampling.min_tokens}")

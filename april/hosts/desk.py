@@ -24,14 +24,14 @@ from april.core.numbers import wrong_ids, wrong_reward
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import Int32, SegmentKind, TokenTape
-from april.core.types import Attempt, FinishReason, Group, Sample, SampleId, SampleState
+from april.core.types import Attempt, AttemptFailure, FinishReason, Group, Sample, SampleId, SampleState
 from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
 from april.driver.llm import wrong_sampling
-from april.driver.wire_checks import check_chunk
-from april.engines.protocol import Chunk
-from april.errors import EngineBusy, EngineError, EngineUnreachable, WireError
+from april.errors import EngineBusy, EngineError, EngineUnreachable
 from april.hosts import messages as wire
-from april.hosts.messages import ProtocolError, ids_of, logprobs_of, packed
+from april.hosts.attempt_reports import AttemptReports
+from april.hosts.messages import ProtocolError, ids_of, packed
 from april.server_text import said
 
 log = logging.getLogger("april")
@@ -71,6 +71,7 @@ class HostDesk:
         engines: what the core must know of each, under those names.
         failed: told what a call of an engine has raised, by the call's number, before its event is given.
         returned: told what the rollout function of an evaluation has returned there.
+        detokenizer: looks at the stop strings that the host has found; None: no request has any.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class HostDesk:
         functions: bool,
         failed: Callable[[int, BaseException], None],
         returned: Callable[[Sample, Any], None] = lambda sample, output: None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self._core = core
         self.name = name
@@ -89,6 +91,7 @@ class HostDesk:
         self.functions = functions
         self._failed = failed
         self._function_returned = returned
+        self._detokenizer = detokenizer
         self._warned = False
         self._out: list[wire.Message] = []
         self._now: PolicyVersion | None = None
@@ -98,6 +101,10 @@ class HostDesk:
         self._known: dict[SampleId, _Known] = {}
         self.attempts: dict[str, Attempt] = {}
         """That run there."""
+        self._reports: dict[str, AttemptReports] = {}
+        """What is said of each of them."""
+        self._unbelieved = ""
+        """The attempt of which something was said that cannot be true."""
         self._last_run = 0
         self._judged: dict[int, int] = {}
         """By group: the judgement that is waited for."""
@@ -208,7 +215,10 @@ class HostDesk:
         for attempt_id in list(self.attempts):
             attempt = self._over(attempt_id)
             if attempt is not None:
-                yield ev.AttemptFailed.of(attempt, error)
+                lied = attempt_id == self._unbelieved
+                yield ev.AttemptFailed.of(
+                    attempt, error, AttemptFailure.CORRUPT if lied else AttemptFailure.BROKE_OFF
+                )
 
     # ---------------------------------------------------------------- what the host must know
 
@@ -298,7 +308,11 @@ class HostDesk:
         attempt = command.attempt
         self._know_response(attempt.sample)
         self.attempts[attempt.id] = attempt
-        ends = None if attempt.end_ids == self._core.engines.eos_token_ids else tuple(sorted(attempt.end_ids))
+        table = self._core.engines
+        self._reports[attempt.id] = AttemptReports(
+            attempt, table, self.engines[attempt.engine].max_context, self._detokenizer
+        )
+        ends = None if attempt.end_ids == table.eos_token_ids else tuple(sorted(attempt.end_ids))
         self._out.append(
             wire.Run(
                 attempt.id, *attempt.sample.id, self._local(attempt.engine), attempt.call.start,
@@ -308,12 +322,16 @@ class HostDesk:
 
     def _abort(self, command: do.Abort) -> None:
         ids = tuple(i for i in command.attempt_ids if i in self.attempts)
+        for attempt_id in ids:
+            self._reports[attempt_id].checks.aborted = True
         if ids:
             self._out.append(wire.Stop(self._local(command.engine), ids, command.everything))
 
     def _fence(self, command: do.Fence) -> None:
         ids = tuple(i for i in command.attempt_ids if i in self.attempts)
         self.fenced.update(dict.fromkeys(ids))
+        for attempt_id in ids:
+            self._reports[attempt_id].checks.aborted = True
         if ids:
             self._out.append(wire.CutOff(self._local(command.engine), ids))
 
@@ -372,6 +390,7 @@ class HostDesk:
     def _over(self, attempt_id: str) -> Attempt | None:
         """It runs there no longer; None: it does not, as far as is known here."""
         self.fenced.pop(attempt_id, None)
+        self._reports.pop(attempt_id, None)
         attempt = self.attempts.pop(attempt_id, None)
         if attempt is not None and attempt.tape.count and (known := self._known.get(attempt.sample.id)) is not None:
             known.brought.add(attempt_id)
@@ -381,43 +400,37 @@ class HostDesk:
         attempt = self.attempts.get(m.attempt_id)
         if attempt is None:
             return  # it has ended already, as far as anybody counts
-        tape, clock = attempt.tape, self._core.clock
-        if m.at < tape.count:
-            return  # told before
-        tokens, logprobs = ids_of(m.tokens), logprobs_of(m.logprobs)
-        room = attempt.sampling.max_tokens - tape.count
-        oldest = tape.spans[-1][0] if tape.spans else attempt.oldest
-        at, current, vocab_size = 0, clock.current, self._core.engines.vocab_size
         try:
-            whole = sum(count for _, count in m.spans) == len(tokens) == len(logprobs)
-            if m.at > tape.count or not whole or (tape.stopped and len(tokens)):
-                came = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {m.spans}"
-                raise WireError(f"{came}, from token {m.at} on, after {tape.count} tokens")
-            if m.after_stop < tape.after_stop or (m.after_stop and not m.stopped) or (tape.stopped and not m.stopped):
-                raise WireError(f"{m.after_stop} tokens after a stop string")
-            for version, count in m.spans:
-                known = version.incarnation == current.incarnation or version.incarnation in clock.branches
-                if count < 1 or version.n < 0 or not known:
-                    raise WireError(f"versions {m.spans}")
-                chunk = Chunk(tokens[at : at + count], logprobs[at : at + count], version)
-                check_chunk(chunk, vocab_size, room - at, oldest, current)
-                tape.append(chunk.tokens, chunk.logprobs, version)
-                at, oldest = at + count, version
-        except WireError as error:
-            raise ProtocolError(f"host {self.name}: attempt {m.attempt_id}: {error}") from None
-        tape.stopped, tape.after_stop = m.stopped, m.after_stop
+            self._reports[m.attempt_id].came(m, self._core.clock.current)
+        except (EngineError, ProtocolError) as error:
+            raise self._disbelieve(attempt, error) from None
 
     def _ended(self, m: wire.Ended) -> ev.Event | None:
-        attempt = self._over(m.attempt_id)
-        return None if attempt is None else ev.AttemptEnded.of(attempt, m.finish, fenced=m.fenced)
-
-    def _attempt_failed(self, m: wire.Failed) -> ev.Event | None:
-        if m.rejected < 0 or not 0 <= m.busy_s < float("inf"):
-            raise ProtocolError(f"host {self.name}: attempt {m.attempt_id}: {m.rejected} tokens, {m.busy_s} s")
-        attempt = self._over(m.attempt_id)
+        attempt = self.attempts.get(m.attempt_id)
         if attempt is None:
             return None
+        try:
+            finish = self._reports[m.attempt_id].ended(m, fenced=m.attempt_id in self.fenced)
+        except EngineError as error:
+            raise self._disbelieve(attempt, error) from None
+        self._over(m.attempt_id)
+        return ev.AttemptEnded.of(attempt, finish, fenced=m.fenced)
+
+    def _attempt_failed(self, m: wire.Failed) -> ev.Event | None:
+        attempt = self.attempts.get(m.attempt_id)
+        if attempt is None:
+            return None
+        try:
+            self._reports[m.attempt_id].failed(m)
+        except EngineError as error:
+            raise self._disbelieve(attempt, error) from None
+        self._over(m.attempt_id)
         return ev.AttemptFailed.of(attempt, said(m.error), m.kind, rejected=m.rejected, busy_s=m.busy_s)
+
+    def _disbelieve(self, attempt: Attempt, error: Exception) -> ProtocolError:
+        """What to raise; nothing of that request is believed any more."""
+        self._unbelieved, where = attempt.id, f"attempt {attempt.id} of {attempt.sample.key} on engine {attempt.engine}"
+        return ProtocolError(f"host {self.name}: {where}: {error}")
 
     def _stop_seen(self, m: wire.StopSeen) -> ev.Event | None:
         return ev.StopFound(m.attempt_id) if m.attempt_id in self.attempts else None

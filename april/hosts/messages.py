@@ -284,21 +284,23 @@ class Came(Message, tag=42):
 
 
 class Ended(Message, tag=43):
-    """AttemptEnded; what it brought came before."""
+    """AttemptEnded; what it brought came before: ``count`` tokens, those after a stop string among them."""
 
     attempt_id: str
     finish: EngineFinish
     fenced: bool = False
+    count: int = 0
 
 
 class Failed(Message, tag=44):
-    """AttemptFailed; what it brought came before."""
+    """AttemptFailed; what it brought came before, as in Ended."""
 
     attempt_id: str
     error: str
     kind: AttemptFailure
     rejected: int
     busy_s: float
+    count: int = 0
 
 
 class StopSeen(Message, tag=45):

@@ -303,26 +303,27 @@ class Mirror:
             wire.Came(attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop)
         )
 
-    def _over(self, attempt_id: str) -> bool:
+    def _over(self, attempt_id: str) -> int | None:
+        """Tokens that it has brought, which are reported with that; None: it is over already."""
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
-            return False
+            return None
         self._report(attempt, over=True)
         self._reported.pop(attempt_id, None)
         if attempt.tape.count and attempt.sample.id.group in self._groups:
             self._brought.setdefault(attempt.sample.id, {})[attempt_id] = attempt
-        return True
+        return attempt.tape.parsed
 
     def _call_ended(self, e: ev.EngineCallEnded) -> None:
         self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error, e.content))
 
     def _ended(self, e: ev.AttemptEnded) -> None:
-        if self._over(e.attempt_id):
-            self._out.append(wire.Ended(e.attempt_id, e.finish, e.fenced))
+        if (count := self._over(e.attempt_id)) is not None:
+            self._out.append(wire.Ended(e.attempt_id, e.finish, e.fenced, count))
 
     def _failed(self, e: ev.AttemptFailed) -> None:
-        if self._over(e.attempt_id):
-            self._out.append(wire.Failed(e.attempt_id, e.error, e.kind, e.rejected, e.busy_s))
+        if (count := self._over(e.attempt_id)) is not None:
+            self._out.append(wire.Failed(e.attempt_id, e.error, e.kind, e.rejected, e.busy_s, count))
 
     def _run_over(self, sample: SampleId, message: Callable[..., wire.Message], *more: Any) -> None:
         """The last word of a run; what was cancelled has had it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ log = logging.getLogger("april")
 
 SILENT_BEATS = 2
 """Heartbeats that a host may miss before another one gets its name."""
+MOST_CUT_OFF = 2
+"""Times that one process is cut off for what cannot be true: once may be an accident, and it comes back."""
 TAPES_S = 10.0
 """How long a state waits for what running requests of hosts have brought."""
 
@@ -56,6 +59,8 @@ class RemoteHosts:
         """Whose engines the core began with."""
         self._rivals: dict[str, tuple[Guest, float]] = {}
         """By name: one that wants to be the host that is here already, and since when."""
+        self._cut_off: Counter[str] = Counter()
+        """By a host's life: how often it has said what cannot be true."""
         self._came: asyncio.Future[None] | None = None
         self._core: RolloutCore | None = None
         self._roster: Roster | None = None
@@ -118,7 +123,7 @@ class RemoteHosts:
     ) -> Mapping[type[do.Command], Callable[[Any], None]]:
         """See OtherHosts."""
         self._core, self._post, self._failed = core, post, failed
-        self._returned = local.samples.returned_elsewhere
+        self._returned, self._detokenizer = local.samples.returned_elsewhere, local.detokenizer
         self._roster = Roster(
             core, local.executors, functions_run=local.functions.rollout is not single_turn,
             post=post, failed=failed, collected=self._collect,
@@ -237,6 +242,8 @@ class RemoteHosts:
         """Why a host cannot join, or None."""
         if self._closed:
             return "the scheduler is closed"
+        if (times := self._cut_off[guest.joined.life]) >= MOST_CUT_OFF:
+            return f"host {guest.name} was cut off {times} times for what cannot be true: start its process anew"
         if (why := next(why_not(guest, self._config, self._core, tokenizer=self._tokenizer), None)) is not None:
             return why
         return None if self._roster is None else self._roster.why_not(guest.engines)
@@ -259,7 +266,7 @@ class RemoteHosts:
                 del self._guests[old]
         desk = HostDesk(
             core, guest.name, guest.limits, functions=guest.joined.functions, failed=self._failed,
-            returned=self._returned,
+            returned=self._returned, detokenizer=self._detokenizer,
         )  # fmt: skip
         self._guests[desk] = guest
         guest.link.send(encode([welcome]))
@@ -320,6 +327,7 @@ class RemoteHosts:
             for event in desk.receive(frame):
                 self._post(event)
         except ProtocolError as error:
+            self._cut_off[guest.joined.life] += 1
             guest.link.close()
             self._lost(desk, str(error))
             return

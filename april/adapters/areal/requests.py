@@ -69,9 +69,12 @@ class Engine:
                 # it ended after a pause, in which weights may have changed: nobody knows which wrote it
                 unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
             aborted = made.stop_reason == "abort" or unused is not None
+            # a server's own limit is not known here
+            anywhere = bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls")
             return Result(
-                offset=len(token_ids), tokens=tokens, logprobs=logprobs, label=label, aborted=aborted, unused=unused
-            )
+                offset=len(token_ids), tokens=tokens, logprobs=logprobs, label=label, aborted=aborted, unused=unused,
+                stop_token_ids=tuple(getattr(sampling, "stop_token_ids", None) or ()), ends_anywhere=anywhere,
+            )  # fmt: skip
 
         done = await calls.generate(session, send, prompt, room, sampling.temperature)
         versions = np.full(len(prompt) + len(done.tokens), -1)

@@ -69,7 +69,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
                 **dict(kwargs),
             )  # fmt: skip
             outputs.append(output)
-            return result_of(len(token_ids), output, max_tokens if self.overruns else None)
+            return result_of(len(token_ids), output, max_tokens if self.overruns else None, sampling_params)
 
         done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from april.coordinator.messages import Done, Result
 from april.core.types import DropReason
 
 
-def result_of(offset: int, output: Any, cut_at: int | None = None) -> Result:
+def result_of(
+    offset: int, output: Any, cut_at: int | None = None, sampling: Mapping[str, Any] = MappingProxyType({})
+) -> Result:
     """What a server returned for ``offset`` tokens. Weights are called by the trainer's global step.
 
     ``cut_at``: the request's limit, where the server is one that goes beyond it; what is beyond is cut off and counted.
+    ``sampling``: of the request.
     """
     label = output.extra_fields.get("global_steps")
     tokens = np.asarray(output.token_ids, np.int32)
@@ -36,6 +40,8 @@ def result_of(offset: int, output: Any, cut_at: int | None = None) -> Result:
         label=None if label is None else int(label),
         aborted=aborted,
         unused=unused,
+        stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
+        ends_anywhere=bool(sampling.get("stop") or sampling.get("ignore_eos")),
     )
 
 
