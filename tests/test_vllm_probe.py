@@ -233,8 +233,8 @@ def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
             assert engine.capabilities.verifies_weights is developer
             table = EngineTable([limits_of(engine)], PolicyVersion(0, 0))
             said = {f"engine/{engine.name}/unverified_weights": 1.0}
-            assert said.items() <= table.metrics({}).items() or developer
-            assert not (developer and said.items() & table.metrics({}).items())
+            assert said.items() <= table.metrics({}, PolicyVersion(0, 0)).items() or developer
+            assert not (developer and said.items() & table.metrics({}, PolicyVersion(0, 0)).items())
 
     run(program)
 
