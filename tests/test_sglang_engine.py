@@ -295,7 +295,7 @@ def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
         async with served(mean_length=10**6, incremental=False) as (server, engine):
             got = await read(engine, request(stream=True))
             assert got.chunks > 4
-            assert server.runs[0].params["stream_interval"] == 8
+            assert server.runs[0].params["stream_interval"] == 2
 
     run(program)
 

@@ -95,7 +95,7 @@ def test_greedy_with_a_stop_string_is_greedy_up_to_it_at_every_cut() -> None:
 
 
 def test_the_engine_streams_and_ends_soon_after_the_string() -> None:
-    """Without a configured interval tokens come in chunks of 16, and the request ends after the string."""
+    """Without a configured interval tokens come in chunks of two, and the request ends after the string."""
     network = model()
     uncut = generated(CutsAt(network), []).tokens.tolist()
     stop = tokenizer(KIND).decode(uncut[:20], skip_special_tokens=False)[-5:]

@@ -31,7 +31,7 @@ class TransformersEngineConfig(Model):
     max_len: PositiveInt | None = None
     """Longest prompt plus response; None: what the model's config says."""
     stream_interval: PositiveInt | None = None
-    """Tokens per chunk; None: one chunk at the end of a request."""
+    """Tokens per chunk; None: one chunk at the end of a request, or every two tokens where it has stop strings."""
 
 
 class SimulatedEngineConfig(Model):
