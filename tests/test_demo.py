@@ -22,6 +22,7 @@ from april.demo.exactness import logprob_error
 from april.demo.run import run_demo
 from april.demo.settings import MODES, DemoSettings
 from april.demo.show import table, verdict
+from april.demo.summary import against_sync
 from april.demo.warmup import build_model
 
 SMALL = DemoSettings(
@@ -90,6 +91,10 @@ def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Sile
     assert [done for what, done in watcher.seen if what == "seed 1: refill"] == [1, 2, 3]
     assert [c.header for c in table(found).columns] == ["", *MODES]
     assert not any("BROKEN" in line for line in verdict(found))
+    assert any("over 2 seeds" in line and "per training step; per trained token" in line for line in verdict(found))
+    alone = json.loads(json.dumps(found))
+    alone["against_sync"]["april"]["held_out_reward_difference_standard_error"] = None
+    assert any("(one seed, so no standard error)" in line for line in verdict(alone))
     broken = json.loads(json.dumps(found))
     broken["checks"]["april"]["tokens_balance"]["holds"] = False
     assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
@@ -105,6 +110,31 @@ def test_cpu_time_is_a_gain_only_if_every_seed_has_one(summary: tuple[dict[str, 
         assert f"{found['modes']['refill']['off_policy_share']:.0%} of the trained tokens are of older weights" in line
     ratios = summary[0]["against_sync"]["refill"]["rollout_cpu_s_per_trained_token_by_seed"]
     assert len(ratios) == SMALL.seeds
+
+
+def test_the_error_of_a_difference_is_that_over_seeds() -> None:
+    """Prompts of one seed share its training, so more of them make nothing surer; with one seed nothing is known."""
+    differences, prompts = [0.02, -0.01, 0.05], 1000
+    arms, sync = (
+        [ArmResult(mode=mode, seed=seed, slots=4, held_out=np.full(prompts, size)) for seed, size in enumerate(sizes)]
+        for mode, sizes in (("april", differences), ("sync", [0.0] * 3))
+    )
+    for arm in (*arms, *sync):
+        arm.trained_tokens, arm.rollout_cpu_s = 10, 1.0
+    figures = {"decode_steps_per_trained_token": 1.0, "rollout_cpu_s_per_trained_token": 1.0, "rollout_wall_s": 1.0}
+    figures |= {"decode_steps_per_step": 1.0}
+    versus = against_sync(figures, figures, arms, sync)
+    assert versus["held_out_reward_difference"] == pytest.approx(0.02)
+    assert versus["held_out_reward_difference_standard_error"] == pytest.approx(0.03 / np.sqrt(3))
+    assert versus["held_out_reward_difference_by_seed"] == pytest.approx(differences)
+    assert against_sync(figures, figures, arms[:1], sync[:1])["held_out_reward_difference_standard_error"] is None
+
+
+def test_all_arms_have_one_loss() -> None:
+    """What differs between them is scheduling, so that is what their rewards compare."""
+    arms = [Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), mode, 0, build_model(3)) for mode in MODES]
+    assert {arm.trainer.token_mean for arm in arms} == {True}
+    assert len({(arm.trainer.learning_rate, arm.trainer.clip_low, arm.trainer.clip_high) for arm in arms}) == 1
 
 
 def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: pytest.MonkeyPatch) -> None:

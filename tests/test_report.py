@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from april.cli import app
+from april.core.idle import Idle
+from april.engines.simulated.fitted_cost import fit
 from april.record.file import RunRecord
 from april.record.lines import lines_of
 from april.record.replay import replay
+from april.report import pictures
 from april.report.engines_there import Engine, EnginesThere
-from april.report.limit import distance
+from april.report.limit import distance, limit_of
 from april.report.page import page
 from april.report.pictures import _over_steps
 from april.report.run_data import RunData, mean_busy, read_run
@@ -147,7 +152,7 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     assert found is not None
     whole = found.at_limit + found.reprefill + sum(found.causes.values()) + found.unexplained
     assert whole == pytest.approx(1.0)
-    assert {"bubble", "boundary"} <= found.causes.keys()
+    assert {Idle.OVER_SAMPLING, Idle.TRAINER} <= found.causes.keys()
     workload = Workload(groups=8, samples=4, engines=2, max_response_len=4000)
     tokens = sum(s.generated_tokens for s in simulation.result.steps[1:])
     lengths = [length for s in simulation.result.steps for length in s.lengths]
@@ -156,6 +161,107 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     assert found.at_limit == pytest.approx(least / seconds, rel=0.06)
     data.costs.clear()
     assert distance(data, 0.0, 1.0) is None
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Pictures of one width only; what was drawn, by its name."""
+    figures: dict[str, Any] = {}
+    real = pictures.svg_of
+    monkeypatch.setattr(pictures, "WIDTHS", {"wide": 9.6})
+    monkeypatch.setattr(pictures, "svg_of", lambda of, name, what: real(figures.setdefault(name, of), name, what))
+    return figures
+
+
+def told(path: Path, target: Path) -> RunData:
+    """A run with rewards, whose N' and bound change."""
+
+    def change(line: list[Any]) -> list[Any]:
+        parts = line[2]
+        if line[1] == "Record":
+            parts["settings"] |= {"has_reward": True, "auto": ["over_sampling_batch_size"]}
+        if line[1] == "Batch":
+            parts["metrics"] |= {
+                "reward_mean": parts["id"] / 10, "staleness_bound": 5.0 if parts["id"] < 6 else 3.0,
+                "auto_over_sampling_batch_size": 16.0 if parts["id"] < 3 else 12.0,
+            }  # fmt: skip
+        return line
+
+    return read_run(rewritten(path, target, change))
+
+
+def test_rewards_are_a_curve(run: tuple[Path, Simulation], tmp_path: Path, quick: dict[str, Any]) -> None:
+    """One value per batch, at its number; a run without rewards has none."""
+    assert pictures.rewards(told(run[0], tmp_path / "told.jsonl"), "r0")
+    (axes,) = quick["r0-wide"].axes
+    assert axes.lines[0].get_xdata().tolist() == list(range(12))
+    assert axes.lines[0].get_ydata() == pytest.approx(np.arange(12) / 10)
+    assert pictures.rewards(read_run(run[0]), "r0") == ""
+
+
+def test_there_are_no_half_batches(run: tuple[Path, Simulation], tmp_path: Path, quick: dict[str, Any]) -> None:
+    """Ticks of what is counted are whole numbers, however few there are."""
+    data = told(run[0], tmp_path / "told.jsonl")
+    for batches in (data.batches, data.batches[:3], data.batches[:1]):
+        data.batches = batches
+        quick.clear()
+        for picture in (pictures.rewards, pictures.time_shares, pictures.staleness):
+            picture(data, picture.__name__)
+        axes = [a for figure in quick.values() for a in figure.axes]
+        assert len(axes) == 4
+        assert {a.get_xlabel() for a in axes} == {"batch"}
+        assert all(float(tick).is_integer() for a in axes for tick in a.get_xticks())
+
+
+def test_a_cause_has_one_name_in_all_pictures(run: tuple[Path, Simulation], quick: dict[str, Any]) -> None:
+    """That of its metric, and what is meant, on the bar as in the picture below it; every cause has one."""
+    key = re.search(r'<ul class="key">(.*?)</ul>', page([read_run(run[0])]))
+    (axes,) = quick["t0-wide"].axes
+    shown = {text.get_text() for text in axes.get_legend().get_texts()} - {"busy"}
+    assert key is not None
+    assert shown == {words for words in map(pictures.words_of, Idle) if f"</i>{html.escape(words)} " in key[1]}
+    assert all(pictures.words_of(cause).startswith(cause) for cause in Idle)
+
+
+def test_settings_are_those_of_the_batch(run: tuple[Path, Simulation], tmp_path: Path, quick: dict[str, Any]) -> None:
+    """A row from each batch on at which something changed; the bound is drawn as it was."""
+    data = told(run[0], tmp_path / "told.jsonl")
+    text = page([data])
+    rows = re.findall(r"<tr><td>(\d+)</td><td>N&#x27; = (\d+)</td><td>(\d)</td><td>2</td><td>(\d+)</td>", text)
+    places = str(data.places)
+    assert rows == [("0", "16", "5", places), ("3", "12", "5", places), ("6", "12", "3", places)]
+    assert data.settings_at(data.batches[-1]).over_sampling_batch_size == 12
+    (bounds,) = (p for p in quick["s0-wide"].axes[1].patches if p.get_label() == "max_staleness")
+    assert bounds.get_data().values.tolist() == [5] * 6 + [3] * 6
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simulation]) -> None:
+    """A fit that misses, places that were never full, engines that became slower: said, and no figure stands alone."""
+    sure = read_run(run[0])
+    found = limit_of(sure)
+    assert found is not None
+    assert found.doubt == ""
+    text = page([sure])
+    assert "<b>" in text
+    assert "Settings over the run" not in text  # nothing changed
+    missed, empty, slower = (read_run(run[0]) for _ in range(3))
+    missed.costs = {name: replace(cost, error=0.2) for name, cost in missed.costs.items()}
+    empty.there = EnginesThere([Engine("engine0"), Engine("engine1")], 50 * sure.places)
+    middle = float(np.median(slower.began_s))
+    for times in (slower.began_s, slower.ended_s):
+        times[times > middle] = middle + 3.0 * (times[times > middle] - middle)
+    for batch in slower.batches:
+        batch_s = batch.time_s
+        slower.batches[batch.id] = replace(batch, time_s=max(batch_s, middle + 3.0 * (batch_s - middle)))
+    slower.costs = {name: fit(slower.requests_of(number, 4096)) for number, name in enumerate(slower.engines)}
+    for data, words in ((missed, "by 20% on average"), (empty, "of the places were busy"), (slower, "half")):
+        text = page([data])
+        assert "cannot be said: " in text, words
+        assert words in text or data is slower
+        assert "<b>" not in text
+        assert "of the engines&#x27; limit" not in text
+        assert "% of the limit" not in text
 
 
 def test_the_page_is_whole_and_asks_for_nothing(run: tuple[Path, Simulation]) -> None:
@@ -170,7 +276,7 @@ def test_the_page_is_whole_and_asks_for_nothing(run: tuple[Path, Simulation]) ->
     ids = [value for name, value in seen.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     assert not re.search(r"#0[123]\d{2}00", text)
-    for words in ("Busy places", "at the limit", "re-prefill", "bubble", "Off-policy", "in batches", "engine1"):
+    for words in ("Busy places", "at the limit", "prefilled again", "over_sampling: N", "Off-policy", "engine1"):
         assert words.lower() in text.lower(), words
 
 

@@ -81,6 +81,8 @@ def truncated_weights(
         keep_gradient: whether the weights of a tensor carry the gradient of its ratios (0 where they are truncated).
             The paper's do not; GSPO's ratio does in its own loss.
 
+    Which level is best is not settled: docs/corrections.md.
+
     Raises ValueError for shapes that do not fit, numbers that are no log-probabilities (NaN, infinite, above 0) where
     there is loss, float16 and bfloat16, another level, and a limit that is not above 0 or that float32 does not hold.
     """

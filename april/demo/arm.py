@@ -106,7 +106,7 @@ class Arm:
         self.witness = Witness(self.stage.engine)
         self.trainer = GrpoTrainer(
             self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2,
-            token_mean=mode in settings.token_mean,
+            token_mean=True,
         )  # fmt: skip
         self.weights: dict[int, StateDict] = {0: snapshot(self.model)}
         self.delivered: list[DeliveredSample] = []

@@ -22,6 +22,7 @@ OTHERWISE = ("#e4e4e4", "empty: rewards, prompts, requests that end")
 SHOWN_TOKENS = 15_000
 """The occupancy panels show the time in which about this many tokens were trained."""
 FIGURES = (
+    ("decode_steps_per_step", "decode steps per\ntraining step, of sync's", True),
     ("decode_steps_per_trained_token", "decode steps per\ntrained token, of sync's", True),
     ("rollout_cpu_s_per_trained_token", "rollout CPU per\ntrained token, of sync's", True),
     ("off_policy_share", "trained tokens from\nolder weights", False),
@@ -116,6 +117,8 @@ def _lengths(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
 
 
 def _figure_of(arm: ArmResult, name: str) -> float:
+    if name == "decode_steps_per_step":
+        return arm.decode_steps / arm.steps
     of = {
         "decode_steps_per_trained_token": arm.decode_steps, "rollout_cpu_s_per_trained_token": arm.rollout_cpu_s,
         "off_policy_share": arm.stale_tokens, "reprefill_share": arm.reprefill_tokens,
@@ -136,7 +139,7 @@ def _gain_and_price(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
             axes.plot([min(values), max(values)], [at, at], color="black", linewidth=1)
             axes.text(max(values) + 0.02, at, f"{mean:.2f}", fontsize=7, va="center")
     axes.axvline(1.0, color=COLOURS["sync"], linewidth=1, linestyle="--")
-    axes.axhline(1.5, color="black", linewidth=0.6)
+    axes.axhline(sum(to_sync for _, _, to_sync in FIGURES) - 0.5, color="black", linewidth=0.6)
     axes.set_yticks(range(len(FIGURES)), [words for _, words, _ in FIGURES], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)

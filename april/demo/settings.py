@@ -36,10 +36,7 @@ class DemoSettings:
     evaluate_every: int = 10
     group_quorum: float = 0.5
     """Of the mode ``quorum``; the others wait for whole groups."""
-    token_mean: tuple[str, ...] = ("quorum",)
-    """Modes whose loss is the mean over the tokens of the batch (DAPO), not over each response's (GRPO): with the
-    baselines of a quorum, the latter makes responses longer and longer."""
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 7e-4
     """Peak; it falls linearly to zero over the steps, as usual."""
     engine: str = EMBEDDED
     """Embedded, or the kind of server at ``url``: vllm or sglang."""

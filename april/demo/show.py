@@ -14,6 +14,8 @@ from april.demo.settings import MODES
 GAIN = 0.98
 """Ratio to sync's CPU time that every seed must be below for a gain."""
 ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("decode steps per training step", lambda m: f"{m['decode_steps_per_step']:.1f}"),
+    ("trained tokens per training step", lambda m: f"{m['trained_tokens_per_step']:,.0f}"),
     ("decode steps per 1,000 trained tokens", lambda m: f"{1e3 * m['decode_steps_per_trained_token']:.1f}"),
     ("rollout CPU ms per 1,000 trained tokens", lambda m: f"{1e6 * m['rollout_cpu_s_per_trained_token']:.1f}"),
     ("rollout wall seconds", lambda m: f"{m['rollout_wall_s']:.1f}"),
@@ -88,10 +90,9 @@ def verdict(summary: dict[str, Any]) -> list[str]:
     for mode, versus in summary["against_sync"].items():
         share = summary["modes"][mode]["off_policy_share"]
         lines.append(
-            f"{mode} against sync, per trained token: {versus['decode_steps_per_trained_token']:.2f}x the decode "
-            f"steps, {_cpu(versus)}; {share:.0%} of the trained tokens are of older weights; held-out reward "
-            f"{versus['held_out_reward_difference']:+.3f} (standard error "
-            f"{versus['held_out_reward_difference_standard_error']:.3f})"
+            f"{mode} against sync: {versus['decode_steps_per_step']:.2f}x the decode steps per training step; per "
+            f"trained token {versus['decode_steps_per_trained_token']:.2f}x, and {_cpu(versus)}; {share:.0%} of the "
+            f"trained tokens are of older weights; held-out reward {_difference(versus)}"
         )
     broken = [
         f"{mode}: {name} is {check['value']}, expected {check['expected']}"
@@ -103,6 +104,14 @@ def verdict(summary: dict[str, Any]) -> list[str]:
         "every token is delivered or held, as the engine itself counted; every log-probability is that of its version"
     ]
     return lines
+
+
+def _difference(versus: dict[str, Any]) -> str:
+    """In held-out reward, with its standard error over the seeds: prompts of one seed have one training in common."""
+    number = len(versus["held_out_reward_difference_by_seed"])
+    error = versus["held_out_reward_difference_standard_error"]
+    said = f"{versus['held_out_reward_difference']:+.3f}"
+    return f"{said} (one seed, so no standard error)" if error is None else f"{said} +- {error:.3f} over {number} seeds"
 
 
 def _cpu(versus: dict[str, Any]) -> str:

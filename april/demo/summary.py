@@ -21,8 +21,8 @@ LARGEST = ("staleness_max", "max_abs_logprob_error")
 
 NOTES = {
     "means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total",
-    "loss": "mean over the tokens of each response, then over the responses (GRPO); in the modes of token_mean, over "
-    "all tokens of the batch (DAPO)",
+    "loss": "mean over all tokens of the batch (DAPO), in every mode",
+    "standard_error": "of the mean over seeds; null with one seed",
 }
 NOTES_EMBEDDED = {
     "bubble": "1 - busy slot-steps / (slots x decode steps); slots are the same in every mode",
@@ -60,6 +60,8 @@ def arm_figures(arm: ArmResult, start: NDArray[np.float64]) -> dict[str, float]:
         "compared_tokens": arm.compared_tokens,
         "longest_over_median": float(np.mean([max(row) / np.median(row) for row in arm.lengths])),
         "length_variation_in_group": float(np.mean(arm.group_spread)),
+        "trained_tokens_per_step": arm.trained_tokens / arm.steps,
+        "decode_steps_per_step": arm.decode_steps / arm.steps,
         "decode_steps_per_trained_token": arm.decode_steps / arm.trained_tokens,
         "rollout_cpu_s_per_trained_token": arm.rollout_cpu_s / arm.trained_tokens,
     }
@@ -103,10 +105,9 @@ def against_sync(
     mode: dict[str, Any], sync: dict[str, Any], arms: Sequence[ArmResult], sync_arms: Sequence[ArmResult]
 ) -> dict[str, Any]:
     """Ratios to sync in the same run, and the difference in held-out reward (same prompts, same seeds)."""
-    per_seed = [a.held_out - b.held_out for a, b in zip(arms, sync_arms, strict=True)]
-    pairs = np.concatenate(per_seed)
-    seeds = np.array([d.mean() for d in per_seed])
+    seeds = np.array([(a.held_out - b.held_out).mean() for a, b in zip(arms, sync_arms, strict=True)])
     return {
+        "decode_steps_per_step": mode["decode_steps_per_step"] / sync["decode_steps_per_step"],
         "decode_steps_per_trained_token": (
             mode["decode_steps_per_trained_token"] / sync["decode_steps_per_trained_token"]
         ),
@@ -118,10 +119,10 @@ def against_sync(
             for a, b in zip(arms, sync_arms, strict=True)
         ],
         "rollout_wall_s": mode["rollout_wall_s"] / sync["rollout_wall_s"],
-        "held_out_reward_difference": float(pairs.mean()),
-        "held_out_reward_difference_standard_error": float(pairs.std(ddof=1) / math.sqrt(len(pairs))),
-        "held_out_reward_difference_standard_error_over_seeds": (
-            float(seeds.std(ddof=1) / math.sqrt(len(seeds))) if len(seeds) > 1 else 0.0
+        "held_out_reward_difference": float(seeds.mean()),
+        "held_out_reward_difference_by_seed": seeds.tolist(),
+        "held_out_reward_difference_standard_error": (
+            float(seeds.std(ddof=1) / math.sqrt(len(seeds))) if len(seeds) > 1 else None
         ),
     }
 

@@ -66,6 +66,11 @@ class EnginesThere:
             self.places.append(places)
             self._engines.append(len(self._there))
 
+    def at(self, time_s: float) -> tuple[int, int]:
+        """(engines, places) at a time."""
+        last = max(0, int(np.searchsorted(self.since_s, time_s, "right")) - 1)
+        return self._engines[last], self.places[last]
+
     def place_s(self, since: float, until: float) -> float:
         """Places, summed up over the time between."""
         return float(self._passed(since, until) @ np.array(self.places, np.float64))

@@ -11,12 +11,12 @@ from typing import Any
 from april import __version__
 from april.auto.question import InWork
 from april.core.bottleneck import bottleneck
+from april.core.idle import Idle
 from april.core.run_times import whole
-from april.core.types import Refill, Work
 from april.report import pictures
-from april.report.limit import distance
+from april.report.limit import Limit, limit_of
 from april.report.run_data import RunData
-from april.report.svg import CAUSES, Ink, css
+from april.report.svg import Ink, css
 from april.server_text import printable
 
 STYLE = """
@@ -64,17 +64,14 @@ DROPS = {
     "masked_tokens": "tokens without loss, as they were too old",
     "late_events": "results that came too late",
 }
-DISTANCE_INKS = {
-    "bubble": CAUSES[0], "boundary": CAUSES[1], "weight updates": CAUSES[2], "evaluation": Ink.EVALUATION,
-    "admission": CAUSES[3],
-}  # fmt: skip
 
 
 def page(runs: Sequence[RunData]) -> str:
     """The report of one run, or of several side by side."""
     runs = _told_apart(runs)
+    limits = [limit_of(run) for run in runs]
     title = "april: " + " and ".join(run.name for run in runs)
-    sections = "".join(f'<section class="run">{_run(run, i)}</section>' for i, run in enumerate(runs))
+    sections = "".join(f'<section class="run">{_run(run, i, limits[i])}</section>' for i, run in enumerate(runs))
     body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -82,7 +79,7 @@ def page(runs: Sequence[RunData]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="color-scheme" content="light dark"><title>{_text(title)}</title>'
         f"<style>{css()}{STYLE}</style></head>"
-        f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs)}{body}'
+        f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs, limits)}{body}'
         f'<footer>Made by april {_text(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
         f'{"s" if len(runs) > 1 else ""}.</footer></main></body></html>\n'
     )
@@ -99,14 +96,14 @@ def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
 
-def _run(run: RunData, number: int) -> str:
+def _run(run: RunData, number: int, found: Limit | None) -> str:
     steps = [batch.metrics for batch in run.batches]
-    advice = bottleneck(whole(steps), run.settings) if steps else ""
+    advice = bottleneck(whole(steps), run.settings_at(run.batches[-1])) if steps else ""
     parts = [
         f"<h1>{_text(run.name)}</h1>",
         f'<p class="soft">{_text(_began(run))}; {_text(run.end)}.</p>',
         f'<p class="advice">{_text(advice[:1].upper() + advice[1:])}.</p>' if advice else "",
-        _facts(run),
+        _facts(run, found),
         "<h2>Busy places</h2>",
         f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
         "on from: weight updates since the oldest token of the response. Grey: empty.</p>",
@@ -117,11 +114,12 @@ def _run(run: RunData, number: int) -> str:
             "<h2>The latest steps from near</h2>",
             "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
         ]  # fmt: skip
-    if run.settings.auto:
-        parts.append(_auto(run))
     if steps:
+        if drawn := pictures.rewards(run, f"r{number}"):
+            parts += ["<h2>Rewards</h2>", drawn]
         parts += [
-            "<h2>Where the time went</h2>", _limit(run), pictures.time_shares(run, f"t{number}"),
+            _settings(run),
+            "<h2>Where the time went</h2>", _limit(run, found), pictures.time_shares(run, f"t{number}"),
             "<h2>How old the trained tokens are</h2>", pictures.staleness(run, f"s{number}"),
         ]  # fmt: skip
     if drawn := pictures.lengths(run, f"l{number}"):
@@ -149,7 +147,7 @@ def _sums(run: RunData) -> dict[str, float]:
     return out
 
 
-def _figures(run: RunData) -> dict[str, str]:
+def _figures(run: RunData, found: Limit | None) -> dict[str, str]:
     if not run.batches:
         return {"batches": "0", "requests": f"{len(run.engine):,}"}
     sums, steps = _sums(run), [batch.metrics for batch in run.batches]
@@ -158,8 +156,8 @@ def _figures(run: RunData) -> dict[str, str]:
     if seconds:
         out["trained tokens per second"] = f"{trained / seconds:,.0f}"
         out["places busy"] = f"{sum(m['engines_busy'] * m['step_s'] for m in steps) / seconds:.0%}"
-    if (found := _distance(run)) is not None:
-        out["of the engines' limit"] = f"{found.at_limit:.0%}"
+    if found is not None and not found.doubt:
+        out["of the engines' limit"] = f"{found.distance.at_limit:.0%}"
     if trained:
         old = sum(m["off_policy_share"] * m["trained_tokens"] for m in steps)
         out["off-policy share"] = f"{old / trained:.0%}"
@@ -170,16 +168,16 @@ def _figures(run: RunData) -> dict[str, str]:
     return out
 
 
-def _facts(run: RunData) -> str:
-    facts = _figures(run).items()
+def _facts(run: RunData, found: Limit | None) -> str:
+    facts = _figures(run, found).items()
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in facts)
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _comparison(runs: Sequence[RunData]) -> str:
+def _comparison(runs: Sequence[RunData], limits: Sequence[Limit | None]) -> str:
     if len(runs) < 2:
         return ""
-    tables = [_figures(run) for run in runs]
+    tables = [_figures(run, found) for run, found in zip(runs, limits, strict=True)]
     names = dict.fromkeys(name for table in tables for name in table)
     head = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
     rows = "".join(
@@ -189,24 +187,30 @@ def _comparison(runs: Sequence[RunData]) -> str:
     return f'<h1>{len(runs)} runs</h1><div class="scroll"><table><tr><th></th>{head}</tr>{rows}</table></div>'
 
 
-def _distance(run: RunData) -> Any:
-    if len(run.batches) < 2:
-        return None
-    return distance(run, run.batches[0].time_s, run.batches[-1].time_s)
-
-
-def _limit(run: RunData) -> str:
-    found = _distance(run)
+def _limit(run: RunData, found: Limit | None) -> str:
     if found is None:
         return "<p>The engines' cost could not be fitted: too few requests, or too few batches.</p>"
-    parts = [("at the limit", found.at_limit, Ink.AGE0), ("re-prefill", found.reprefill, Ink.AGE2)]
-    parts += [(name, share, DISTANCE_INKS[name]) for name, share in found.causes.items() if share >= 0.005]
-    if found.unexplained >= 0.005:
-        parts.append(("unexplained", found.unexplained, Ink.FAINT))
+    of = found.distance
+    if found.doubt:
+        return (
+            f"<p>How far the run was from the limit of its engines cannot be said: {_text(found.doubt)}. A guess is "
+            f"that the limit takes {of.at_limit:.0%} of the time.</p>"
+        )
+    parts = [("at the limit", of.at_limit, Ink.AGE0), ("prefilled again", of.reprefill, Ink.AGE2)]
+    parts += [
+        (pictures.words_of(cause), share, pictures.IDLE[cause][1])
+        for cause in Idle if (share := of.causes.get(cause, 0.0)) >= 0.005
+    ]  # fmt: skip
+    if of.unexplained >= 0.005:
+        parts.append(("unexplained", of.unexplained, Ink.FAINT))
     words = (
         "The limit: the same tokens on the same engines with all places busy all the time and nothing prefilled twice, "
         "by the cost that was fitted to their requests. The rest, by what kept places empty:"
     )
+    if found.halves is not None:
+        first, second = sorted(found.halves)
+        halves = f"{first:.0%} and {second:.0%} by halves of the requests"
+        words = f"<b>{of.at_limit:.0%} of the limit</b> ({halves}). {words}"
     bar = "".join(f'<div style="flex:{share:.4f};background:var({ink.variable})"></div>' for _, share, ink in parts)
     key = "".join(
         f'<li><i style="background:var({ink.variable})"></i>{_text(name)} {share:.0%}</li>'
@@ -215,26 +219,30 @@ def _limit(run: RunData) -> str:
     return f'<p>{words}</p><div class="bar">{bar}</div><ul class="key">{key}</ul>'
 
 
-def _auto(run: RunData) -> str:
-    """How much was in work, from which batch on."""
+def _settings(run: RunData) -> str:
+    """What was in force, from which batch on, where anything of it changed or may."""
     rows: list[list[str]] = []
-    last: InWork | None = None
+    last: tuple[Any, ...] = ()
     for batch in run.batches:
-        m = batch.metrics
-        given: dict[Work, Any] = {name: m[f"auto_{name}"] for name in run.settings.auto if f"auto_{name}" in m}
-        if Work.REFILL in run.settings.auto:
-            given[Work.REFILL] = Refill.SAMPLE if m.get("auto_refills") else Refill.NONE
-        now = replace(InWork.of(run.settings), **{str(name): value for name, value in given.items()})
-        if now != last:
-            expected = ""
+        settings, m = run.settings_at(batch), batch.metrics
+        now = (InWork.of(settings), settings.max_staleness, *run.there.at(batch.time_s))
+        if now == last:
+            continue
+        last = now
+        in_work, bound, engines, places = now
+        row = [f"{batch.id:,}", f"{in_work}", f"{bound:,}", f"{engines:,}", f"{places:,}"]
+        if run.settings.auto:
             speed, share = (m.get(f"auto_expected_{what}") for what in ("tokens_per_s", "off_policy_share"))
-            if speed is not None and share is not None:
-                expected = f"{speed:,.0f} tokens per second, {share:.0%} off-policy"
-            rows.append([f"{batch.id:,}", f"{now}", expected])
-            last = now
-    head = "".join(f"<th>{words}</th>" for words in ("from batch", "in work", "expected of the best"))
+            known = speed is not None and share is not None
+            row.append(f"{speed:,.0f} tokens per second, {share:.0%} off-policy" if known else "")
+        rows.append(row)
+    if len(rows) < 2 and not run.settings.auto:
+        return ""
+    names = ["from batch", "in work", "max_staleness", "engines", "places"]
+    names += ["expected of the best"] if run.settings.auto else []
+    head = "".join(f"<th>{name}</th>" for name in names)
     cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<h2>What auto chose</h2><div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
+    return f'<h2>Settings over the run</h2><div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
 
 
 def _lengths(run: RunData) -> str:

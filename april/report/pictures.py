@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from april.core.idle import Idle
 from april.report.run_data import Batch, RunData, mean_busy
-from april.report.svg import AGES, CAUSES, Ink, dress, legend, new_figure, svg_of
+from april.report.svg import AGES, CAUSES, Ink, dress, legend, new_figure, svg_of, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,13 +26,22 @@ COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
 DETAIL = 6
 """Latest steps that are shown from near."""
 IDLE = {
-    Idle.OVER_SAMPLING: ("over-sampling", CAUSES[0]), Idle.TRAINER: ("no batch asked for", CAUSES[1]),
-    Idle.UPDATE: ("weight update", CAUSES[2]), Idle.BOUND: ("max_staleness", CAUSES[3]),
-    Idle.FUNCTIONS: ("functions", CAUSES[4]), Idle.ENGINES: ("engines full or ill", CAUSES[5]),
-    Idle.EVALUATION: ("evaluation", Ink.EVALUATION), Idle.STOP: ("stopping the rest", CAUSES[6]),
-    Idle.PROMPTS: ("prompts", CAUSES[7]), Idle.HELD: ("held tokens", CAUSES[8]), Idle.PAUSE: ("pause", CAUSES[9]),
+    Idle.OVER_SAMPLING: ("N' are in work", CAUSES[0]), Idle.TRAINER: ("no batch asked for", CAUSES[1]),
+    Idle.UPDATE: ("new weights", CAUSES[2]), Idle.BOUND: ("max_staleness", CAUSES[3]),
+    Idle.FUNCTIONS: ("only functions run", CAUSES[4]), Idle.ENGINES: ("none takes work", CAUSES[5]),
+    Idle.EVALUATION: ("", Ink.EVALUATION), Idle.STOP: ("the rest is stopped", CAUSES[6]),
+    Idle.PROMPTS: ("drawn, or ended", CAUSES[7]), Idle.HELD: ("max_held_tokens", CAUSES[8]),
+    Idle.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
-"""Words and colour by cause."""
+"""What is meant, and the colour, by cause."""
+MARKED = 24
+"""Points of a curve up to which each has a mark: a curve of one is none."""
+
+
+def words_of(cause: Idle) -> str:
+    """A cause in every picture: the name of its metric without ``idle_``, and what is meant."""
+    meant, _ = IDLE[cause]
+    return f"{cause}: {meant}" if meant else str(cause)
 
 
 def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
@@ -52,6 +61,7 @@ def places(run: RunData, name: str) -> str:
         axes = figure.add_subplot()
         draw_places(axes, run, 0.0, run.seconds, POINTS[kind])
         dress(axes, "", "seconds", "places")
+        whole_numbers(axes.yaxis)
         legend(axes, COLUMNS[kind])
 
     return in_all_widths(name, "busy places over the whole run, coloured by the age of what they go on from", 2.9, draw)
@@ -76,6 +86,7 @@ def detail(run: RunData, name: str) -> str:
             if since < at <= until:
                 axes.axvline(at, color=Ink.SOFT.hex, linewidth=0.8, linestyle=":")
         dress(axes, "", "seconds", "places")
+        whole_numbers(axes.yaxis)
 
     return in_all_widths(name, "busy places in the latest steps", 2.4, draw)
 
@@ -121,8 +132,13 @@ def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Flo
     return np.array([steps[a:b].mean() for a, b in pairwise(edges)]), np.array(means)
 
 
+def _edges(steps: Floats) -> Floats:
+    """Half way between the numbers."""
+    return np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
+
+
 def time_shares(run: RunData, name: str) -> str:
-    """Share of places x time, step by step: busy, or empty and why."""
+    """Share of places x time, batch by batch: busy, or empty and why."""
     batches = run.batches
 
     def draw(figure: Any, kind: str) -> None:
@@ -130,11 +146,11 @@ def time_shares(run: RunData, name: str) -> str:
         points = POINTS[kind] // 2
         steps, busy = _over_steps(batches, "engines_busy", points)
         layers = [("busy", Ink.AGE0, busy)]
-        for cause, (words, ink) in IDLE.items():
+        for cause, (_, ink) in IDLE.items():
             if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
-                layers.append((words, ink, _over_steps(batches, f"idle_{cause}", points)[1]))
+                layers.append((words_of(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
         below = np.zeros(len(steps))
-        edges = np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
+        edges = _edges(steps)
         for label, ink, values in layers:
             top = below + np.nan_to_num(values)
             axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
@@ -142,37 +158,76 @@ def time_shares(run: RunData, name: str) -> str:
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        dress(axes, "", "step", "share of places x time")
+        dress(axes, "", "batch", "share of places x time")
+        whole_numbers(axes.xaxis)
         legend(axes, COLUMNS[kind])
 
-    return in_all_widths(name, "share of places and time: busy, or empty and why", 2.9, draw)
+    return in_all_widths(name, "share of places and time, batch by batch: busy, or empty and why", 2.9, draw)
+
+
+def rewards(run: RunData, name: str) -> str:
+    """Mean reward of each batch; empty where nothing gave any."""
+    if not run.settings.has_reward or not any("reward_mean" in batch.metrics for batch in run.batches):
+        return ""
+
+    def draw(figure: Any, kind: str) -> None:
+        axes = figure.add_subplot()
+        steps, values = _over_steps(run.batches, "reward_mean", POINTS[kind] // 2)
+        window = max(1, len(values) // 10)
+        smooth = _trailing_mean(values, window)
+        axes.plot(steps, values, color=Ink.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
+                  marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
+        if window > 1:
+            axes.plot(steps, smooth, color=Ink.AGE3.hex, linewidth=1.8, label="running mean")
+        dress(axes, "", "batch", "reward")
+        whole_numbers(axes.xaxis)
+        legend(axes, COLUMNS[kind])
+
+    return in_all_widths(name, "mean reward of each batch", 2.4, draw)
+
+
+def _trailing_mean(values: Floats, window: int) -> Floats:
+    """Of each value and those before it, ``window`` in all; NaN is left out."""
+    there = np.isfinite(values)
+    sums = np.concatenate(((0.0,), np.cumsum(np.where(there, values, 0.0))))
+    counts = np.concatenate(((0,), np.cumsum(there)))
+    at = np.arange(1, len(values) + 1)
+    since = np.maximum(0, at - window)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((sums[at] - sums[since]) / (counts[at] - counts[since]))
 
 
 def staleness(run: RunData, name: str) -> str:
-    """Off-policy share and staleness, step by step."""
+    """Off-policy share and staleness, batch by batch."""
 
     def draw(figure: Any, kind: str) -> None:
         wide = kind != "narrow"
         left, right = figure.subplots(1, 2) if wide else figure.subplots(2, 1)
         points = POINTS[kind] // 2
         steps, share = _over_steps(run.batches, "off_policy_share", points)
-        left.plot(steps, share, color=Ink.AGE2.hex, linewidth=1.4)
+        mark = "o" if len(steps) <= MARKED else ""
+        left.plot(steps, share, color=Ink.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
         left.set_ylim(0, 1)
         left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        dress(left, "off-policy share of the trained tokens", "step")
+        dress(left, "off-policy share of the trained tokens", "batch")
         for metric, words, ink in (
             ("staleness_max", "oldest", Ink.AGE4),
             ("staleness_mean", "mean of the responses", Ink.AGE1),
         ):
             steps, values = _over_steps(run.batches, metric, points)
-            right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words)
-        bound = run.settings.max_staleness
-        right.axhline(bound, color=Ink.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness")
+            right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)
+        bounds = [run.settings_at(batch).max_staleness for batch in run.batches]
+        right.stairs(
+            bounds, _edges(np.array([batch.id for batch in run.batches], np.float64)), baseline=None,
+            color=Ink.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
+        )  # fmt: skip
         right.set_ylim(bottom=0)
-        dress(right, "staleness, in weight updates", "step")
+        dress(right, "staleness, in weight updates", "batch")
+        for axis in (left.xaxis, right.xaxis, right.yaxis):
+            whole_numbers(axis)
         legend(right, 2)
 
-    return in_all_widths(name, "off-policy share and staleness, step by step", 2.9, draw)
+    return in_all_widths(name, "off-policy share and staleness, batch by batch", 2.9, draw)
 
 
 def lengths(run: RunData, name: str) -> str:
@@ -196,6 +251,7 @@ def lengths(run: RunData, name: str) -> str:
                 axes.stairs(share, edges, fill=fill, color=ink.hex, linewidth=width, label=label)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         dress(axes, "", "response tokens", "share of the responses")
         legend(axes, 2 if kind != "narrow" else 1)

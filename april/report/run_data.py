@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
+from april.core.types import Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.lines import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
@@ -115,6 +116,17 @@ class RunData:
     def places(self) -> int:
         """The most that there were at a time."""
         return max(self.there.places)
+
+    def settings_at(self, batch: Batch) -> CoreSettings:
+        """The settings as they were when it was delivered: ``auto`` and a lowered bound change them."""
+        found: dict[str, Any] = {}
+        for name in self.settings.auto:
+            value = batch.metrics.get("auto_refills" if name is Work.REFILL else f"auto_{name}")
+            if value is not None:
+                kind = type(getattr(self.settings, name))
+                found[name] = (Refill.SAMPLE if value else Refill.NONE) if name is Work.REFILL else kind(value)
+        found["max_staleness"] = int(batch.metrics.get("staleness_bound", self.settings.max_staleness))
+        return replace(self.settings, **found)
 
     @property
     def engine_count(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -89,6 +90,13 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     for name, spine in axes.spines.items():
         spine.set_visible(name in ("left", "bottom"))
         spine.set_color(Ink.FAINT.hex)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """No ticks between those of what is counted."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def legend(axes: Axes, columns: int) -> None:
