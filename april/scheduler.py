@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from april.config.engine_fit import fits, why_unfit
+from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
 from april.config.values import MOST, shown, without_contents
@@ -132,6 +132,8 @@ class RolloutScheduler:
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
+        for doubt in doubts_of(config):
+            log.warning("%s", doubt)
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
             raise ConfigError("sampling.stop: stop strings are matched on text; give the scheduler tokenizer=...")
@@ -160,7 +162,7 @@ class RolloutScheduler:
             if engines is None:
                 engines = made = create_engines(config.engine, model, config.seed, self._thread.run)
             self._engines = list(engines)
-            _check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
+            check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
             if hosts is not None:
                 others = self._thread.call(lambda: RemoteHosts(config, hosts, tokenizer=detokenizer is not None))
                 if not self._engines:
@@ -579,22 +581,3 @@ def check_functions(
         raise ConfigError(
             "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
         )
-
-
-def _check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool) -> None:
-    """Refuse what cannot work with these engines, before anything starts."""
-    if not engines and not hosts:
-        raise ConfigError("engines: at least one engine is needed")
-    for engine in engines:
-        if not hasattr(engine, "capabilities"):
-            raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
-        if engine.capabilities.gathers_weights and not gathers:
-            raise ConfigError(
-                f"engine {engine.name}: the model's parameters are sharded over ranks, which have to gather them "
-                "together; use april.RankScheduler on every rank"
-            )
-    names = [e.name for e in engines]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"engines: names must be unique, got {names}")
-    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}):
-        raise ConfigError(sentence)

@@ -5,16 +5,16 @@ The scheduler refuses with the first sentence; ``april doctor`` shows them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
-    from april.engines.protocol import Capabilities
+    from april.engines.protocol import Capabilities, Engine
 
 
 def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[str]:
@@ -42,6 +42,25 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
                 f"engine {name} generates with the trainer's own model, which cannot be trained meanwhile; set "
                 "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
             )
+
+
+def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool) -> None:
+    """Refuse what cannot work with these engines, before anything starts."""
+    if not engines and not hosts:
+        raise ConfigError("engines: at least one engine is needed")
+    for engine in engines:
+        if not hasattr(engine, "capabilities"):
+            raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
+        if engine.capabilities.gathers_weights and not gathers:
+            raise ConfigError(
+                f"engine {engine.name}: the model's parameters are sharded over ranks, which have to gather them "
+                "together; use april.RankScheduler on every rank"
+            )
+    names = [e.name for e in engines]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"engines: names must be unique, got {names}")
+    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}):
+        raise ConfigError(sentence)
 
 
 def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
@@ -75,3 +94,19 @@ def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> 
                 f"sampling.temperature={temperature:g}; set engine.logprobs if you know it (vLLM with "
                 "--logprobs-mode processed_logprobs: processed), temperature: 1, or allow_mismatch: true"
             )
+
+
+def doubts_of(config: Config) -> Iterator[str]:
+    """What is allowed, and may not be what was meant: one sentence each, to be warned of."""
+    n, over = config.rollout_batch_size, config.groups_in_work
+    if over < n:
+        yield (
+            f"over_sampling_batch_size={over} is below rollout_batch_size={n}, so groups are submitted in portions of "
+            f"{over} until {n} are in work, and none beyond; to over-sample set it above {n}"
+        )
+    most = (config.max_staleness + 1) * n
+    if over > most and config.on_stale is not OnStale.DROP:
+        yield (
+            f"max_staleness={config.max_staleness} limits the groups in work to {most}: what over_sampling_batch_size="
+            f"{over} begins beyond that could not be trained in time; raise max_staleness, or set on_stale: drop"
+        )

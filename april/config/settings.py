@@ -19,6 +19,7 @@ from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
 from april.config.unsupported_options import UNSUPPORTED
 from april.config.values import (
     AUTO,
+    LISTS,
     Model,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,7 +31,7 @@ from april.config.values import (
     one_or_more,
     without_contents,
 )
-from april.core.sampling import SamplingParams, wrong_stop_strings
+from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill, Work
 from april.errors import ConfigError
@@ -49,6 +50,13 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     return stop
 
 
+def _stop_ids(ids: Any) -> Any:
+    for text in (ids,) if isinstance(ids, str) else ids if isinstance(ids, LISTS) else ():
+        if isinstance(text, str) and not text.strip().lstrip("+-").isdigit():
+            raise ValueError(stop_id_of(text))
+    return ids
+
+
 class SamplingConfig(Model):
     """How responses are drawn, in training."""
 
@@ -58,7 +66,7 @@ class SamplingConfig(Model):
     """Only the most likely tokens that together have this probability; 1: all."""
     min_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_stop_ids)] = ()
     """In addition to the engine's EOS ids."""
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
     """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""

@@ -7,6 +7,7 @@ Shapes: B rows, T longest response, P longest prompt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,11 @@ from april.core.versions import PolicyVersion, VersionClock
 from april.corrections.advantages import Method, first_others_of, group_advantages
 
 UInt8 = NDArray[np.uint8]
+
+
+log = logging.getLogger("april")
+_told: set[str] = set()
+"""Reasons for advantages of 0 that were warned of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +182,22 @@ class Batch:
         ``rloo``, ``dapo`` or ``gspo``; formulas, papers and errors are those of :func:`april.group_advantages`.
         """
         others = first_others_of(self.sample_indices, [s.cohort for s in self.samples])
-        return group_advantages([s.reward for s in self.samples], others, method, epsilon=epsilon, ddof=ddof)
+        found = group_advantages([s.reward for s in self.samples], others, method, epsilon=epsilon, ddof=ddof)
+        if len(found) and not found.any():
+            self._warn_of_no_signal()
+        return found
+
+    def _warn_of_no_signal(self) -> None:
+        """Of each reason once."""
+        if not any(len(s.cohort) > 1 for s in self.samples):
+            why = "every response is alone in its group, and compares with none; raise n_samples_per_prompt"
+        elif not self.rewards.any():
+            why = "all rewards are 0; was a reward function given, and does it ever say something else?"
+        else:
+            why = "the rewards of each group are equal; filter=april.rewards_differ draws other prompts instead"
+        if why not in _told:
+            _told.add(why)
+            log.warning("all advantages of batch %d are 0, so it teaches nothing: %s", self.id, why)
 
     def ragged(self) -> dict[str, NDArray[Any]]:
         """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.

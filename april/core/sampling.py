@@ -11,6 +11,11 @@ GAP = "\ufffd"
 """Stands in decoded text for bytes that are no character, or not yet."""
 
 
+def stop_id_of(text: str) -> str:
+    """What to do about a token that was given as text."""
+    return f"a token is named by its id: tokenizer.convert_tokens_to_ids({text!r}); text that ends a response is stop"
+
+
 class LogprobKind(StrEnum):
     """Of which distribution the log-probabilities are."""
 

@@ -37,7 +37,13 @@ def place_of(error: BaseException, function: Callable[..., Any] | None = None) -
 
 def told_of(error: BaseException, place: str) -> str:
     """What it says, and where."""
-    return f"{describe(error)} ({place})" if place else describe(error)
+    said = f"{describe(error)} ({place})" if place else describe(error)
+    if isinstance(error, ValueError) and "main thread" in str(error):  # signal.signal, and what is built on it
+        said += (
+            "; plain functions run in threads, which have no signals: set function_timeout_s, or let what needs an "
+            "alarm run in a process of its own"
+        )
+    return said
 
 
 def kind_of(error: BaseException, place: str) -> str:

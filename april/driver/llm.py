@@ -15,7 +15,7 @@ from typing import Any, Never
 import numpy as np
 
 from april.config.unsupported_options import UNSUPPORTED
-from april.core.sampling import SamplingParams, wrong_stop_strings
+from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
 from april.errors import RolloutError, UsageError
@@ -152,7 +152,9 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
         if isinstance(value, bool) or not isinstance(value, kind):
             return f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}"
     if not all(isinstance(i, Integral) for i in sampling.stop_token_ids):
-        return f"stop_token_ids must be integers, got {sampling.stop_token_ids}"
+        texts: list[Any] = [i for i in sampling.stop_token_ids if isinstance(i, str)]
+        why = f"; {stop_id_of(texts[0])}" if texts else ""
+        return f"stop_token_ids must be integers, got {sampling.stop_token_ids}{why}"
     return _out_of_range(sampling, vocab_size)
 
 
@@ -200,7 +202,12 @@ def checked_call(
         return None
     have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.seen]))
     if not np.array_equal(token_ids[: len(have)], have):
-        raise RolloutError(
+        if len(token_ids) == len(have) and (token_ids != have).all():
+            raise UsageError(
+                "llm.generate was given the conversation with a number added to each of its tokens, as + does with "
+                "arrays; append by [*completion.conversation, *new] or np.concatenate((completion.conversation, new))"
+            )
+        raise UsageError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
             "append to the conversation (Completion.conversation), never rewrite it"
         )

@@ -399,6 +399,16 @@ def _ended_with_a_failure(epoch: int, drawn: int) -> str:
     )
 
 
+TEMPLATE = (
+    'make token ids of text and chats first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, '
+    'return_dict=True)["input_ids"] (docs/chat-templates.md)'
+)
+
+
+def _is_chat(item: Any) -> bool:
+    return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
+
+
 def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:
     """One prompt from what a user's data set yields; raises ConfigError naming its position."""
     ids: Any
@@ -412,7 +422,7 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
     else:
         raise ConfigError(
             f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids or "
-            "input_ids, or april.Prompt (apply your chat template and tokenizer first)"
+            f"input_ids, or april.Prompt; {TEMPLATE}"
         )
     try:
         array = np.asarray(ids)
@@ -422,10 +432,11 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         array = array[0]  # a tokenizer's batch of one
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         shape = f" of shape {list(array.shape)}, {array.dtype}" if array.ndim and array.size else ""
-        advice = " (apply your chat template and tokenizer first)" if array.dtype.kind == "U" else ""
+        text = array.dtype.kind == "U" or _is_chat(ids)
+        what = "a list of chat messages" if _is_chat(ids) else f"{type(ids).__name__}{shape}"
         raise ConfigError(
             f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU, "
-            f"got {type(ids).__name__}{shape}{advice}"
+            f"got {what}{f'; {TEMPLATE}' if text else ''}"
         )
     if array.min() < 0 or array.max() >= vocab_size:
         bad = array[(array < 0) | (array >= vocab_size)][0]
@@ -439,7 +450,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
     name = next((name for name in ("token_ids", "input_ids") if name in item), None)
     if name is None:
         raise ConfigError(
-            f"prompt {position} has neither token_ids nor input_ids; its keys are {sorted(map(str, item))}"
+            f"prompt {position} has neither token_ids nor input_ids; its keys are {sorted(map(str, item))}; {TEMPLATE}"
         )
     taken = {name}
     if name == "input_ids" and "attention_mask" in item:

@@ -538,6 +538,9 @@ class RolloutDriver:
         if self._delivered is not None:
             self._delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")
+        if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
+            log.warning("batch 0 has %d of %d groups, as there are no more prompts; to repeat them set epochs or "
+                        "on_data_end: wrap", len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
@@ -553,7 +556,9 @@ class RolloutDriver:
         )
         if dropped := {str(reason): count for reason, count in self.core.prompts.dropped.items() if count}:
             rest += f" (dropped so far: {dropped})"
-        self._fail_batch(DataExhausted(f"the prompt source has ended; {rest}"))
+        some = self.core.context.groups_drawn > 0
+        ended = "the prompt source has ended" if some else "there are no prompts: prompts= gave none"
+        self._fail_batch(DataExhausted(f"{ended}; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
         error = (EngineError if command.weights else RolloutError)(command.error)

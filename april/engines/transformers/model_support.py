@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -241,6 +242,22 @@ def eos_ids_of(model: Any) -> tuple[int, ...]:
     return ()
 
 
+_looked_at: WeakSet[Any] = WeakSet()
+"""Models that were seen in training mode."""
+
+
+def _warn_of_dropout(training: list[Any]) -> None:
+    names = ("p", "attention_dropout", "dropout")
+    shares = [getattr(module, name, 0.0) for module in training for name in names]
+    most = max((share for share in shares if isinstance(share, float)), default=0.0)
+    if most > 0.0:
+        log.warning(
+            "the model is in training mode with dropout of %g: responses are sampled without it, so the trainer's "
+            "log-probabilities of the same tokens differ by noise; call model.eval() (gradients are as before), or set "
+            "dropout to 0", most,
+        )  # fmt: skip
+
+
 @contextmanager
 def generation_mode(model: Any) -> Iterator[None]:
     """Dropout off, and an attention implementation that takes masks; everything as it was afterwards.
@@ -248,6 +265,9 @@ def generation_mode(model: Any) -> Iterator[None]:
     Flash and flex attention take no mask per row, so they are exchanged for ``sdpa`` (else ``eager``) meanwhile.
     """
     training = [module for module in model.modules() if module.training]
+    if training and model not in _looked_at:
+        _looked_at.add(model)
+        _warn_of_dropout(training)
     attention = model.config._attn_implementation
     for module in training:
         module.training = False
