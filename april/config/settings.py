@@ -19,7 +19,6 @@ from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
 from april.config.unsupported_options import UNSUPPORTED
 from april.config.values import (
     AUTO,
-    LISTS,
     Model,
     NonNegativeFloat,
     NonNegativeInt,
@@ -50,11 +49,10 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     return stop
 
 
-def _stop_ids(ids: Any) -> Any:
-    for text in (ids,) if isinstance(ids, str) else ids if isinstance(ids, LISTS) else ():
-        if isinstance(text, str) and not text.strip().lstrip("+-").isdigit():
-            raise ValueError(stop_id_of(text))
-    return ids
+def _stop_id(given: Any) -> Any:
+    if isinstance(given, str) and not given.strip().lstrip("+-").isdigit():
+        raise ValueError(f"input should be a valid integer, got {given!r}; {stop_id_of(given)}")
+    return given
 
 
 class SamplingConfig(Model):
@@ -66,7 +64,9 @@ class SamplingConfig(Model):
     """Only the most likely tokens that together have this probability; 1: all."""
     min_tokens: NonNegativeInt = 0
     """No EOS before this many tokens."""
-    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_stop_ids)] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[NonNegativeInt, BeforeValidator(_stop_id)], ...], BeforeValidator(_stop_id)
+    ] = ()
     """In addition to the engine's EOS ids."""
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
     """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""

@@ -207,7 +207,7 @@ def checked_call(
                 "llm.generate was given the conversation with a number added to each of its tokens, as + does with "
                 "arrays; append by [*completion.conversation, *new] or np.concatenate((completion.conversation, new))"
             )
-        raise UsageError(
+        raise RolloutError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
             "append to the conversation (Completion.conversation), never rewrite it"
         )
