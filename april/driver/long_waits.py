@@ -47,7 +47,7 @@ class LongWaits:
         self._what: What = TRAINER, IDLE
         self._said: tuple[str, str] | None = None
         """Call and sentence of a wait that the core knows nothing of."""
-        self._since = now()
+        self._since = 0.0
         self._told = False
         self._observed = 0
         self._timer: asyncio.TimerHandle | None = None
