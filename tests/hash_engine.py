@@ -184,8 +184,8 @@ class HashEngine:
 
     async def _load(self, path: str) -> int:
         server = self.server
+        life = server.life
         async with server.loading:
-            life = server.life
             if self.on_load is not None:
                 await self.on_load(self, path)
             if server.life != life:
