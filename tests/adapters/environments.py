@@ -12,7 +12,7 @@ TRL = Recipe(
     (
         # first: what follows would bring a build for CUDA along
         ("install", TORCH),
-        ("install", f"trl=={TRL_VERSION}", "transformers==5.23.0", "accelerate", "datasets", "peft"),
+        ("install", f"trl=={TRL_VERSION}", "transformers==5.24.0", "accelerate", "datasets", "peft"),
         ("install", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),
@@ -22,7 +22,7 @@ RAY = Recipe(
     "ray",
     (
         ("install", TORCH),
-        ("install", f"ray=={RAY_VERSION}", "transformers==5.23.0", "pytest", "pytest-asyncio"),
+        ("install", f"ray=={RAY_VERSION}", "transformers==5.24.0", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),
 )
