@@ -111,7 +111,7 @@ def test_the_engine_streams_and_ends_soon_after_the_string() -> None:
         wasted = scheduler.ledger()["tokens"].dropped["after_stop"]  # type: ignore[index]
     kept = len(batch.samples[0].tokens)
     assert kept < 40
-    assert 0 < kept + wasted <= kept + 4 * STREAM_INTERVAL < 200
+    assert 0 <= wasted <= 8 * STREAM_INTERVAL < 20
     assert batch.metrics["after_stop_tokens"] == wasted
 
 
