@@ -160,7 +160,7 @@ def time_shares(run: RunData, name: str) -> str:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         dress(axes, "", "batch", "share of places x time")
         whole_numbers(axes.xaxis)
-        legend(axes, COLUMNS[kind])
+        legend(axes, COLUMNS[kind] // 2)  # causes have long names
 
     return in_all_widths(name, "share of places and time, batch by batch: busy, or empty and why", 2.9, draw)
 
