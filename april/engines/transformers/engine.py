@@ -42,8 +42,7 @@ log = logging.getLogger("april")
 MAX_STEPS_PER_TICK = 32
 """Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
 STREAM_INTERVAL = 2
-"""Tokens per chunk of requests that want theirs as they come, where no interval is configured: what it costs, and how
-many come too late after a stop string, is in docs/measurements.md."""
+"""Tokens per chunk of requests that want theirs as they come, where none is configured (docs/measurements.md)."""
 YIELDS_BETWEEN_TICKS = 8
 """Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
 wall-clock wait runs would not repeat."""
