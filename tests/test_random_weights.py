@@ -21,7 +21,7 @@ LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "24"))
 @pytest.mark.no_cover
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_tokens_are_of_the_weights_that_their_version_names(mode: GenerationMode, tmp_path: Path) -> None:
-    """Whatever happens to servers, links, updates and directories: right or dropped; and every wait ends or says why."""
+    """Whatever happens to servers, links, updates and directories: right or dropped. Every wait ends or says why."""
     seen: Counter[str] = Counter()
     for number in range(LIVES // 2):
         directory = tmp_path / str(number)
