@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
+    from april.engines.model_turns import hold_model
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
     from april.engines.transformers.engine import TransformersEngine
     from april.engines.vllm.in_process import VllmInProcessEngine
@@ -72,6 +73,7 @@ _HOMES = {
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
     "april.engine_limits": ("Limit", "LimitCode"),
+    "april.engines.model_turns": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
     "april.engines.transformers.engine": ("TransformersEngine",),
     "april.engines.vllm.in_process": ("VllmInProcessEngine",),
@@ -110,8 +112,8 @@ __all__ = [
     "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
     "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
     "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
-    "group_advantages", "loss_weights", "masked_weights", "new_token", "off_policy_report", "partial_rollout",
-    "rewards_differ", "to_torch", "truncated_weights",
+    "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token", "off_policy_report",
+    "partial_rollout", "rewards_differ", "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from april.core.types import Prompt, SampleId
 from april.driver.llm import AFTER_ITS_END, LLM, ONE_CALL_AT_A_TIME, Completion, RolloutFunction
 from april.driver.user_code import Outcome, is_async, name_of
 from april.driver.worker_threads import WorkerThreads, tell
+from april.engines.model_turns import refuse_while_held
 from april.errors import RolloutError
 
 P = ParamSpec("P")
@@ -95,6 +96,7 @@ class _Line:
 
     def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Completion:
         """What generate returns or raises."""
+        refuse_while_held("llm.generate")
         box: SimpleQueue[Outcome] = SimpleQueue()
         with self._lock:
             if self._to_be_cancelled:

@@ -81,4 +81,5 @@ class Evaluator:
             await local.samples.cleaned_up()
             error = ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
+        await driver.hand_back()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))

@@ -18,6 +18,7 @@ from april.config.unsupported_options import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
+from april.engines.model_turns import refuse_while_held
 from april.errors import RolloutError, UsageError
 
 
@@ -94,6 +95,7 @@ class LLM:
         """
         if others:
             raise TypeError(refused_argument(next(iter(others))))
+        refuse_while_held("llm.generate")
         changes: dict[str, Any] = {
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,

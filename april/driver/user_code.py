@@ -15,6 +15,7 @@ from contextvars import ContextVar, copy_context
 from types import CodeType
 from typing import Any, TypeVar
 
+from april.engines.model_turns import refuse_while_held
 from april.errors import AprilError, ConfigError, RolloutError
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def call_user_code(function: Callable[[], T]) -> T:
 
 def refuse_inside_user_code() -> None:
     """Raise RolloutError in a function that april waits for: what it asks for may wait for this very function."""
+    refuse_while_held("next_batch, weight_update, evaluate and close")
     if _inside.get():
         raise RolloutError(
             "next_batch, weight_update, evaluate and close cannot be called inside a rollout or reward function, or a "

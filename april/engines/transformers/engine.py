@@ -7,7 +7,9 @@ Invariants:
 * each token is yielded once or counted in ``stats.discarded_tokens``;
 * the model is in generation mode (dropout off) only during a tick: what a tick has generated is handed out after the
   modules have their flags back, and an engine that is quiet touches them no more;
-* what a tick samples is handed out only if the weights are the same before and after it.
+* what a tick samples is handed out only if the model is in one state from its beginning to its end, the one in which
+  the trainer has left it: weights, adapters, modes, hooks (``model_state.py``);
+* a tick has the model to itself as far as others ask for it (``april.hold_model``).
 
 Importing this module imports neither torch nor transformers.
 """
@@ -21,7 +23,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
+from april.engines.model_turns import turns_of
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError, EngineError, WeightsInUse
@@ -43,6 +46,8 @@ MAX_STEPS_PER_TICK = 32
 """Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
 STREAM_INTERVAL = 2
 """Tokens per chunk of requests that want theirs as they come, where none is configured (docs/measurements.md)."""
+PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
+"""How long a model that others have switched is waited for, and how often it is looked at meanwhile."""
 YIELDS_BETWEEN_TICKS = 8
 """Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
 wall-clock wait runs would not repeat."""
@@ -108,6 +113,7 @@ class TransformersEngine:
         require("the transformers engine", "torch", "transformers")
         import torch
 
+        from april.engines.transformers.model_state import ModelState
         from april.engines.transformers.model_support import (
             affordable_context,
             autocast_here,
@@ -140,6 +146,12 @@ class TransformersEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
         self._weights = weights_of(model)
         self.weight_sample = self._weights.sample
+        self._state = ModelState(model, self._weights)
+        self._turns = turns_of(model)
+        self._trainers = True
+        """The trainer has had the model: as it is at the next tick it is meant to be."""
+        self._handed_back = False
+        """Whoever drives this engine says when the trainer has the model; otherwise, whenever nothing is active."""
         self._unchecked = check
         try:
             self._check_once()
@@ -170,10 +182,8 @@ class TransformersEngine:
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stamp = self._weights.stamp()
-        """Of the weights under which the keys and values of active requests were made."""
         self._overwritten = ""
-        """Why nothing is generated before the next update: the weights were written during a tick."""
+        """Why nothing is generated before the next update: the model has changed during a tick."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
         """The version that last generated, and the writes to its weights; None: a change was reported."""
         self._unguard = guard_optimizers(self, self._weights)
@@ -381,9 +391,14 @@ class TransformersEngine:
             while True:
                 for _ in range(YIELDS_BETWEEN_TICKS):
                     await asyncio.sleep(0)
-                if self._stands_still:
-                    break
-                outputs, error = await self._tick()
+                if not await self._turns.wait(self):
+                    break  # closed
+                try:
+                    if self._stands_still:
+                        break
+                    outputs, error = await self._tick()
+                finally:
+                    self._turns.give(self)
                 self._hand_out(outputs, error)
                 self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
@@ -428,34 +443,51 @@ class TransformersEngine:
         """In the worker thread, as ticks are: what autocast keeps there never meets the trainer's gradients."""
         from april.engines.transformers.model_check import check_model
 
-        with self._autocast():
+        self._state.note()
+        with self._autocast(), self._weights.tried():
             check_model(self._model, self._max_len)
+        self._state.ignore_changes()
 
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:
         """In the worker thread: one tick, looked at from both sides."""
-        from april.engines.transformers.model_support import generation_mode
-        from april.engines.transformers.optimizer_guard import WHAT_TO_DO
+        from april.engines.transformers.model_state import WRITTEN
+        from april.engines.transformers.optimizer_guard import HOLD_IT, WHAT_TO_DO
 
         decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
         if not self._weights.ready:  # since this tick was asked for
             return [], None
         if not decoder.active:
-            self._stamp = self._weights.stamp()
+            self._state.note_weights()
         try:
-            with generation_mode(self._model), self._autocast():
+            with self._generating():
                 outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
-            if self._stamp == self._weights.stamp():
+                torn = self._state.torn()
+            if not torn and not self._state.weights_written():
                 return outputs + decoder.partials(), None
         except Exception as error:
             failure = error
-            if self._stamp == self._weights.stamp():
+            torn = self._state.torn()
+            if not torn and not self._state.weights_written():
                 return decoder.fail(), failure
         outputs = decoder.disown()
         unsound = sum(output.unsound for output in outputs)
+        switched = torn not in ("", WRITTEN)
         return outputs, WeightsInUse(
-            f"{self._name}: the weights were written while {len(outputs)} requests were generated from them: {unsound} "
-            f"tokens are of no known weights and were dropped, all before them is kept; {WHAT_TO_DO}"
+            f"{self._name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
+            f"{len(outputs)} requests were generated from them: {unsound} tokens are of no known weights and were "
+            f"dropped, all before them is kept; {HOLD_IT if switched else WHAT_TO_DO}"
         )
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Around a tick, in the worker thread: the model generates, and its state is looked at."""
+        from april.engines.transformers.model_support import generation_mode
+
+        with generation_mode(self._model), self._autocast(), self._state.watched():
+            if self._trainers or (not self._handed_back and not self._decoder.active):
+                self._trainers = False
+                self._state.note()
+            yield
 
     # ------------------------------------------------------------------ weights and life
 
@@ -471,6 +503,7 @@ class TransformersEngine:
         if self._weights.sharded:
             self.release()  # gathered again even so: other ranks may have to
             self._weights.gather()
+            self._trainers = True
             try:
                 self._check_once()
             except BaseException:
@@ -510,7 +543,7 @@ class TransformersEngine:
         Raises:
             EngineError: the weights were written while active requests keep keys and values of the old ones.
         """
-        if self._decoder.active and self._paused and self._stamp != self._weights.stamp():
+        if self._decoder.active and self._paused and self._state.weights_written():
             raise EngineError(
                 f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
                 "the old ones: abort them, call update_weights, then resume"
@@ -560,6 +593,7 @@ class TransformersEngine:
 
     def _renewed(self, version: PolicyVersion) -> None:
         self._decoder.version = version
+        self._trainers = True
         if self._overwritten:
             self._overwritten = self._failure = ""
 
@@ -574,6 +608,7 @@ class TransformersEngine:
         """Abort everything, stop the thread, give the memory back."""
         self._closed = True
         self._unguard()
+        self._turns.excuse(self)
         await self.abort()
         await self.quiet()
         self.release()
@@ -581,9 +616,45 @@ class TransformersEngine:
         self._decoder.release_memory()
 
     async def quiet(self) -> None:
-        """Until no ticks run: the engine is paused, loading or out of work, and the model is the trainer's."""
+        """Until no ticks run, nobody holds the model, and it is as the trainer has left it.
+
+        Raises:
+            WeightsInUse: somebody has switched it and does not switch it back.
+        """
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])
+        if self._closed:
+            return
+        loop, me = asyncio.get_running_loop(), object()
+        telling = loop.call_later(PATIENCE_S, self._tell_holder)
+        try:
+            await self._turns.wait(me)
+            self._turns.give(me)
+        finally:
+            telling.cancel()
+        end = loop.time() + PATIENCE_S
+        while self._weights.ready and not self._trainers and (switched := await self._switched()):
+            if loop.time() > end:
+                from april.engines.transformers.optimizer_guard import HOLD_IT
+
+                raise WeightsInUse(f"{self._name}: the model was switched and is not as it was ({switched}); {HOLD_IT}")
+            await asyncio.sleep(LOOK_AGAIN_S)
+        self._trainers = self._handed_back = True
+
+    async def _switched(self) -> str:
+        def look() -> str:
+            with self._generating():
+                return self._state.switched()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, look)
+
+    def _tell_holder(self) -> None:
+        log.warning(
+            "%s: the model is held by april.hold_model() in %s for more than %g s; the trainer gets it when that ends",
+            self._name,
+            self._turns.holder,
+            PATIENCE_S,
+        )
 
     def _notice_silent_update(self) -> None:
         """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""

@@ -63,8 +63,9 @@ _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
 """However noisy the model: in float32 on a GPU, where TF32 may be on, and below float32."""
 
 
-def recompute(model: Any, tokens: Tensor, last: int) -> Tensor:
-    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; no cache."""
+def recompute(model: Any, tokens: Tensor, last: int | None = None) -> Tensor:
+    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None: all but the first."""
+    last = len(tokens) - 1 if last is None else last
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last + 1).logits[0, -last - 1 : -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
@@ -86,12 +87,13 @@ class _WitnessedDecoder(SlotDecoder):
 
     def _step(self, tokens: Tensor, position: Tensor, window: int) -> Tensor:
         """Without rounding in the way: the same step, while the cache says that it is as long as the shortest row."""
-        logits = super()._step(tokens, position, window).nan_to_num()
-        with self._cache.said_to_hold(int(position.min())):
-            other = super()._step(tokens, position, window).nan_to_num()
+        logits = super()._step(tokens, position, window)
         again = super()._step(tokens, position, window)
-        self.asks_length |= torch.equal(logits, again.nan_to_num()) and not torch.equal(logits, other)
-        return again
+        with self._cache.said_to_hold(int(position.min())):
+            other = super()._step(tokens, position, window)
+        first, second, third = (rows.nan_to_num() for rows in (logits, again, other))
+        self.asks_length |= torch.equal(first, second) and not torch.equal(first, third)
+        return logits
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -8,7 +8,8 @@ decodes in between calls the model's own ``forward``, with FSDP2's casts of mixe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,34 @@ class ModelWeights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._parameters: list[Tensor] = list(model.parameters())
+        self._moving: set[int] = set()
+        """Buffers that the model writes itself, in its forward pass."""
+        self._tensors: list[Tensor] = _stored(model)
 
     def look_again(self) -> None:
         """The trainer may have put other parameters in their place."""
-        self._parameters = list(self._model.parameters())
+        self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._moving]
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """What is written in here is written by the model itself."""
+        before = {id(tensor): _writes(tensor) for tensor in self._tensors}
+        yield
+        self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
+        self.look_again()
 
     def trained(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them."""
         yield from self._model.parameters()
 
     def stamp(self) -> tuple[int, int]:
-        """(writes to parameters in place, digest of where they are): changes when the weights do."""
-        parameters = self._parameters
-        return sum(map(_writes, parameters)), hash(tuple(p.data_ptr() for p in parameters))
+        """(writes to them in place, digest of where they are and of a few values): changes when the weights do."""
+        tensors = self._tensors
+        return sum(map(_writes, tensors)), hash((*(t.data_ptr() for t in tensors), *_few_values(tensors)))
+
+    def places(self) -> list[tuple[Tensor, int]]:
+        """Where each of them is."""
+        return [(tensor, tensor.data_ptr()) for tensor in self._tensors]
 
     def sample(self) -> NDArray[np.float32]:
         """Up to ``SAMPLED`` values of each parameter, evenly spread."""
@@ -84,7 +99,7 @@ class ShardedWeights(ModelWeights):
     def stamp(self) -> tuple[int, int]:
         """Writes to the pieces or to the whole, and where the pieces are; whole weights move with every gathering."""
         local = [getattr(p, "_local_tensor", p) for p in self._pieces]
-        writes = sum(map(_writes, [*self._pieces, *local, *self._parameters]))
+        writes = sum(map(_writes, [*self._pieces, *local, *self._tensors]))
         return writes, hash(tuple(p.data_ptr() for p in local))
 
     def gather(self) -> None:
@@ -102,7 +117,7 @@ class ShardedWeights(ModelWeights):
             raise EngineError(
                 f"the parameters could not be gathered from all ranks ({type(error).__name__}: {error})"
             ) from error
-        self._parameters = list(self._model.parameters())
+        self._tensors = list(self._model.parameters())
         self._mark("PRE_BACKWARD")
         self.ready = True
 
@@ -115,7 +130,7 @@ class ShardedWeights(ModelWeights):
     def _spread(self) -> None:
         for unit in self._units:
             unit.reshard()
-        self._parameters = []
+        self._tensors = []
         self._pieces = list(self._model.parameters())
 
     def _mark(self, state: str) -> None:
@@ -189,6 +204,25 @@ def _groups_of(state: Any) -> list[Any]:
 def _fsdp_modules(model: Any) -> list[Any]:
     """Its modules that ``fully_shard`` was applied to; by name, as the class has moved between versions of torch."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
+def _stored(model: Any) -> list[Tensor]:
+    """Parameters, and the buffers that are saved with them."""
+    buffers = ((m._non_persistent_buffers_set, m._buffers.items()) for m in model.modules())
+    return [
+        *model.parameters(),
+        *(b for not_saved, own in buffers for n, b in own if b is not None and n not in not_saved),
+    ]
+
+
+def _few_values(tensors: list[Tensor]) -> list[bytes]:
+    """Up to ``SAMPLED`` values of each: writes through ``.data`` move neither a counter nor an address."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and tensor.layout == torch.strided and tensor.is_contiguous():
+            values = tensor.detach().view(-1)[:: -(-tensor.numel() // SAMPLED)]
+            by_kind.setdefault((values.dtype, values.device), []).append(values)
+    return [torch.cat(values).cpu().view(torch.uint8).numpy().tobytes() for values in by_kind.values()]
 
 
 def _writes(parameter: Tensor) -> int:

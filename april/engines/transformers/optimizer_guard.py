@@ -16,6 +16,11 @@ WHAT_TO_DO = (
     "(vllm, sglang)"
 )
 
+HOLD_IT = (
+    "the embedded engine reads the trainer's model in place, so switch it in rewards, rollout functions and threads "
+    "only inside of `with april.hold_model(model):`, and leave it as it was; weight_update() clears this"
+)
+
 
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
     """Make ``step()`` of optimizers that hold ``weights.trained()`` raise WeightsInUse while ``engine.generating``.

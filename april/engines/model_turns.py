@@ -1,0 +1,188 @@
+"""Taking turns with a model from which april generates: its decoder for one tick, or somebody who holds it.
+
+Invariant: whoever has the turn is the only one, and who asked first is the next. A turn belongs to the context of the
+``with`` block, which tasks and ``asyncio.to_thread`` inherit, so that what is called inside may hold the model again.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Self
+
+from april.errors import ConfigError, RolloutError, UsageError
+
+_held: ContextVar[tuple[tuple[ModelTurns, object], ...]] = ContextVar("april_held_models", default=())
+"""The turns that this context has, each with the mark of its owner."""
+_known: weakref.WeakKeyDictionary[Any, ModelTurns] = weakref.WeakKeyDictionary()
+_knowing = threading.RLock()
+
+
+class ModelTurns:
+    """Who may use one model at the moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner: object | None = None
+        self._depth = 0
+        self._queue: deque[tuple[object, Callable[[], None], str]] = deque()
+        self.holder = ""
+        """Where the code is that has the turn; empty: nobody, or a decoder."""
+
+    def ask(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
+        """Whether ``owner`` has the turn now; otherwise ``wake`` is called when it has, from whichever thread."""
+        with self._lock:
+            if self._owner is None or self._owner is owner:
+                self._owner, self.holder = owner, where or self.holder
+                self._depth += 1
+                return True
+            self._queue.append((owner, wake, where))
+            return False
+
+    def give(self, owner: object) -> None:
+        """``owner`` needs it no more: neither the turn that it has, nor the one that it waits for."""
+        with self._lock:
+            if self._owner is not owner:
+                self._queue = deque(entry for entry in self._queue if entry[0] is not owner)
+                return
+            self._depth -= 1
+            while self._depth == 0:
+                self._owner, self.holder = None, ""
+                if not self._queue:
+                    return
+                self._owner, wake, self.holder = self._queue.popleft()
+                try:
+                    wake()
+                except RuntimeError:  # its event loop has ended
+                    continue
+                self._depth = 1
+
+    def owned_by(self, owner: object) -> bool:
+        """Whether ``owner`` has the turn."""
+        return self._owner is owner
+
+    def excuse(self, owner: object) -> None:
+        """``owner`` waits no more."""
+        with self._lock:
+            wakes = [wake for waiting, wake, _ in self._queue if waiting is owner]
+            self._queue = deque(entry for entry in self._queue if entry[0] is not owner)
+        for wake in wakes:
+            wake()
+
+    async def wait(self, owner: object, where: str = "") -> bool:
+        """Returns when ``owner`` has the turn, or was excused (False); a cancelled call has none."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+        try:
+            if not self.ask(owner, lambda: _wake(loop, woken), where):
+                await woken
+        except BaseException:
+            self.give(owner)
+            raise
+        return self.owned_by(owner)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+
+def turns_of(model: Any) -> ModelTurns:
+    """The turns of ``model``, which it shares with what is inside of it or around it."""
+    with _knowing:
+        turns = _known.get(model)
+        if turns is None:
+            inside = set(map(id, model.modules()))
+            related = (t for m, t in _known.items() if id(m) in inside or any(part is model for part in m.modules()))
+            turns = _known[model] = next(related, None) or ModelTurns()
+        return turns
+
+
+class hold_model:
+    """Have a model to oneself, while april generates from it: ``with april.hold_model(model): ...``.
+
+    For rewards, rollout functions, filters and threads of your own that switch a model on which the embedded engine
+    decodes: another adapter, none, another mode or dtype. Generation stands still inside of the block, and no batch is
+    handed out before its end. Whoever asks first is the next; blocks may be nested. In a coroutine use ``async with``.
+    Leave the model as it was. What waits for generation (``llm.generate``, ``next_batch``) is refused inside.
+
+    Args:
+        model: the model, or one around it or inside of it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if not callable(getattr(model, "modules", None)):
+            raise ConfigError(f"hold_model: model must be a torch module, got {type(model).__name__}")
+        self._turns = turns_of(model)
+
+    def __enter__(self) -> Self:
+        owner = self._mine()
+        if owner is None:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                pass
+            else:
+                raise UsageError("hold_model: use `async with` in a coroutine, so that its event loop can go on")
+            owner, woken = object(), threading.Event()
+            try:
+                if not self._turns.ask(owner, woken.set, _caller()):
+                    woken.wait()
+            except BaseException:
+                self._turns.give(owner)
+                raise
+        else:
+            self._turns.ask(owner, _nobody)
+        _held.set((*_held.get(), (self._turns, owner)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = _held.get()
+        at = max(i for i, (turns, _) in enumerate(held) if turns is self._turns)
+        _held.set((*held[:at], *held[at + 1 :]))
+        self._turns.give(held[at][1])
+
+    async def __aenter__(self) -> Self:
+        owner = self._mine()
+        if owner is None:
+            owner = object()
+            await self._turns.wait(owner, _caller())
+        else:
+            self._turns.ask(owner, _nobody)
+        _held.set((*_held.get(), (self._turns, owner)))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def _mine(self) -> object | None:
+        """The mark under which this context has the turn already."""
+        return next((o for turns, o in _held.get() if turns is self._turns and turns.owned_by(o)), None)
+
+
+def _nobody() -> None:
+    """Is never called: who has the turn does not wait for it."""
+
+
+def _caller() -> str:
+    code = (frame := sys._getframe(2)).f_code
+    return f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
+
+
+def refuse_while_held(what: str) -> None:
+    """Raise RolloutError where the calling context holds a model: ``what`` would wait for it, for ever."""
+    if any(turns.owned_by(owner) for turns, owner in _held.get()):
+        raise RolloutError(
+            f"{what}: it would wait for generation, which stands still inside of april.hold_model(); call it outside"
+        )

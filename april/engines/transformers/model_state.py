@@ -1,0 +1,136 @@
+"""What a model computes with beside its input: whether somebody has switched it while tokens were sampled.
+
+Looked at are the switches of every module (flags, words, lists and tables of them: adapters, their scales, training
+mode; its hooks, parts and parameters) and the weights. All of them after a tick; a part before each decode step, in
+rotation, since that must cost next to nothing; and all of them when another thread calls the model, for whoever
+switches it for a while does so for a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from april.engines.transformers.model_weights import ModelWeights
+
+GLANCE = 12
+"""Switches, and tensors, that are looked at before a decode step; a 32nd of all if that is more."""
+WRITTEN = "its weights were written"
+_GONE, _NONE = object(), object()
+_PLAIN = (bool, str, int, float, type(None))
+T = TypeVar("T")
+_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
+
+
+class ModelState:
+    """The state of one model, as it was noted and as it is; inside of ``generation_mode`` both times."""
+
+    def __init__(self, model: Any, weights: ModelWeights) -> None:
+        self._model, self._weights = model, weights
+        self._switches: list[tuple[dict[str, Any], str, Any]] = []
+        self._changing: set[tuple[type, str]] = set()
+        """Switches that a model of this kind sets itself, in its forward pass."""
+        self._places: list[tuple[Tensor, int]] = []
+        self._steps = 0
+        self._torn = ""
+        self._decoder = 0
+        """The thread that decodes."""
+        self._hook = self._look  # one object, so that it is the same hook in every tick
+        self.note_weights()
+
+    def note(self) -> None:
+        """What it is switched to now is what is to be generated with."""
+        self._switches = []
+        for module in self._model.modules():
+            own = vars(module)
+            for name in {**own, "forward": None}:
+                value = _switch(name, own.get(name, _GONE))
+                if value is not _NONE and (type(module), name) not in self._changing:
+                    self._switches.append((own, name, value))
+        config = vars(self._model.config)
+        attention = "_attn_implementation_internal"
+        self._switches.append((config, attention, config.get(attention, _GONE)))
+
+    def note_weights(self) -> None:
+        """The weights are those to be generated from."""
+        self._stamp, self._places = self._weights.stamp(), self._weights.places()
+
+    def ignore_changes(self) -> None:
+        """What has changed since it was noted is changed by the model itself."""
+        changed = {(id(own), name) for own, name, value in self._switches if _now(own, name) != value}
+        for module in self._model.modules():
+            self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
+
+    def weights_written(self) -> bool:
+        """Whether the weights are other ones, or were."""
+        return self._stamp != self._weights.stamp()
+
+    def switched(self) -> str:
+        """What is switched otherwise than it was noted; empty: nothing."""
+        changed = [(own, name, value) for own, name, value in self._switches if _now(own, name) != value]
+        if not changed:
+            return ""
+        own, name, value = changed[0]
+        where = next((n for n, m in self._model.named_modules() if vars(m) is own), "its configuration")
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        if name in (*_TABLES, "forward"):
+            return f"{name} of {where or 'the model'} has changed{more}"
+        return f"{name} of {where or 'the model'} is {own.get(name)!r}, it was {value!r}{more}"
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """For one tick in this thread: afterwards :meth:`torn` says what has changed in it."""
+        self._torn, self._decoder = "", threading.get_ident()
+        hook = self._called_each_time().register_forward_pre_hook(self._hook)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def torn(self) -> str:
+        """What has changed during the last tick, or since it was noted; empty: nothing."""
+        return self._torn or self.switched()
+
+    def _look(self, *_: object) -> None:
+        """The model is called, by whomever."""
+        if not self._torn and (threading.get_ident() != self._decoder or self._glance()):
+            self._torn = self.switched() or (WRITTEN if self.weights_written() else "")
+
+    def _called_each_time(self) -> Any:
+        compiled = hasattr(self._model, "_orig_mod") or getattr(self._model, "_compiled_call_impl", None) is not None
+        return self._model if compiled else self._model.get_input_embeddings()
+
+    def _glance(self) -> bool:
+        """Whether one of those looked at before this step has changed."""
+        self._steps += 1
+        switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
+        return any(_now(own, name) != value for own, name, value in switches) or any(
+            tensor.data_ptr() != place for tensor, place in places
+        )
+
+
+def _part(of: list[T], number: int) -> list[T]:
+    size = max(GLANCE, -(-len(of) // 32))
+    parts = -(-len(of) // size) or 1
+    return of[number % parts * size :][:size]
+
+
+def _now(own: dict[str, Any], name: str) -> Any:
+    found = own.get(name, _GONE)
+    return [*map(id, found.values())] if name in _TABLES and found is not _GONE else found
+
+
+def _switch(name: str, value: Any) -> Any:
+    """A copy of what decides something, ``_NONE`` for all else: numbers that count, tensors."""
+    if name in _TABLES:
+        return [*map(id, value.values())]
+    if name == "forward" or value is None or isinstance(value, bool | str | float):
+        return value
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple | set) or not all(isinstance(p, _PLAIN) for p in parts):
+        return _NONE
+    return value if isinstance(value, tuple) else value.copy()
