@@ -458,17 +458,22 @@ class TransformersEngine:
             return [], None
         if not decoder.active:
             self._state.note_weights()
-        try:
-            with self._generating():
+        with self._generating():
+            if self._trainers or (not self._handed_back and not decoder.active):
+                self._trainers = False
+                self._state.note()
+            try:
                 outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
-                torn = self._state.torn()
-            if not torn and not self._state.weights_written():
-                return outputs + decoder.partials(), None
-        except Exception as error:
-            failure = error
+            except Exception as error:
+                failure = error
             torn = self._state.torn()
-            if not torn and not self._state.weights_written():
+        if not torn and not self._state.weights_written():
+            if failure is not None:
                 return decoder.fail(), failure
+            try:
+                return outputs + decoder.partials(), None
+            except Exception as error:
+                return decoder.fail(), error
         outputs = decoder.disown()
         unsound = sum(output.unsound for output in outputs)
         switched = torn not in ("", WRITTEN)
@@ -484,9 +489,6 @@ class TransformersEngine:
         from april.engines.transformers.model_support import generation_mode
 
         with generation_mode(self._model), self._autocast(), self._state.watched():
-            if self._trainers or (not self._handed_back and not self._decoder.active):
-                self._trainers = False
-                self._state.note()
             yield
 
     # ------------------------------------------------------------------ weights and life
