@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from april.driver.llm import LLM, Completion
     from april.driver.rewards import Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
-    from april.engines.model_turns import hold_model
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
     from april.engines.transformers.engine import TransformersEngine
     from april.engines.vllm.in_process import VllmInProcessEngine
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from april.hosts.door import HostListener
     from april.hosts.host import Host
     from april.hosts.sockets import new_token
+    from april.model_turns import hold_model
     from april.ranks.membership import Ranks
     from april.ranks.scheduler import RankScheduler
     from april.record.file import RunRecord
@@ -73,7 +73,7 @@ _HOMES = {
     "april.driver.llm": ("LLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
     "april.engine_limits": ("Limit", "LimitCode"),
-    "april.engines.model_turns": ("hold_model",),
+    "april.model_turns": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
     "april.engines.transformers.engine": ("TransformersEngine",),
     "april.engines.vllm.in_process": ("VllmInProcessEngine",),

@@ -15,8 +15,8 @@ from test_shared_weights import _at_call, _broken_stream, _config, _engine, _rec
 from tiny_models import tiny_model
 
 import april
-from april.engines.model_turns import turns_of
 from april.errors import ConfigError, RolloutError, UsageError, WeightsInUse
+from april.model_turns import turns_of
 
 IDS = torch.tensor([[3, 4, 5]])
 
@@ -260,7 +260,7 @@ def test_a_batch_comes_when_the_model_is_as_the_trainer_left_it(held: bool) -> N
 @pytest.mark.asyncio
 async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sentence that names the switch; the trainer may switch it between two batches as it likes."""
-    monkeypatch.setattr("april.engines.transformers.engine.PATIENCE_S", 0.0)
+    monkeypatch.setattr("april.engines.transformers.model_state.PATIENCE_S", 0.0)
     model = _model()
     engine = _engine(model)
     flag = model.model.layers[0].mlp

@@ -24,8 +24,8 @@ from april.core.types import Prompt, SampleId
 from april.driver.llm import AFTER_ITS_END, LLM, ONE_CALL_AT_A_TIME, Completion, RolloutFunction
 from april.driver.user_code import Outcome, is_async, name_of
 from april.driver.worker_threads import WorkerThreads, tell
-from april.engines.model_turns import refuse_while_held
 from april.errors import RolloutError
+from april.model_turns import refuse_while_held
 
 P = ParamSpec("P")
 

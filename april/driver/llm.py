@@ -18,8 +18,8 @@ from april.config.unsupported_options import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
-from april.engines.model_turns import refuse_while_held
 from april.errors import RolloutError, UsageError
+from april.model_turns import refuse_while_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

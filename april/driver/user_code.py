@@ -15,8 +15,8 @@ from contextvars import ContextVar, copy_context
 from types import CodeType
 from typing import Any, TypeVar
 
-from april.engines.model_turns import refuse_while_held
 from april.errors import AprilError, ConfigError, RolloutError
+from april.model_turns import refuse_while_held
 
 T = TypeVar("T")
 

@@ -7,9 +7,8 @@ Invariants:
 * each token is yielded once or counted in ``stats.discarded_tokens``;
 * the model is in generation mode (dropout off) only during a tick: what a tick has generated is handed out after the
   modules have their flags back, and an engine that is quiet touches them no more;
-* what a tick samples is handed out only if the model is in one state from its beginning to its end, the one in which
-  the trainer has left it: weights, adapters, modes, hooks (``model_state.py``);
-* a tick has the model to itself as far as others ask for it (``april.hold_model``).
+* what a tick samples is handed out only if the model is as the trainer has left it from its beginning to its end
+  (``model_state.py``); whoever asks for the model in between takes turns with ticks (``april.hold_model``).
 
 Importing this module imports neither torch nor transformers.
 """
@@ -20,7 +19,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -31,11 +29,11 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.model_turns import turns_of
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.errors import ConfigError, EngineError, WeightsInUse
 from april.extras import require
+from april.model_turns import turns_of
 
 if TYPE_CHECKING:
     from april.engines.transformers.slot_batch import SlotOutput, SlotRequest
@@ -46,8 +44,6 @@ MAX_STEPS_PER_TICK = 32
 """Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
 STREAM_INTERVAL = 2
 """Tokens per chunk of requests that want theirs as they come, where none is configured (docs/measurements.md)."""
-PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
-"""How long a model that others have switched is waited for, and how often it is looked at meanwhile."""
 YIELDS_BETWEEN_TICKS = 8
 """Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
 wall-clock wait runs would not repeat."""
@@ -148,10 +144,8 @@ class TransformersEngine:
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
         self._turns = turns_of(model)
-        self._trainers = True
-        """The trainer has had the model: as it is at the next tick it is meant to be."""
-        self._handed_back = False
-        """Whoever drives this engine says when the trainer has the model; otherwise, whenever nothing is active."""
+        self._trainers = True  # it has had the model: as that is at the next tick it is meant to be
+        self._handed_back = False  # whoever drives this says when the trainer has it; else, whenever nothing is active
         self._unchecked = check
         try:
             self._check_once()
@@ -183,7 +177,7 @@ class TransformersEngine:
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overwritten = ""
-        """Why nothing is generated before the next update: the model has changed during a tick."""
+        """Why nothing is generated before the next update: the model has changed."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
         """The version that last generated, and the writes to its weights; None: a change was reported."""
         self._unguard = guard_optimizers(self, self._weights)
@@ -257,37 +251,16 @@ class TransformersEngine:
 
     def _checked(self, request: Request) -> SlotRequest:
         """The request in the decoder's terms; EngineError, before anything is spent, if it makes no sense."""
-        from april.engines.transformers.slot_batch import SlotRequest
+        from april.engines.transformers.slot_request import slot_request, wrong_request
 
-        sampling, limits = request.sampling, self._capabilities
-        tokens = np.asarray(request.token_ids)
         where = f"{self._name}, attempt {request.attempt_id}"
-        outside = tokens[(tokens < 0) | (tokens >= limits.vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
-        wrong = None
+        wrong: str | None
         if self._closed:
             wrong = "the engine is closed: make a new one"
         elif request.attempt_id in self._streams:
             wrong = "this id is already in flight: give every attempt an id of its own"
-        elif tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-            wrong = f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}: send a non-empty row of integers"
-        elif outside.size:
-            wrong = (
-                f"token id {outside[0]} is outside the vocabulary of {limits.vocab_size}: encode prompts with this "
-                "model's tokenizer"
-            )
-        elif tokens.size >= self._max_len:
-            wrong = f"{tokens.size} tokens leave no room below max_len {self._max_len}: shorten it or raise max_len"
-        elif sampling.max_tokens < 1:
-            wrong = f"max_tokens is {sampling.max_tokens}: at least 1 token must be allowed"
-        elif sampling.min_tokens < 0:
-            wrong = f"min_tokens is {sampling.min_tokens}: it must not be negative"
-        elif not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-            wrong = f"temperature is {sampling.temperature}: use a finite number, 0 for greedy"
-        elif not 0.0 < sampling.top_p <= 1.0:
-            wrong = f"top_p is {sampling.top_p}: use a number in (0, 1]"
-        stop_ids = tuple(sorted({*sampling.stop_token_ids, *self._eos}))
-        if wrong is None and sampling.min_tokens and len(stop_ids) >= limits.vocab_size:
-            wrong = "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
+        else:
+            wrong = wrong_request(request, self._capabilities.vocab_size, self._max_len, self._eos)
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
         if not self._weights.ready:
@@ -298,18 +271,8 @@ class TransformersEngine:
             )
         if self._overwritten:
             raise WeightsInUse(self._overwritten)
-        return SlotRequest(
-            attempt_id=request.attempt_id,
-            tokens=tokens.astype(np.int32),
-            max_tokens=min(sampling.max_tokens, self._max_len - tokens.size),
-            min_tokens=sampling.min_tokens,
-            temperature=float(sampling.temperature),
-            top_p=float(sampling.top_p),
-            stop_ids=stop_ids,
-            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            priority=request.priority,
-            stream_interval=self._stream_interval or (STREAM_INTERVAL if request.stream else None),
-        )
+        interval = self._stream_interval or (STREAM_INTERVAL if request.stream else None)
+        return slot_request(request, self._max_len, self._eos, self._seeds, interval)
 
     def _send(self, message: SlotRequest | list[str]) -> None:
         self._inbox.append(message)
@@ -450,9 +413,6 @@ class TransformersEngine:
 
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:
         """In the worker thread: one tick, looked at from both sides."""
-        from april.engines.transformers.model_state import WRITTEN
-        from april.engines.transformers.optimizer_guard import HOLD_IT, WHAT_TO_DO
-
         decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
         if not self._weights.ready:  # since this tick was asked for
             return [], None
@@ -470,18 +430,9 @@ class TransformersEngine:
         if not torn and not self._state.weights_written():
             if failure is not None:
                 return decoder.fail(), failure
-            try:
-                return outputs + decoder.partials(), None
-            except Exception as error:
-                return decoder.fail(), error
+            return outputs + decoder.partials(), None
         outputs = decoder.disown()
-        unsound = sum(output.unsound for output in outputs)
-        switched = torn not in ("", WRITTEN)
-        return outputs, WeightsInUse(
-            f"{self._name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
-            f"{len(outputs)} requests were generated from them: {unsound} tokens are of no known weights and were "
-            f"dropped, all before them is kept; {HOLD_IT if switched else WHAT_TO_DO}"
-        )
+        return outputs, self._state.torn_error(self._name, torn, len(outputs), sum(o.unsound for o in outputs))
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -627,36 +578,10 @@ class TransformersEngine:
             await asyncio.wait([pump])
         if self._closed:
             return
-        loop, me = asyncio.get_running_loop(), object()
-        telling = loop.call_later(PATIENCE_S, self._tell_holder)
-        try:
-            await self._turns.wait(me)
-            self._turns.give(me)
-        finally:
-            telling.cancel()
-        end = loop.time() + PATIENCE_S
-        while self._weights.ready and not self._trainers and (switched := await self._switched()):
-            if loop.time() > end:
-                from april.engines.transformers.optimizer_guard import HOLD_IT
-
-                raise WeightsInUse(f"{self._name}: the model was switched and is not as it was ({switched}); {HOLD_IT}")
-            await asyncio.sleep(LOOK_AGAIN_S)
+        await self._turns.free(self._name)
+        if not self._trainers and self._weights.ready:
+            await self._state.as_noted(self._name, self._thread, self._generating)
         self._trainers = self._handed_back = True
-
-    async def _switched(self) -> str:
-        def look() -> str:
-            with self._generating():
-                return self._state.switched()
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, look)
-
-    def _tell_holder(self) -> None:
-        log.warning(
-            "%s: the model is held by april.hold_model() in %s for more than %g s; the trainer gets it when that ends",
-            self._name,
-            self._turns.holder,
-            PATIENCE_S,
-        )
 
     def _notice_silent_update(self) -> None:
         """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""

@@ -8,17 +8,23 @@ switches it for a while does so for a call.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from april.engines.transformers.model_weights import ModelWeights
+from april.engines.transformers.optimizer_guard import HOLD_IT, WHAT_TO_DO
+from april.errors import WeightsInUse
 
 GLANCE = 12
 """Switches, and tensors, that are looked at before a decode step; a 32nd of all if that is more."""
+PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
+"""How long a model that others have switched is waited for, and how often it is looked at meanwhile."""
 WRITTEN = "its weights were written"
 _GONE, _NONE = object(), object()
 _PLAIN = (bool, str, int, float, type(None))
@@ -94,6 +100,35 @@ class ModelState:
     def torn(self) -> str:
         """What has changed during the last tick, or since it was noted; empty: nothing."""
         return self._torn or self.switched()
+
+    def torn_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
+        """What engine ``name`` says of a tick in which ``torn`` has changed, or the weights have."""
+        switched = torn not in ("", WRITTEN)
+        return WeightsInUse(
+            f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
+            f"{requests} requests were generated from them: {unsound} tokens are of no known weights and were "
+            f"dropped, all before them is kept; {HOLD_IT if switched else WHAT_TO_DO}"
+        )
+
+    async def as_noted(
+        self, name: str, thread: Executor, generating: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Returns when it is switched as it was noted; it is looked at in ``thread``.
+
+        Raises:
+            WeightsInUse: somebody has switched it and does not switch it back.
+        """
+
+        def look() -> str:
+            with generating():
+                return self.switched()
+
+        loop = asyncio.get_running_loop()
+        end = loop.time() + PATIENCE_S
+        while switched := await loop.run_in_executor(thread, look):
+            if loop.time() > end:
+                raise WeightsInUse(f"{name}: the model was switched and is not as it was ({switched}); {HOLD_IT}")
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     def _look(self, *_: object) -> None:
         """The model is called, by whomever."""

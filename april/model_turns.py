@@ -9,6 +9,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import weakref
@@ -20,6 +21,10 @@ from typing import Any, Self
 
 from april.errors import ConfigError, RolloutError, UsageError
 
+log = logging.getLogger("april")
+
+PATIENCE_S = 10.0
+"""How long a held model is waited for without a word."""
 _held: ContextVar[tuple[tuple[ModelTurns, object], ...]] = ContextVar("april_held_models", default=())
 """The turns that this context has, each with the mark of its owner."""
 _known: weakref.WeakKeyDictionary[Any, ModelTurns] = weakref.WeakKeyDictionary()
@@ -88,6 +93,24 @@ class ModelTurns:
             self.give(owner)
             raise
         return self.owned_by(owner)
+
+    async def free(self, name: str) -> None:
+        """Returns when nobody has the turn; a log tells of what takes long, for engine ``name``."""
+        telling = asyncio.get_running_loop().call_later(
+            PATIENCE_S,
+            lambda: log.warning(
+                "%s: the model is held by april.hold_model() in %s for more than %g s; then the trainer gets it",
+                name,
+                self.holder,
+                PATIENCE_S,
+            ),
+        )
+        me = object()
+        try:
+            await self.wait(me)
+            self.give(me)
+        finally:
+            telling.cancel()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
