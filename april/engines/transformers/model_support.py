@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,9 +38,9 @@ _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
 """Of a trial that nobody has asked for, see :func:`cost_of_trial`."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words of a setting that counts something else than positions: sizes of layers, numbers of them, ids.
-_OTHER_COUNTS = re.compile(
-    r"(?:^|_)(?:num|hidden|intermediate|inner|vocab|vocabulary|head|heads|headdim|layer|layers|expert|experts|dim|dims|d"
-    r"|rank|lowrank|id|ids|idx|idxs|ffn|dff|ff|embd|embed|embedding|channels|groups|theta|scalar|seed)(?:_|$)"
+_OTHER_COUNTS = frozenset(
+    "num hidden intermediate inner vocab vocabulary head heads headdim layer layers expert experts dim dims d rank lowrank"
+    " id ids idx idxs ffn dff ff embd embed embedding channels groups theta scalar seed".split()
 )
 # Rotary embeddings that change with the longest sequence of the batch, keys already cached included.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -97,7 +96,7 @@ def named_lengths(model: Any, max_len: int) -> dict[int, str]:
     found: dict[int, list[str]] = {}
 
     def look(name: str, value: Any) -> None:
-        if _OTHER_COUNTS.search(name):
+        if not _OTHER_COUNTS.isdisjoint(name.split("_")):
             return
         if isinstance(value, dict):
             for key, inside in value.items():
