@@ -47,6 +47,27 @@ def test_what_is_better_is_chosen_within_the_limit(monkeypatch: pytest.MonkeyPat
     assert choose(question(max_off_policy_share=0.5, now=at_limit)).best == at_limit
 
 
+def test_at_the_same_speed_the_younger_tokens_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less in work is chosen where it is as fast; for a little younger ones nothing changes."""
+    now = replace(NOW, over_sampling_batch_size=8, max_in_flight=32)
+    rows(monkeypatch, lambda s: (100.0, 0.0 if s == space_of(question()).base else 0.5))
+    assert choose(question(now=now)).best == NOW
+    rows(monkeypatch, lambda s: (100.0, 0.5 + s.over / 160))
+    assert choose(question(now=now)).best == now
+    rows(monkeypatch, lambda s: (98.0 if s == space_of(question()).base else 100.0, 0.0))
+    assert choose(question(now=now)).best == now
+
+
+@pytest.mark.parametrize("below", [17, 21, 33])
+def test_what_is_not_to_be_tried_is_no_candidate(below: int) -> None:
+    """With so many in flight, or more; what is in work now is one, however many it has."""
+    q = question(below=below)
+    found = coarse(workload_of(q), space_of(q))
+    assert max(s.in_flight for s in found) == below - 1
+    many = replace(NOW, over_sampling_batch_size=12, max_in_flight=48)
+    assert space_of(replace(q, now=many)).base in coarse(workload_of(q), space_of(replace(q, now=many)))
+
+
 @pytest.mark.parametrize(
     ("free", "refill", "kinds"),
     [

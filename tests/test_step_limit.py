@@ -219,7 +219,7 @@ def test_an_engine_that_is_new_costs_what_others_do() -> None:
     costs = EngineCosts(Log())  # type: ignore[arg-type]
     costs.look()
     assert costs.of("a") is None
-    costs._fitted["b"] = FittedCost(COST, FEWEST, 0.0)
+    costs._fitted["b"] = FittedCost(COST, FEWEST, 0.0, told=True, at_best=COST)
     assert costs.of("a") == costs.of("b") == COST
 
 

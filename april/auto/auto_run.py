@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from april.auto.auto_work import AutoWork
+from april.auto.auto_work import AutoWork, Decision
 from april.auto.process import ChooserProcess
-from april.auto.question import Answer, InWork, Question
+from april.auto.question import Answer, Question
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.state import RolloutCore
@@ -53,9 +53,9 @@ class AutoRun:
 
     def delivered(self, batch: Batch) -> Batch:
         """The batch, with how much is in work among its metrics; a question is asked if it is time for one."""
-        self._work.delivered(batch)
+        self._decided(self._work.delivered(batch))
         if self._task is None and self._work.asks:
-            question = self._work.question(fitted.cost for _, fitted in self._costs)
+            question = self._work.question(fitted for _, fitted in self._costs)
             if question is not None:
                 self._task = asyncio.get_running_loop().create_task(self._ask(question))
         return replace(batch, metrics={**batch.metrics, **self._work.metrics()})
@@ -71,14 +71,13 @@ class AutoRun:
             return
         finally:
             self._task = None
-        before = InWork.of(self._core.settings)
-        if (change := self._work.answered(answer)) is None:
-            return
-        log.info(
-            "auto: %s from now on, after %s: %.2f times its speed is expected, %.0f%% of the trained tokens from older "
-            "weights", answer.best, before, answer.speed_up, 100.0 * answer.off_policy_share,
-        )  # fmt: skip
-        self._post(change)
+        self._decided(self._work.answered(question, answer))
+
+    def _decided(self, decision: Decision | None) -> None:
+        if decision is not None:
+            log.info("auto: %s", decision.said)
+            if decision.change is not None:
+                self._post(decision.change)
 
     def close(self) -> None:
         """Nothing is asked any more."""

@@ -1,20 +1,27 @@
-"""When a run asks for better settings, what it tells of itself, and whether it takes them over. No clock, no I/O."""
+"""When a run asks for better settings, what it tells of itself, and whether it takes them over. No clock, no I/O.
+
+What an answer expects is believed only until it can be seen. A change is a trial: the batches after it are measured
+against those before it, and it is taken back where they are not faster. So at the same speed the younger tokens stay.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from april.auto.length_window import LengthWindow
-from april.auto.question import Answer, InWork, Question
+from april.auto.question import GAIN, Answer, InWork, Question
+from april.auto.speeds import LATEST as SEEN
+from april.auto.speeds import Speeds
 from april.core.batch import Batch
 from april.core.events import WorkChanged
 from april.core.run_times import pace
 from april.core.state import RolloutCore
 from april.core.types import GenerationMode, Refill, Work
-from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST, MOST = 2, 32
 """Batches before the first question; afterwards twice as many each time, up to the most."""
@@ -22,6 +29,49 @@ SETTLING = 4
 """Batches after a change whose lengths and ages say little: what is short comes first."""
 LATEST = 2
 """Batches that are compared with those before them."""
+FEWEST, ENOUGH = 3, 8
+"""Batches of a trial, the first one left out, after which what is plain is believed, and after which it ends."""
+STEP = 1.25
+"""So many times as much is in flight at the next trial, at most, while nobody knows what more in flight costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A change whose speed is still to be seen.
+
+    Attributes:
+        before: what was in work.
+        speeds: how fast that was.
+        expected: times that speed.
+        needed: times that speed, below which it is taken back.
+    """
+
+    before: InWork
+    speeds: Speeds
+    expected: float
+    needed: float
+
+    def holds(self, now: Speeds) -> bool | None:
+        """Whether it brought what is needed; None: nobody can say yet."""
+        if len(now) < FEWEST:
+            return None
+        ratio, error = now.against(self.speeds)
+        if abs(ratio - self.needed) > 2.0 * error or len(now) >= ENOUGH:
+            return ratio >= self.needed
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a trial or an answer.
+
+    Attributes:
+        said: for the log.
+        change: what is in work from now on; None: as it is.
+    """
+
+    said: str
+    change: WorkChanged | None = None
 
 
 class AutoWork:
@@ -38,44 +88,99 @@ class AutoWork:
         self._steps: deque[Mapping[str, float]] = deque(maxlen=16)
         self._shares: deque[tuple[float, int]] = deque(maxlen=16)
         """Off-policy share and tokens of batches that were made as it is now."""
+        self._speeds = Speeds()
+        """Of what is in work now."""
+        self._held = 0.0
+        self._trial: Trial | None = None
+        self._once: Speeds | None = None
+        """Of what is in work again, when it was before something was tried: it is to be as fast as it was."""
+        self._below: int | None = None
+        """With so many in flight, or more, nothing was gained."""
+        self._refused: set[InWork] = set()
+        """What was taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
         self._answer: Answer | None = None
         self._nothing_better = False
         """There was none the last time that too much was old: whether there is one now is asked in its turn."""
-        self._changes = 0
+        self._changes = self._taken_back = 0
 
-    def delivered(self, batch: Batch) -> None:
-        """A batch with all its metrics."""
+    def delivered(self, batch: Batch) -> Decision | None:
+        """A batch with all its metrics; what becomes of the trial, if there is one that ends."""
         self._lengths.add((sample.id.group, len(sample.tokens)) for sample in batch.samples)
         self._prompts.append(float(np.mean([len(sample.prompt.token_ids) for sample in batch.samples])))
-        if batch.id:  # before the first one was asked for, the trainer did not train
-            self._steps.append(batch.metrics)
         self._since_asked += 1
         self._since_changed += 1
+        if batch.id:  # before the first one was asked for, the trainer did not train
+            self._steps.append(batch.metrics)
+            if self._since_changed > 1:  # it may have begun before the change
+                self._speeds.add(batch.metrics, self._held)
+        self._held = batch.metrics["held_tokens"]
         if self._since_changed > SETTLING:
             self._shares.append((batch.off_policy_share, int(batch.metrics["trained_tokens"])))
             if self._since_changed > SETTLING + LATEST and self._lengths.changed(LATEST):
                 self._lengths.forget_before(LATEST)
-                self._wait, self._nothing_better = FIRST, False
+                self._begin_anew()
+        if self._trial is not None:
+            return self._look(self._trial)
+        again = self._once if len(self._speeds) == SEEN else None
+        if self._speeds.changed or (again is not None and self._speeds.unlike(again)):
+            self._begin_anew()
+        return None
+
+    def _begin_anew(self) -> None:
+        """Lengths or speeds are others than before: what was found out does not hold any more."""
+        self._speeds.forget_old()
+        self._wait, self._nothing_better = FIRST, False
+        self._trial = self._below = None
+        self._refused.clear()
+
+    def _look(self, trial: Trial) -> Decision | None:
+        if (holds := trial.holds(self._speeds)) is None:
+            return None
+        self._trial = None
+        ratio, error = self._speeds.against(trial.speeds)
+        came = f"{ratio:.2f} (+-{error:.2f}) times the speed came, and {trial.expected:.2f} times was expected"
+        now, before = InWork.of(self._core.settings), trial.before
+        if holds:
+            return Decision(f"{now} stays: {came}")
+        self._refused.add(now)
+        if now.max_in_flight > before.max_in_flight:
+            self._below = (now.max_in_flight + before.max_in_flight) // 2 + 1
+        self._taken_back += 1
+        change = self._change(before)
+        self._once = trial.speeds
+        return Decision(f"{before} again, {now} is taken back: {came}", change)
+
+    def _change(self, to: InWork) -> WorkChanged:
+        self._speeds, self._once = Speeds(), None
+        self._changes += 1
+        self._since_changed = 0
+        self._shares.clear()
+        return to.change(self._core.settings)
 
     @property
     def asks(self) -> bool:
         """It is time for a question."""
+        if self._trial is not None:
+            return False
         if self._since_asked >= self._wait:
             return True
         return self._since_asked >= FIRST and not self._nothing_better and self._too_old
 
-    def question(self, costs: Iterable[DecodeCost]) -> Question | None:
+    def question(self, costs: Iterable[FittedCost]) -> Question | None:
         """What to ask now, with the cost of each engine; None while those are not known."""
-        known = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in costs]
-        if not known or not self._prompts:
+        found = list(costs)
+        if not found or not self._prompts:
             return None
         core, s = self._core, self._core.settings
+        told = all(fitted.told for fitted in found)
+        known = [fitted.cost if told else fitted.at_best for fitted in found]
+        cost = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in known]
         self._since_asked, self._wait = 0, min(2 * self._wait, MOST)
         limits = [state.limits.max_in_flight for state in core.engines.states.values()]
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
         train_s, ahead = pace(self._steps)
-        base, sequence, token, prefill = (float(value) for value in np.mean(known, axis=0))
+        base, sequence, token, prefill = (float(value) for value in np.mean(cost, axis=0))
         return Question(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
@@ -84,19 +189,38 @@ class AutoWork:
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,
-            places=slots, free=s.auto, now=InWork.of(s),
+            places=slots, below=self._next_step(told), told=told, free=s.auto, now=InWork.of(s),
         )  # fmt: skip
 
-    def answered(self, answer: Answer) -> WorkChanged | None:
+    def _next_step(self, told: bool) -> int | None:
+        """With so many in flight, or more, nothing is tried now."""
+        if told:
+            return self._below
+        s = self._core.settings
+        step = max(int(STEP * s.max_in_flight), s.max_in_flight + s.n_samples_per_prompt) + 1
+        return step if self._below is None else min(step, self._below)
+
+    def answered(self, question: Question, answer: Answer) -> Decision | None:
         """What to change; None where it stays as it is."""
         self._answer, settings = answer, self._core.settings
-        self._nothing_better = answer.best == InWork.of(settings) and self._too_old
-        if answer.best == InWork.of(settings):
+        now, forced = InWork.of(settings), self._too_old
+        self._nothing_better = answer.best == now and forced
+        if answer.best == now or (answer.best in self._refused and not forced):
             return None
-        self._changes += 1
-        self._since_changed = 0
-        self._shares.clear()
-        return answer.best.change(settings)
+        gains = answer.speed_up >= 1.0 + GAIN
+        if answer.share_now <= question.max_off_policy_share and not forced and self._speeds.tokens_per_s > 0.0:
+            if gains and answer.speed_up < 1.0 + self._speeds.error(self._speeds, ENOUGH):
+                return None
+            needed = 1.0 + GAIN / 2 if gains else 1.0 - GAIN
+            self._trial = Trial(now, self._speeds, answer.speed_up, needed)
+        why = ""
+        if not question.told:
+            why = ", as what was seen does not tell what more in flight costs"
+        return Decision(
+            f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times its speed is expected, "
+            f"{100.0 * answer.off_policy_share:.0f}% of the trained tokens from older weights{why}",
+            self._change(answer.best),
+        )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """How much is in work, and what was expected of the best at the latest answer."""
@@ -104,7 +228,7 @@ class AutoWork:
         found = {f"auto_{name}": float(getattr(s, name)) for name in s.auto if name is not Work.REFILL}
         if Work.REFILL in s.auto:
             found["auto_refills"] = float(s.refill is not Refill.NONE)
-        found["auto_changes"] = float(self._changes)
+        found["auto_changes"], found["auto_taken_back"] = float(self._changes), float(self._taken_back)
         if self._answer is not None:
             found["auto_expected_tokens_per_s"] = self._answer.tokens_per_s
             found["auto_expected_off_policy_share"] = self._answer.off_policy_share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
@@ -20,20 +21,23 @@ class ChooserProcess:
         self._process: Process | None = None
 
     async def ask(self, question: Question) -> Answer:
-        """The answer; raises RolloutError with what went wrong there, OSError if there can be no process."""
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE
-        )
+        """The answer; raises RolloutError with what went wrong there, OSError if there can be no process.
+
+        A loop that cannot wait for a process, as one on virtual time, stands still until the answer is there.
+        """
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable, *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+        except NotImplementedError:
+            return _ask_and_wait(question)
         try:
             said, wrong = await process.communicate(question.encode())
         finally:
             self.close()
             if process.returncode is None:  # killed; its pipes must not outlive the loop
                 await process.communicate()
-        if process.returncode:
-            last = wrong.decode(errors="replace").strip().rpartition("\n")[2]
-            raise RolloutError(f"the simulation has ended with {process.returncode}: {last[:300]}")
-        return Answer.decode(said)
+        return _answer(process.returncode, said, wrong)
 
     def close(self) -> None:
         """End it."""
@@ -41,3 +45,16 @@ class ChooserProcess:
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
+
+
+def _ask_and_wait(question: Question) -> Answer:
+    command = (sys.executable, *COMMAND)
+    done = subprocess.run(command, input=question.encode(), capture_output=True, check=False)  # noqa: S603
+    return _answer(done.returncode, done.stdout, done.stderr)
+
+
+def _answer(code: int | None, said: bytes, wrong: bytes) -> Answer:
+    if code:
+        last = wrong.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RolloutError(f"the simulation has ended with {code}: {last[:300]}")
+    return Answer.decode(said)

@@ -11,6 +11,9 @@ from april.core.events import WorkChanged
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
 
+GAIN = 0.03
+"""By less than this faster than what is in work is not worth a change."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InWork:
@@ -52,6 +55,8 @@ class Question:
         cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s) of :class:`.decode_cost.DecodeCost`.
         lengths: response tokens, those of a group together.
         places: most samples in flight that are possible.
+        below: so many in flight, or more, are not to be tried now; None: any number may.
+        told: the cost is known beyond the number in flight that was seen; else it is the least that it may be there.
         free: settings that may be changed.
         now: how much is in work.
     """
@@ -70,6 +75,8 @@ class Question:
     cost: tuple[float, float, float, float]
     lengths: list[list[int]]
     places: int
+    below: int | None = None
+    told: bool = True
     free: tuple[Work, ...]
     now: InWork
 

@@ -10,16 +10,16 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from april.auto.question import Answer, InWork, Question
+from april.auto.question import GAIN, Answer, InWork, Question
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
-from april.simulate.plan import QUORUMS, Row, Space, plan
+from april.simulate.plan import QUORUMS, SAME, Row, Space, plan
 from april.simulate.trainer import Placement
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
-GAIN = 0.03
-"""By less than this faster than what is in work is not worth a change."""
+YOUNGER = 0.5
+"""Times the off-policy share of what is in work is worth a change that costs no speed."""
 MARGIN = 0.97
 """What is chosen anew keeps so far below the limit of the off-policy share, at which what is in work is left: or the
 noise of a simulation would take turns with itself."""
@@ -43,7 +43,9 @@ def choose(question: Question) -> Answer:
     is_now = base.schedule == space.base  # what cannot be simulated is no choice
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
-        best = base
+        as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - SAME) * base.tokens_per_s]
+        youngest = min(as_fast, key=lambda row: row.off_policy_share)
+        best = youngest if youngest.off_policy_share < YOUNGER * base.off_policy_share else base
     return Answer(
         best=q.now if is_now and best is base else _in_work(q, best),
         tokens_per_s=best.tokens_per_s, off_policy_share=best.off_policy_share,
@@ -77,7 +79,7 @@ def space_of(q: Question) -> Space:
     )  # fmt: skip
     # a group of few samples has few quorums, as three must be finished
     quorums = [quorum for quorum in QUORUMS if quorum * q.samples >= 3.0] or [1.0]
-    return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,))
+    return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
 
 
 def _in_work(q: Question, row: Row) -> InWork:

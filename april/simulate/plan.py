@@ -7,6 +7,7 @@ the lengths that fell into them, but how near they came to their limit, times th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -95,6 +96,7 @@ class Space:
         quorums: values of ``group_quorum``.
         places: most samples in flight.
         continuous: generation modes, as in :class:`.workload.Schedule`.
+        below: so many in flight, or more, are no choice, but for the base; None: any number is one.
     """
 
     base: Schedule
@@ -102,6 +104,7 @@ class Space:
     quorums: Sequence[float] = QUORUMS
     places: int = MOST_IN_FLIGHT
     continuous: tuple[int | None, ...] = (None,)
+    below: int | None = None
 
     @classmethod
     def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
@@ -124,8 +127,11 @@ class Space:
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
     def within(self, schedule: Schedule) -> Schedule:
-        """With no more in flight than there are places."""
-        return replace(schedule, in_flight=min(schedule.in_flight, self.places))
+        """With no more in flight than there are places, and where those are refilled below what is no choice."""
+        most = self.places
+        if self.below is not None and schedule.refill is Refill.SAMPLE:
+            most = min(most, self.below - 1)
+        return replace(schedule, in_flight=min(schedule.in_flight, most))
 
 
 def coarse(workload: Workload, space: Space) -> list[Schedule]:
@@ -140,7 +146,7 @@ def coarse(workload: Workload, space: Space) -> list[Schedule]:
     quorums = space.quorums_beside(space.base.quorum)
     ends = dict.fromkeys((max(quorums), min(quorums)))
     beside = [replace(space.within(s), quorum=quorum) for quorum in ends for s in found]
-    return _possible(workload, beside, space.base)
+    return _possible(workload, beside, space)
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
@@ -155,7 +161,7 @@ def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], sp
             out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
     out = [replace(space.within(schedule), quorum=best.quorum) for schedule in out]
     out += [replace(best, quorum=quorum) for quorum in space.quorums_beside(best.quorum)]
-    return [schedule for schedule in _possible(workload, out, space.base) if schedule not in tried]
+    return [schedule for schedule in _possible(workload, out, space) if schedule not in tried]
 
 
 def _size(schedule: Schedule) -> int:
@@ -166,9 +172,10 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
     return schedule.refill, schedule.continuous
 
 
-def _possible(workload: Workload, schedules: Iterable[Schedule], base: Schedule) -> list[Schedule]:
+def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -> list[Schedule]:
     """The base and those that are worth a try, as far as the configuration allows them, each once."""
     out: dict[Schedule, None] = {}
+    base, below = space.base, math.inf if space.below is None else space.below
     for schedule in (base, *schedules):
         try:
             workload.core_settings(schedule)
@@ -179,7 +186,8 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], base: Schedule)
         needless = one_shot and schedule.quorum != 1.0 and schedule.over <= workload.groups
         # where that is no mistake, it is all the same too much to be trained in time
         too_many = one_shot and schedule.over > (workload.max_staleness + 1) * workload.groups
-        if schedule == base or (schedule.in_flight >= workload.engines and not needless and not too_many):
+        some = workload.engines <= schedule.in_flight < below
+        if schedule == base or (some and not needless and not too_many):
             out[schedule] = None
     return list(out)
 

@@ -8,13 +8,14 @@ Python version and for every hash seed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from april.auto.auto_work import AutoWork
+from april.auto.auto_work import AutoWork, Decision
 from april.auto.question import Answer, Question
 from april.core import commands as do
 from april.core import events as ev
@@ -35,8 +36,10 @@ from april.record.file import RunRecord
 from april.record.recorder import Recorder
 from april.simulate.engines import SimulatedEngines
 from april.simulate.hosts import SimulatedHosts
+from april.simulate.rewards import SimulatedRewards
 from april.simulate.trainer import SimulatedTrainer
 
+log = logging.getLogger("april")
 IGNORED: tuple[type[do.Command], ...] = (
     do.StartTimer, do.Fence,  # aborts are instantaneous here
     do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
@@ -118,6 +121,8 @@ class Simulation:
         choose: answers, in no time, what is best; needed where settings are ``auto``.
         most_in_flight: slots of all engines, where max_in_flight may change.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
+        reward_s: seconds that the reward of a sample takes, once it is whole.
+        rewards_at_once: most that are computed at the same time; None: all.
         check: cross-check the core's books after every event.
         record: where to record it, as a real run is.
         watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
@@ -138,6 +143,8 @@ class Simulation:
         choose: Callable[[Question], Answer] | None = None,
         most_in_flight: int | None = None,
         failing: float = 0.0,
+        reward_s: float = 0.0,
+        rewards_at_once: int | None = None,
         check: bool = False,
         record: RunRecord | None = None,
         watch: Callable[[float, int], None] | None = None,
@@ -146,7 +153,7 @@ class Simulation:
             raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
         if not 0.0 <= failing < 1.0:
             raise ValueError(f"failing={failing:g} is a share of the samples, at least 0 and below 1")
-        if failing:  # the failed are asked again at once
+        if failing or reward_s:  # the failed are asked again at once
             settings = replace(settings, has_reward=True, retry_pause_s=0.0)
         if settings.auto and choose is None:
             raise ValueError(f"{', '.join(settings.auto)} is auto, and nobody chooses; give choose")
@@ -179,12 +186,13 @@ class Simulation:
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
-            do.ScoreSample: lambda c: self._pump.post(self._score(c.sample.id)),
+            do.ScoreSample: lambda c: self._rewards.begin(c.sample.id, self.now),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
             do.UpdateEnded: self._update_ended,
             do.Fail: self._fail,
         }, ignored=IGNORED)  # fmt: skip
+        self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
         self._asked = False
         self._batch: Batch | None = None
@@ -219,9 +227,16 @@ class Simulation:
         if auto is None or self._choose is None or not auto.asks:
             return
         fitted = (fit(Requests.of(ended)) for _, ended in self._requests)
-        question = auto.question(found.cost for found in fitted if found is not None)
-        if question is not None and (change := auto.answered(self._choose(question))) is not None:
-            self.turn(lambda: self._pump.post(change))
+        question = auto.question(found for found in fitted if found is not None)
+        if question is not None:
+            self._decided(auto.answered(question, self._choose(question)))
+
+    def _decided(self, decision: Decision | None) -> None:
+        """More or less is in work from now on."""
+        if decision is not None:
+            log.info("auto, after %d batches: %s", len(self.result.steps), decision.said)
+            if (change := decision.change) is not None:
+                self.turn(lambda: self._pump.post(change))
 
     def close(self) -> None:
         """The end of its record, if it has one."""
@@ -234,12 +249,15 @@ class Simulation:
             self.turn(lambda: self._pump.post(ev.StepRequested()))
             self._times.look(self.now)
             return
-        at = self.engines.next_s  # of an engine and the trainer, the engine goes first
+        at = min(self.engines.next_s, self._rewards.next_s)  # of these and the trainer, the trainer goes last
         if self._trainer.ends_s < at and not self._updating:
             self._trainer.ends_s = self.now = max(self.now, self._trainer.ends_s)
             self._update_weights()
         elif math.isinf(at):
             raise RolloutError(f"the simulation is stuck: {self.core!r}")
+        elif self._rewards.next_s < self.engines.next_s:
+            self.now = at
+            self.turn(self._rewards.go_on)
         else:
             self.now = at
             self.engines.go_on()
@@ -315,7 +333,7 @@ class Simulation:
         if self._recorder is not None:
             self._recorder.delivered(whole)
         if self._auto is not None:
-            self._auto.delivered(whole)
+            self._decided(self._auto.delivered(whole))
             self._waited |= self._auto.metrics()
         self.engines.delivered(sample.id for sample in command.batch.samples)
 

@@ -3,8 +3,8 @@
 Invariant: ``loop.time()`` moves only when no callback is ready, and then to the exact time of the next timer; no
 callback runs before its time. So a timer one float above t runs after everything that happens at t.
 
-A virtual loop has no sockets, pipes, signals or other threads to wait for. Where a real loop would hang because nothing
-is scheduled, it raises ``VirtualDeadlock`` and names the tasks that wait.
+A virtual loop has no sockets, pipes, signals, processes or other threads to wait for. Where a real loop would hang
+because nothing is scheduled, it raises ``VirtualDeadlock`` and names the tasks that wait.
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def _close_self_pipe(self) -> None:
         """See ``_make_self_pipe``."""
+
+    async def subprocess_exec(self, *args: Any, **options: Any) -> NoReturn:
+        """Not supported, as on Windows with a selector loop; refused before there is a process."""
+        raise NotImplementedError("a virtual loop waits for no process")
+
+    subprocess_shell = subprocess_exec
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
         """Not supported, as on Windows."""

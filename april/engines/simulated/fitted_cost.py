@@ -25,6 +25,10 @@ Floats = NDArray[np.float64]
 ROUNDS = 5
 FEWEST = 16
 """Requests without which nothing is fitted."""
+ALIKE = 0.05
+"""Where the numbers of sequences that requests had beside them differ by less, relative, a step's costs are one sum."""
+LEAST = 1e-3
+"""Of a mean step, what it costs at least whatever the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,15 @@ class FittedCost:
         cost: of the engine.
         requests: so many it was fitted to.
         error: mean of abs(fitted - real duration) over the sum of the real durations.
+        told: requests had different numbers of others beside them, so it can be told what more of them cost.
+        at_best: if a step costs the same however many are in it, and all that passed is of that kind.
     """
 
     cost: DecodeCost
     requests: int
     error: float
+    told: bool
+    at_best: DecodeCost
 
 
 def fit(requests: Requests) -> FittedCost | None:
@@ -79,15 +87,19 @@ def fit(requests: Requests) -> FittedCost | None:
     traffic = _Traffic(requests)
     rows = np.flatnonzero(whole)
     took = requests.ended_s[rows] - requests.began_s[rows]
-    costs = np.zeros(4)
+    costs, floor = np.zeros(4), LEAST * float((took / requests.generated[rows]).mean())
     for _ in range(ROUNDS):
         seen = traffic.seen(rows, costs)
-        costs = _not_negative(seen, took)
-    if costs[0] <= 0.0:
-        return None
-    error = float(np.abs(traffic.seen(rows, costs) @ costs - took).sum() / took.sum())
+        costs = _not_negative(seen, took, floor)
+    seen = traffic.seen(rows, costs)
+    error = float(np.abs(seen @ costs - took).sum() / took.sum())
+    beside = seen[:, 1] / seen[:, 0]
     base, sequence, token, prefill = map(float, costs)
-    return FittedCost(DecodeCost(base, sequence, token, prefill), len(rows), error)
+    step_s = float(took.sum() / seen[:, 0].sum())
+    return FittedCost(
+        DecodeCost(base, sequence, token, prefill), len(rows), error,
+        told=bool(beside.std() > ALIKE * beside.mean()), at_best=DecodeCost(step_s, 0.0, 0.0),
+    )  # fmt: skip
 
 
 def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
@@ -148,20 +160,20 @@ def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -
     return np.asarray(sums[after] - sums[first])
 
 
-def _not_negative(seen: Floats, took: Floats) -> Floats:
-    """Least squares of relative errors with costs of at least 0; the first one is never left out."""
+def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
+    """Least squares of relative errors with costs of at least 0, the first one of at least ``floor``."""
     matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
-    one = np.ones(len(took))
-    for count in range(4):
-        for others in combinations((1, 2, 3), count):
-            columns = [0, *others]
+    least = np.array([floor, 0.0, 0.0, 0.0])
+    for count in range(1, 5):
+        for chosen in combinations(range(4), count):
+            columns = list(chosen)
             scale = np.maximum(np.abs(matrix[:, columns]).max(axis=0), 1e-300)
-            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale, one, rcond=None)
-            found = found / scale
-            if found[0] <= 0.0 or found.min() < 0.0:
+            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale, np.ones(len(took)), rcond=None)
+            if found.min() < 0.0:
                 continue
-            off = float(np.square(matrix[:, columns] @ found - 1.0).sum())
+            costs = least.copy()
+            costs[columns] = np.maximum(found / scale, least[columns])
+            off = float(np.square(matrix @ costs - 1.0).sum())
             if off < smallest * (1.0 - 1e-9):
-                best, smallest = np.zeros(4), off
-                best[columns] = found
+                best, smallest = costs, off
     return best
