@@ -86,11 +86,20 @@ def test_one_number_in_flight_does_not_tell_what_more_cost() -> None:
         assert all(f.told for f in fitted(cost=cost))
 
 
+class Crowded(DecodeCost):
+    """Each one more slows down all: no sum of costs that are not negative has that."""
+
+    def step_s(self, n: int, kv_tokens: int) -> float:
+        """See the base class."""
+        return self.per_sequence_s * n * n
+
+
 def test_a_cost_of_sequences_alone_is_found() -> None:
-    """Where nothing is paid per step it is not taken for one that is."""
+    """Where nothing is paid per step it is not taken for one that is, which would make more in flight free."""
     for found in fitted(cost=LINEAR):
-        assert found.cost.base_s < 0.02 * 8 * LINEAR.per_sequence_s
         assert found.cost.step_s(16, 0) == pytest.approx(2.0 * found.cost.step_s(8, 0), rel=0.03)
+    for found in fitted(cost=Crowded(1e-6, 1e-4, 0.0)):
+        assert found.cost.step_s(16, 16 * 180) > 1.9 * found.cost.step_s(8, 8 * 180)
 
 
 def test_what_nobody_can_tell_is_tried_in_a_small_step() -> None:
