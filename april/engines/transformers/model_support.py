@@ -38,10 +38,11 @@ _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
 """Of a trial that nobody has asked for, see :func:`cost_of_trial`."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words of a setting that counts something else than positions: sizes of layers, numbers of them, ids.
-_OTHER_COUNTS = frozenset(
-    "num hidden intermediate inner vocab vocabulary head heads headdim layer layers expert experts dim dims d rank lowrank"
-    " id ids idx idxs ffn dff ff embd embed embedding channels groups theta scalar seed".split()
-)
+_OTHER_COUNTS = {
+    "num", "hidden", "intermediate", "inner", "vocab", "vocabulary", "head", "heads", "headdim", "layer", "layers",
+    "expert", "experts", "dim", "dims", "d", "rank", "lowrank", "id", "ids", "idx", "idxs", "ffn", "dff", "ff",
+    "embd", "embed", "embedding", "channels", "groups", "theta", "scalar", "seed",
+}  # fmt: skip
 # Rotary embeddings that change with the longest sequence of the batch, keys already cached included.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
