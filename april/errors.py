@@ -43,6 +43,10 @@ class EngineBusy(EngineError):
         """Seconds that the engine asked to wait, as it said them."""
 
 
+class WeightsGone(EngineError):
+    """The weights that an engine should have are nowhere any more, and it was given none: it waits for others."""
+
+
 class RequestRefused(EngineError):
     """The engine says that this request is wrong (HTTP 4xx); the same one would be refused again."""
 

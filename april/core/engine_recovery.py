@@ -205,6 +205,8 @@ class EngineRecovery:
         trouble = self._troubles.pop(name, None)
         if trouble is not None:
             return f": {trouble}"
+        if self._updates.none_yet and self._context.engines.states[name].limits.written:
+            return ": it may have those of an earlier run"
         path, unread = self._updates.path, not self._updates.contents
         return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
 

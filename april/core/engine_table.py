@@ -231,14 +231,17 @@ class EngineTable:
 
     Args:
         engines: at least one.
-        version: of the policy; they have it.
+        version: of the policy; they have it, unless an earlier run has written their weights.
     """
 
     def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
         self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
         self._by_load = LeastLoaded()
         for state in self.states.values():
-            state.confirm(version)
+            if state.limits.written:
+                state.lose(EngineWeights.HALF)
+            else:
+                state.confirm(version)
             self._by_load.join(state)
         self.left: dict[str, EngineState] = {}
         """As they were when they left; what they were asked for is void."""

@@ -225,7 +225,8 @@ class CallResult(StrEnum):
     BUSY = "busy"
     """It takes no calls for now; nothing has changed."""
     OTHER_CONTENT = "other content"
-    """It was not asked to load, for the directory holds other weights than those of the version."""
+    """It was given nothing, for the weights of the version are gone: the directory holds others, or the server that had
+    them was started anew."""
     UNREACHABLE = "unreachable"
     """There was no answer, or none in time."""
 

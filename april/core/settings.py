@@ -121,3 +121,5 @@ class EngineLimits:
     """A server: it may be started anew, and is asked for its weights and its load while it works."""
     own_weights: bool = False
     """No server, and yet its weights are not the trainer's own."""
+    written: bool = False
+    """An update of an earlier run may have written its weights: they are not those of the start."""

@@ -198,13 +198,14 @@ class WeightUpdates:
     def joins(self, name: str) -> None:
         """An engine that comes in the middle of an update gets its weights afterwards.
 
-        Before the first update it has those of its start. Once one has begun to write, its server may have been
-        written to, under this name or another one, and what it loaded may never have been adopted.
+        Before the first update it has those of its start. Once one has begun to write, in this run or an earlier one,
+        its server may have been written to, under this name or another one, and what it loaded may never have been
+        adopted.
         """
         if self.phase not in (Phase.IDLE, Phase.STOPPING):
             self._left_out.add(name)
         state = self._context.engines.states[name]
-        if self._written:
+        if self._written or state.limits.written:
             state.weights = EngineWeights.HALF
         elif self.none_yet:
             state.confirm(self._context.clock.current)

@@ -20,7 +20,7 @@ from april.driver.user_code import Outcome, describe, own_cancellation
 from april.driver.worker_threads import WorkerThreads
 from april.engines.http.weight_directories import content_of, why_unloadable
 from april.engines.protocol import Engine, ReadsPaths
-from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable, RolloutError
+from april.errors import ConfigError, EngineBusy, EngineUnreachable, RolloutError, WeightsGone
 
 log = logging.getLogger("april")
 
@@ -66,7 +66,7 @@ class EngineCalls:
         before = await self._content_of(engine, path)
         if command.contents and before not in command.contents:
             has = "holds other weights than those of" if before else "cannot be read here, so nobody knows if it has"
-            raise _OtherContent(f"{path} {has} version {command.version}")
+            raise WeightsGone(f"{path} {has} version {command.version}")
         await engine.update_weights(command.version, path)
         if before and await self._content_of(engine, path) != before:
             raise EngineUnreachable(
@@ -198,14 +198,10 @@ class EngineCalls:
                 log.error("engine %s could not be closed", name, exc_info=error)
 
 
-class _OtherContent(EngineError):
-    """A directory does not hold what it should, and the engine was not asked."""
-
-
 def _result(error: Exception | None) -> ev.CallResult:
     if error is None:
         return ev.CallResult.DONE
-    if isinstance(error, _OtherContent):
+    if isinstance(error, WeightsGone):
         return ev.CallResult.OTHER_CONTENT
     if isinstance(error, EngineUnreachable):
         return ev.CallResult.UNREACHABLE

@@ -28,7 +28,7 @@ from april.core.types import Attempt, AttemptFailure, FinishReason, Group, Sampl
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import wrong_sampling
-from april.errors import EngineBusy, EngineError, EngineUnreachable
+from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
 from april.hosts import messages as wire
 from april.hosts.attempt_reports import AttemptReports
 from april.hosts.messages import ProtocolError, ids_of, packed
@@ -40,7 +40,7 @@ LONGEST_CONTENT = 64
 """Digits that stand for what a directory holds."""
 _ERRORS: dict[ev.CallResult, type[EngineError]] = {
     ev.CallResult.REFUSED: EngineError,
-    ev.CallResult.OTHER_CONTENT: EngineError,
+    ev.CallResult.OTHER_CONTENT: WeightsGone,
     ev.CallResult.UNREACHABLE: EngineUnreachable,
 }
 

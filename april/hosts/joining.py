@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -48,22 +48,26 @@ class Guest:
     @property
     def limits(self) -> list[EngineLimits]:
         """What the core must know of its engines."""
-        return [limits_from(name, capabilities) for name, capabilities in self.engines.items()]
+        written = {f"{self.name}/{card.name}" for card in self.joined.engines if card.written}
+        return [replace(limits_from(n, c), written=n in written) for n, c in self.engines.items()]
 
 
 # -------------------------------------------------------------------- the host
 
 
 def joined_frame(
-    name: str, life: str, engines: Sequence[Engine], functions: UserFunctions | None, *, tokenizer: bool
-) -> bytes:
-    """The first frame of a host; without ``functions`` it runs none."""
+    name: str, life: str, engines: Sequence[Engine], functions: UserFunctions | None, *, tokenizer: bool,
+    written: Collection[str] = (),
+) -> bytes:  # fmt: skip
+    """The first frame of a host; without ``functions`` it runs none; ``written``: engines that an update has paused."""
     f = functions
     joined = Joined(
         protocol=PROTOCOL,
         name=name,
         life=life,
-        engines=tuple(EngineCard(name=e.name, capabilities=_plain(e.capabilities)) for e in engines),
+        engines=tuple(
+            EngineCard(name=e.name, capabilities=_plain(e.capabilities), written=e.name in written) for e in engines
+        ),
         functions=f is not None,
         reward=f is not None and f.reward is not None,
         group_reward=f is not None and f.group_reward is not None,

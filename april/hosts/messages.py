@@ -21,7 +21,7 @@ from april.core.types import AttemptFailure, EngineFinish, FinishReason
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a message changes."""
 
 
@@ -248,6 +248,8 @@ class EngineCard(Message, tag=39, kw_only=True):
 
     name: str
     capabilities: dict[str, Any]
+    written: bool
+    """A weight update has paused it since the host began: it may have other weights than those of its start."""
 
 
 class Joined(Message, tag=40, kw_only=True):

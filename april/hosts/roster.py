@@ -103,7 +103,8 @@ class Roster:
             yield from self.lost(before, "it has joined anew")
         self._desks[desk.name], self._heard[desk.name] = desk, now
         self._owners.update(dict.fromkeys(desk.engines, desk))
-        if desk.engines and not known:
+        limits = desk.engines.values()
+        if limits and (not known or any(engine.written for engine in limits)):
             yield ev.EnginesJoined(list(desk.engines.values()))
 
     def lost(self, desk: HostDesk, why: str, *, for_good: bool = False) -> Iterator[ev.Event]:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from april.core import commands as do
 from april.core import events as ev
+from april.core.versions import FIRST_VERSION
 from april.driver.detokenizer import Detokenizer
 from april.driver.local_host import LocalHost
 from april.driver.sample_functions import UserFunctions
@@ -42,6 +44,7 @@ class Serving:
         link: to the scheduler; not opened yet.
         life: the same at every connection of this host, and no other's.
         functions: None: it runs none.
+        written: engines that a weight update has paused, in this connection or an earlier one; it adds to them.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Serving:
         functions: UserFunctions | None,
         no_functions: UserFunctions,
         detokenizer: Detokenizer | None,
+        written: set[str],
     ) -> None:
         self._link = link
         self._engines = engines
@@ -72,7 +76,10 @@ class Serving:
         self.welcomed.add_done_callback(_heard_of)
         self.ended.add_done_callback(_heard_of)
         link.open(self._receive, self._lost)
-        link.send(joined_frame(name, life, engines, functions, tokenizer=detokenizer is not None))
+        self._written = written
+        link.send(
+            joined_frame(name, life, engines, functions, tokenizer=detokenizer is not None, written=written)
+        )
 
     async def leave(self, why: str) -> None:
         """Say goodbye and end everything that runs; the engines stay open."""
@@ -115,12 +122,20 @@ class Serving:
                 elif isinstance(asked, Goodbye):
                     self._over(asked.why)
                 else:
+                    self._note(asked)
                     self._local.executors[type(asked)](asked)
         except LinkError as error:
             self._break(error)
         except Exception as error:
             log.error("host: april stops", exc_info=error)
             self._break(error)
+
+    def _note(self, asked: do.Command) -> None:
+        """Whose weights may be others than those of the start: a transfer is told to nobody but by its pause."""
+        if isinstance(asked, do.PauseEngine):
+            self._written.add(asked.engine)
+        elif isinstance(asked, do.LoadEngine) and asked.version == FIRST_VERSION:
+            self._written.discard(asked.engine)  # they are named again, for nobody has written any
 
     def _begin(self, frame: bytes) -> None:
         """The first frame: it is welcome, or it is not."""

@@ -37,15 +37,18 @@ class ServerProcess:
     Args:
         route: of the metrics; None: there are none that may be asked.
         started_s: when it began, at the connection; None: it does not say.
+        start_is_known: a new process has the weights that this one had at the connection.
     """
 
-    def __init__(self, client: HttpClient, route: str | None, started_s: float | None) -> None:
+    def __init__(
+        self, client: HttpClient, route: str | None, started_s: float | None, *, start_is_known: bool = True
+    ) -> None:
         self._client = client
         self._route = route
         self._present = self._seen = started_s
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
-        self.keeps_weights = True
+        self._start_is_known = self.keeps_weights = start_is_known
         """A process that is started anew has the present weights too: they are those of the start."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
@@ -86,7 +89,7 @@ class ServerProcess:
             )
         self._present = self._seen = now or paused
         self._refusals = self._client.refusals
-        self.keeps_weights = version == FIRST_VERSION
+        self.keeps_weights = self._start_is_known and version == FIRST_VERSION
 
 
 class Confirmation:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.errors import EngineError, WireError
+from april.errors import EngineError, WeightsGone, WireError
 from april.server_text import quoted
 
 
@@ -96,6 +96,24 @@ def another_process(label: str, mark: str | None, labels: WeightLabels, first: s
     if label in (mark, labels.of(labels.present)):
         return False
     return mark is None or label in (START_LABEL, first)
+
+
+def start_is_known(first: str | None) -> bool:
+    """Whether a new process has the weights that the present one had at the connection, when it showed ``first``.
+
+    Servers show START_LABEL until weights are put there; of one without labels, that is taken on trust.
+    """
+    return first in (None, START_LABEL)
+
+
+async def require_first_weights(
+    server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion
+) -> None:
+    """Raises WeightsGone if ``version`` means weights that the server had at the connection, and may have lost."""
+    if version == FIRST_VERSION and not start_is_known(first) and await server.label() != labels.of(version):
+        raise WeightsGone(
+            f"its server was started anew, and had been given weights ({quoted(first)}) before april connected"
+        )
 
 
 def cover(spans: Sequence[Span], total: int) -> bool:

@@ -20,6 +20,7 @@ from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import client_of, connect_all
+from april.engines.http.weight_labels import require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.engines.sglang.router import common_facts, require_same_workers
@@ -164,11 +165,14 @@ class SglangEngine(ServerEngine):
 
         Raises:
             EngineError: a worker could not load it; the message says which, and what the server says.
+            WeightsGone: one had weights of others at the connection, and has lost them.
         """
         if path is not None:
             self._require_loadable(path)
         if why := await self._why_not_served():
             raise EngineError(why)
+        if path is None:
+            await _all(require_first_weights(w, self._labels, w.facts.label, version) for w in self.workers)
         before, self._not_whole = self._not_whole, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"

@@ -26,7 +26,7 @@ from april.engines.http.server_pool import connect_all
 from april.engines.http.server_probe import ServerFacts
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
 from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
-from april.engines.http.weight_labels import another_process, marked
+from april.engines.http.weight_labels import another_process, marked, require_first_weights, start_is_known
 from april.engines.http.wire_errors import error_text
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
@@ -59,7 +59,8 @@ class VllmEngine(ServerEngine):
         self._client = client
         self.facts = facts
         self._stream = stream
-        self._process = ServerProcess(client, "/metrics", facts.started_s)
+        known = start_is_known(facts.label)
+        self._process = ServerProcess(client, "/metrics", facts.started_s, start_is_known=known)
         self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
         self._pauses = OwnPauses()
         self._endpoint = Endpoint(
@@ -129,12 +130,15 @@ class VllmEngine(ServerEngine):
             EngineError: requests are running, the server cannot load from a directory, has failed, does not say that
                 it has done what it was asked, or was started anew meanwhile; if it is between two versions then, it
                 gets no requests before an update succeeds.
+            WeightsGone: it had weights of others at the connection, and has lost them.
         """
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
         await self._require_model()
-        if path is not None:
+        if path is None:
+            await require_first_weights(self, self._labels, self.facts.label, version)
+        else:
             await self._process.pause()  # the one that loads, were it another than before
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
         if self.facts.developer_routes:
