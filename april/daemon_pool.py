@@ -1,4 +1,4 @@
-"""A thread pool that does not keep the process alive: a function that hangs costs its thread and nothing else."""
+"""A thread pool that keeps the process alive for seconds only: a function that hangs costs a thread, nothing else."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from april.exit_wait import waited_for
+
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonPool(ThreadPoolExecutor):
-    """As its base class, which asyncio insists on for its default executor; but nobody joins the threads at exit."""
+    """As its base class, which asyncio insists on for its default executor; but its threads are not joined at exit."""
 
     def __init__(self, name: str, max_workers: int | None = None) -> None:
         super().__init__(max_workers)
@@ -76,7 +78,10 @@ def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
         future, function = job
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(function())
+                with waited_for(function):
+                    result = function()
+                future.set_result(result)
+                del result
             except BaseException as error:
                 future.set_exception(error)
         del job, future, function  # they must not live on in an idle thread

@@ -81,5 +81,6 @@ class Evaluator:
             await local.samples.cleaned_up()
             error = ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
-        await driver.hand_back()
+        if driver._pending.batch is None:  # no batch is being made: the trainer has its model again
+            await driver.quiet()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))

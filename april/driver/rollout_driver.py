@@ -313,11 +313,6 @@ class RolloutDriver:
         if self.hosts is not None:
             await self.hosts.quiet()
 
-    async def hand_back(self) -> None:
-        """:meth:`quiet`, unless a batch is being made."""
-        if self._pending.batch is None:
-            await self.quiet()
-
     async def ask_engines(self) -> None:
         """Until all servers have said how they are."""
         await self.local.engine_calls.ask_all()

@@ -1,4 +1,4 @@
-"""Daemon threads for the user's plain functions: made on demand, used again, never waited for at exit.
+"""Daemon threads for the user's plain functions: made on demand, used again, at exit waited for with a limit.
 
 A thread that hangs costs its memory and nothing else: the next function gets another one, and the process can end.
 """
@@ -10,11 +10,13 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from april.driver.user_code import Outcome, outcome_of
 from april.errors import RolloutError
+from april.exit_wait import waited_for
 
 _Job = tuple[Callable[[], Any], Callable[[Outcome], None]]
 """What to call, and what to do with its outcome."""
@@ -41,7 +43,11 @@ class WorkerThreads:
         loop = asyncio.get_running_loop()
         with self._lock:
             box = self._idle.pop() if self._idle else None
-        (box or self._new_thread()).put((lambda: context.run(function, *args), lambda o: tell(loop, heard, o)))
+        def called() -> Any:
+            with waited_for(partial(function, *args)):
+                return context.run(function, *args)
+
+        (box or self._new_thread()).put((called, lambda o: tell(loop, heard, o)))
 
     def _new_thread(self) -> SimpleQueue[_Job | None]:
         box: SimpleQueue[_Job | None] = SimpleQueue()

@@ -1,0 +1,57 @@
+"""The end of a process in which functions of the user still run in threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from april import exit_wait
+from april.daemon_pool import DaemonPool
+
+CHILD = """
+import atexit, sys, threading, time
+from april import exit_wait
+from april.daemon_pool import DaemonPool
+exit_wait.EXIT_PATIENCE_S, exit_wait.TELL_S = {patience}, 0.0
+begun, go_on = threading.Event(), threading.Event()
+def judge():
+    begun.set()
+    go_on.wait()
+    print("judged", flush=True)
+DaemonPool("test").submit(judge)
+begun.wait()
+if {ends}:
+    atexit.register(go_on.set)
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "code"),
+    [(True, "", 0), (False, "", 0), (True, "sys.exit(3)", 3), (False, "raise ValueError('mine')", 1)],
+)
+def test_a_function_that_still_runs_cannot_abort_the_process(ends: bool, last: str, code: int) -> None:
+    """It is waited for, by its name, and then left: the code is that of the run."""
+    child = CHILD.format(patience=60 if ends else 0, ends=ends, last=last)
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("judged" in done.stdout) is ends
+    assert ("judge did not end; the process ends without it" in done.stderr) is not ends
+    assert ("ValueError: mine" in done.stderr) is ("mine" in last)
+
+
+def test_what_has_ended_is_not_waited_for() -> None:
+    """Whether it returned or raised; and names are those of the user's own functions."""
+
+    def fails() -> None:
+        assert exit_wait._names().endswith("fails")
+        raise ValueError
+
+    pool = DaemonPool("test")
+    with pytest.raises(ValueError, match=r"^$"):
+        pool.submit(partial(lambda function: function(), fails)).result()
+    pool.shutdown()
+    assert not exit_wait._running
