@@ -1,27 +1,27 @@
 """The end of the process waits a while for the user's functions that still run in threads.
 
 A daemon thread that comes back from a native library while the interpreter ends is torn out of it, and C++ answers that
-with ``abort()``: a good run would end with code 134. So the interpreter's end waits, says for what, and then leaves
-without them.
+with ``abort()``: a good run would end with code 134. So the interpreter's end waits, and says for what. Then it raises
+SystemExit in what still runs, which ends whatever comes back to Python; what never does cannot be torn out of anything.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 log = logging.getLogger("april")
 
-EXIT_PATIENCE_S, TELL_S = 10.0, 2.0
-"""How long the end of the process waits for functions, and after which time it says so."""
+EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
+"""How long the end of the process waits for functions, when it says so, and how long for those it has interrupted."""
 _running: dict[int, Callable[..., Any]] = {}
 """What runs in threads of april, by thread."""
 
@@ -38,21 +38,20 @@ def waited_for(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _wait() -> None:
-    begin, told = time.monotonic(), False
-    while _running and (waited := time.monotonic() - begin) < EXIT_PATIENCE_S:
-        if not told and waited > TELL_S:
-            told = True
-            log.warning("the process ends when %s is done, after %g s at the latest", _names(), EXIT_PATIENCE_S)
+    if not _ended_within(TELL_S):
+        log.warning("the process ends when %s is done, after %g s at the latest", _names(), EXIT_PATIENCE_S)
+    if not _ended_within(EXIT_PATIENCE_S - TELL_S):
+        log.error("%s did not end; it is interrupted, and the process ends", _names())
+        for thread in list(_running):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        _ended_within(INTERRUPT_S)
+
+
+def _ended_within(seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while _running and time.monotonic() < end:
         time.sleep(0.01)
-    if _running:
-        log.error("%s did not end; the process ends without it", _names())
-        atexit.unregister(_wait)
-        with suppress(Exception):
-            atexit._run_exitfuncs()  # those that were registered before this one
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(0 if getattr(sys, "last_value", None) is None else 1)
+    return not _running
 
 
 def _name(function: Any) -> str:

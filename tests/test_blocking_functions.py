@@ -477,7 +477,8 @@ import april, logging, sys, threading
 sys.path.insert(0, "tests")
 from gate_engine import GateEngine
 import april.driver.local_host as host
-host.CLOSE_PATIENCE_S = 0.01
+import april.exit_wait as end
+host.CLOSE_PATIENCE_S = end.EXIT_PATIENCE_S = end.TELL_S = end.INTERRUPT_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)
 hung, scored = threading.Barrier(3), threading.Event()
 def rollout(prompt, llm):
