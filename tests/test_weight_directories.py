@@ -14,6 +14,7 @@ from hash_engine import HashEngine, Server, conversation, longer, next_token, sa
 import april
 from april.core.batch import Batch
 from april.core.versions import FIRST_VERSION
+from april.core.weight_updates import weights_of
 from april.engines.http.weight_directories import content_of
 from april.testing import rollouts, run_virtual
 
@@ -237,6 +238,81 @@ def test_a_directory_that_is_written_while_it_is_loaded(tmp_path: Path, all_of_t
             for engine in trainer.engines:
                 engine.on_load = None
             trainer.named[await run.weight_update(path=save(tmp_path / "2", "w2"))] = "w2"
+            for _ in range(3):
+                used = trainer.check(await run.next_batch())
+            assert used == {"s0", "s1"}
+
+    run_virtual(program())
+
+
+# ---------------------------------------------------------------- engines that loaded different contents
+
+
+def test_the_weights_of_a_directory_are_the_same_on_every_machine(tmp_path: Path) -> None:
+    """Where it lies, when it was copied and what else is there do not count; what is in its weights does."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here, there):
+        save(place, "w1")
+    (there / "optimizer.pt").write_text("only here")
+    os.utime(there / "model.safetensors", (1, 1))
+    assert weights_of(content_of(str(here))) == weights_of(content_of(str(there))) != ""
+    assert content_of(str(here)) != content_of(str(there))
+    save(there, "w2")
+    assert weights_of(content_of(str(here))) != weights_of(content_of(str(there)))
+    (here / "model.safetensors").rename(here / "model-1.safetensors")
+    save(there, "w1")
+    assert weights_of(content_of(str(here))) != weights_of(content_of(str(there)))
+    (tmp_path / "model.gguf").write_text("one file, which is no directory")
+    assert weights_of(content_of(str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("right", ["one of them", "neither"])
+def test_engines_that_loaded_different_weights_are_not_of_one_version(
+    tmp_path: Path, right: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory is written over exactly between two loads: each of them sees nothing wrong.
+
+    Where the trainer's process can tell which weights are meant, the other engine is left out; else the update fails.
+    """
+
+    async def program() -> None:
+        trainer = Trainer(tmp_path)
+        gate = asyncio.Event()
+
+        first, second = trainer.engines
+
+        async with trainer.rollouts() as run:
+            calls = run._driver.local.engine_calls
+            reads = calls._content_of
+            seen = {"s0": 0, "s1": 0}
+
+            async def read(engine: Any, path: str) -> str:
+                if path.endswith("/2"):
+                    return str(await reads(engine, path))
+                seen[engine.name] += 1
+                if engine is second and seen["s1"] == 1:
+                    await gate.wait()
+                    save(Path(path), "later")
+                if engine is first and seen["s0"] == 1 and right == "neither":
+                    save(Path(path), "w2")
+                content = await reads(engine, path)
+                if engine is first and seen["s0"] == 2:
+                    gate.set()
+                return str(content)
+
+            calls._content_of = read
+            batch = await run.next_batch()
+            update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
+            if right == "neither":
+                with pytest.raises(april.EngineError, match="held other weights when engine s0 loaded it"):
+                    await update
+                assert run.version == FIRST_VERSION
+            else:
+                trainer.named[await update] = "w1"
+                assert trainer.check(await run.next_batch()) == {"s0"}
+                assert "engine s1 is left out of the weight update" in caplog.text
+            assert (first.server.weights, second.server.weights) == ("w2" if right == "neither" else "w1", "later")
+            trainer.named[await run.weight_update(path=save(tmp_path / "2", "w9"))] = "w9"
             for _ in range(3):
                 used = trainer.check(await run.next_batch())
             assert used == {"s0", "s1"}

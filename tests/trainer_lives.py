@@ -393,6 +393,9 @@ class Life(UpdatingPlayer):
             self.functions_go_on(well=True)
         elif out and not self.updates and (len(out) > self.most_out or self.rng.random() < 0.3):
             self.ask_update(out[0], transfers=self.habits.transfers)
+        elif self.wants_weights and not self.updates:
+            self.wants_weights = False
+            self.ask_update(None)
         elif not self.wanted:
             self.ask()
         elif self.running:

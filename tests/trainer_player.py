@@ -134,6 +134,8 @@ class TrainerPlayer:
         """Version under which the first request of an evaluation was sent."""
         self.wanted = self.begun = self.held = self.ended = False
         self.untold = False
+        self.wants_weights = False
+        """It was told that only a weight update helps."""
         """The source has failed, and the trainer has not heard of it."""
         self.telling = False
         """The trainer is told of trouble at this moment."""
@@ -585,4 +587,5 @@ class TrainerPlayer:
         assert self.wanted, "nobody waits"
         assert self.untold or self.causes
         self.wanted = self.untold = False
+        self.wants_weights = command.weights
         self.seen["failed"] += 1

@@ -168,12 +168,14 @@ class Restore:
 class UpdateEnded:
     """A weight update is over, and the policy is ``version``.
 
-    ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none.
+    ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none. ``why``: what
+    is wrong if that call itself has raised nothing.
     """
 
     update: int
     version: PolicyVersion
     failed: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

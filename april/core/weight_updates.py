@@ -7,6 +7,7 @@ cancelled either has changed nothing or goes on to its end; no engine is left pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from april.core import commands as do
@@ -20,6 +21,8 @@ QUARANTINED_PATIENCE_S = 2.0
 """Longest wait of a weight update for an engine that is not well anyway to pause."""
 NAMED = 3
 """Engines that a sentence names."""
+OF_ONE_MACHINE = 32
+"""Last digits of what stands for a directory, which the same files have on no other machine."""
 TRANSFER = 0
 """Stands for the number of a call where the trainer's own transfer has failed."""
 
@@ -41,6 +44,11 @@ class Phase(StrEnum):
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 IDLE, STOPPING = Phase.IDLE, Phase.STOPPING
+
+
+def weights_of(content: str) -> str:
+    """Of what stands for a directory, the part that is the same on every machine; empty: it does not say."""
+    return content[:-OF_ONE_MACHINE]
 
 
 def some(names: Sequence[str]) -> str:
@@ -79,6 +87,10 @@ class WeightUpdates:
         self._answers: dict[str, ev.EngineCallEnded] = {}
         self._failed: int | None = None
         """The call whose error the update ends with."""
+        self._why = ""
+        """What is wrong where that call raised nothing."""
+        self._odd: frozenset[int] = frozenset()
+        """Calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
         """Some update has begun to write weights, whatever became of it."""
@@ -185,7 +197,7 @@ class WeightUpdates:
         if ready:
             self._requests.remove(ready[0])
             self._update, self.phase = ready[0], Phase.STOPPING
-            self._failed, self._adopted = None, False
+            self._failed, self._why, self._adopted = None, "", False
             self._calls.moves += 1
             context.stop(list(context.attempts.in_flight.values()), sweep=True)
         if self.phase is Phase.STOPPING and not context.attempts.in_flight:
@@ -295,7 +307,7 @@ class WeightUpdates:
                 f"the last transfer of weights was broken off ({why}), and nobody knows what the servers have of "
                 "it; call weight_update again before the next batch"
             )
-        self._failed = TRANSFER
+        self._failed, self._why = TRANSFER, ""
         self._resume()
 
     @property
@@ -311,6 +323,7 @@ class WeightUpdates:
 
     def _loaded(self) -> None:
         """All engines have the new weights, or it is known which do."""
+        self._disown()
         for name, event in self._failures().items():
             if event.result is ev.CallResult.UNREACHABLE:
                 self._calls.lost(name)
@@ -347,6 +360,27 @@ class WeightUpdates:
         else:
             self._resume()
 
+    def _disown(self) -> None:
+        """Engines that loaded other weights than those of the update, each of them whole: theirs are of no version.
+
+        Which are right, the trainer's process says, if it can read the directory; otherwise nobody does.
+        """
+        right, path = weights_of(self._update.content), self._update.path
+        found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
+        kinds, self._odd = set(filter(None, found.values())), frozenset()
+        if len(kinds) < 2:
+            return
+        for name, weights in found.items():
+            if weights == right or not weights and right in kinds:
+                continue
+            self._context.engines.states[name].lose(EngineWeights.HALF)
+            self._odd |= {self._answers[name].call}
+            self._answers[name] = replace(
+                self._answers[name], result=ev.CallResult.UNREACHABLE, content="",
+                error=f"{path} held other weights when engine {name} loaded it than when others did; write into a "
+                "directory again when the weight update is over, and let all machines have the same files there",
+            )  # fmt: skip
+
     def _take_over(self) -> None:
         self._adopted = True
         self._adopt(self._version, self._update.trained)
@@ -370,7 +404,8 @@ class WeightUpdates:
         self._end()
 
     def _end(self) -> None:
-        self._context.out.append(do.UpdateEnded(self._update.update, self._context.clock.current, self._failed))
+        update, current = self._update.update, self._context.clock.current
+        self._context.out.append(do.UpdateEnded(update, current, self._failed, self._why))
         self.phase, self._awaited = Phase.IDLE, set()
         self._calls.moves += 1
 
@@ -412,8 +447,10 @@ class WeightUpdates:
 
     def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
         """Whether there is an error that the update ends with: the first of these."""
-        self._failed = next((event.call for event in events), None)
-        return self._failed is not None
+        first = next(iter(events), None)
+        self._failed = None if first is None else first.call
+        self._why = first.error if first is not None and first.call in self._odd else ""
+        return first is not None
 
     def check(self) -> str | None:
         """What contradicts itself, or None."""

@@ -14,6 +14,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.versions import PolicyVersion
 from april.driver.user_code import describe
+from april.errors import EngineError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +100,8 @@ class PendingUpdates:
         """Whoever waits for it goes on."""
         update = self._updates.pop(command.update)
         if not update.ended.done() and command.failed is not None:
-            update.ended.set_exception(self._errors[command.failed])
+            raised = EngineError(command.why) if command.why else self._errors[command.failed]
+            update.ended.set_exception(raised)
         elif not update.ended.done():
             update.ended.set_result(command.version)
         if not self._updates:

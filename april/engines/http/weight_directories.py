@@ -10,6 +10,8 @@ ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Of each file, spread over all of it; what is no longer than that is read whole."""
 MOST_FILES = 1_000
+WEIGHTS = ".safetensors"
+"""How the names of files with weights end; a directory without any has them in all its files."""
 
 
 def why_unloadable(path: str) -> str | None:
@@ -28,25 +30,37 @@ def why_unloadable(path: str) -> str | None:
 def content_of(path: str) -> str:
     """Stands for what a directory holds: another text once any file in it was written, replaced, added or removed.
 
-    Made from names, sizes, times and samples of the bytes. Empty: it cannot be read here, or has no files.
+    Its first half stands for the weights alone and is the same on every machine: made from names below ``path``, sizes
+    and samples of the bytes. The second one is this machine's: whole names, times. Empty: it cannot be read here, or
+    has no files.
     """
-    found = hashlib.blake2b(digest_size=16)
+    weights, files = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     try:
-        files = sorted(_files(path))
-        if not 0 < len(files) <= MOST_FILES:
+        names = sorted(_files(path))
+        if not 0 < len(names) <= MOST_FILES:
             return ""
-        for name in files:
+        # beside them may be what each machine has of its own: logs, states of optimizers
+        weighty = {name for name in names if name.endswith(WEIGHTS)} or set(names)
+        for name in names:
             with open(name, "rb") as file:  # on a network, times are those of the server only after it was opened
                 stat = os.fstat(file.fileno())
                 told = name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-                found.update(repr(told).encode("utf-8", "surrogateescape"))
+                files.update(_text(told))
                 last = max(0, stat.st_size - SAMPLE_BYTES)
+                read = hashlib.blake2b()
                 for i in range(SAMPLES if last else 1):
                     file.seek(last * i // (SAMPLES - 1))
-                    found.update(file.read(SAMPLE_BYTES))
+                    read.update(file.read(SAMPLE_BYTES))
+                files.update(read.digest())
+                if name in weighty:
+                    weights.update(_text((os.path.relpath(name, path), stat.st_size)) + read.digest())
     except OSError:
         return ""
-    return found.hexdigest()
+    return weights.hexdigest() + files.hexdigest()
+
+
+def _text(told: object) -> bytes:
+    return repr(told).encode("utf-8", "surrogateescape")
 
 
 def _files(path: str) -> list[str]:
