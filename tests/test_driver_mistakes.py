@@ -159,9 +159,33 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "assertion": lambda data: raising(AssertionError("no answer")),
     "attribute": lambda data: data.anwser,  # type: ignore[attr-defined]
     "run time": lambda data: raising(RuntimeError("shapes differ")),
+    "group": lambda data: raising(ExceptionGroup("of a TaskGroup", [KeyError("anwser")])),
+    "its own cause": lambda data: raising(own_cause(RuntimeError("shapes differ"))),
+    "key while a file is away": lambda data: raising(instead_of(KeyError("anwser"), FileNotFoundError("cache"))),
 }
+
+
+def because_of(error: Exception, before: Exception) -> Exception:
+    """``raise error from before``."""
+    error.__cause__ = before
+    return error
+
+
+def instead_of(error: Exception, before: Exception) -> Exception:
+    """``except ...: raise error``."""
+    error.__context__ = before
+    return error
+
+
+def own_cause(error: Exception) -> Exception:
+    """``raise error from error``."""
+    return because_of(error, error)
+
+
 PASSING = [
     OSError("gone"), TimeoutError(), ConnectionRefusedError("away"), aiohttp.ClientPayloadError(), JudgeAway("503"),
+    EOFError(), MemoryError(), ExceptionGroup("of a TaskGroup", [ValueError("?"), ConnectionResetError("away")]),
+    because_of(RuntimeError("no judge"), TimeoutError()), instead_of(ValueError("no judge"), JudgeAway("503")),
 ]  # fmt: skip
 
 
@@ -211,7 +235,7 @@ def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
     async def program() -> None:
         rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
         place = r"\(line \d+ of test_driver_mistakes.py\)$"
-        with pytest.raises(RolloutError, match=rf"failed: \w+Error: .* {place}") as raised:
+        with pytest.raises(RolloutError, match=rf"failed: \w+(Error|Group): .* {place}") as raised:
             await rollouts.driver.next_batch()
         assert raised.value.__cause__ is not None
         assert raised.value.__cause__.__traceback__ is not None
@@ -248,6 +272,22 @@ def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
         for _ in range(4):
             await rollouts.step()
         assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
+        await rollouts.close()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
+    """Others are in work beside them: what becomes of those tells whether a function is wrong."""
+
+    async def program() -> None:
+        rollouts = Wrong("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
+        for _ in range(4):
+            await rollouts.step()
+        await asyncio.sleep(100)
+        await rollouts.step()
+        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 3}
         await rollouts.close()
 
     virtual(program)

@@ -37,7 +37,7 @@ class Mistakes:
     """Failures of a run's functions, wherever they run, by their kind: what was raised in which line."""
 
     def __init__(self, settings: CoreSettings) -> None:
-        self.groups = max(2, min(settings.rollout_batch_size, MOST_GROUPS))
+        self.groups = max(2, min(settings.over_sampling_batch_size, MOST_GROUPS))
         """Prompts for which a function must fail alike."""
         self._samples = min(self.groups * settings.n_samples_per_prompt, MOST_SAMPLES)
         self._worked: set[Function] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 from april.driver.user_code import code_of, describe
 from april.errors import UsageError
 
-_HOUSE = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))))
+_HOUSE = str(Path(__file__).parent.parent) + os.sep
+_PLACES = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+_LIBRARIES = tuple(place + os.sep for place in _PLACES)
+MOST_CAUSES = 16
+"""Of an error that are looked at; some are their own cause."""
 
 
 def is_users(file: str) -> bool:
@@ -49,8 +53,20 @@ def told_of(error: BaseException, place: str) -> str:
 def kind_of(error: BaseException, place: str) -> str:
     """Type and place of a failure that no other try mends; empty for what may pass, as an outage of a judge does.
 
-    Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away.
+    Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away,
+    and so may what is raised because of them.
     """
-    passes = isinstance(error, OSError) or type(error).__module__ != "builtins"
     mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
-    return f"{type(error).__name__}, {place}" if mistaken or not passes else ""
+    return f"{type(error).__name__}, {place}" if mistaken or not _passes(error) else ""
+
+
+def _passes(error: BaseException, deep: int = MOST_CAUSES) -> bool:
+    """It, or what it was raised for, may pass; of a group, any of its errors."""
+    if isinstance(error, (OSError, EOFError, MemoryError)) or type(error).__module__ != "builtins":
+        return True
+    if isinstance(error, BaseExceptionGroup):
+        return any(_passes(member, deep) for member in error.exceptions)
+    by_hand = not isinstance(error, (LookupError, ArithmeticError, AssertionError))
+    context = error.__context__ if by_hand and not error.__suppress_context__ else None
+    before = error.__cause__ or context
+    return before is not None and deep > 0 and _passes(before, deep - 1)
