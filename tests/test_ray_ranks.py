@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ray_stand_in import GO_ON, World, beside, until
 
 import april
 from april.errors import RankError
+from april.ray.call import pack_call, unpack_call
 from april.ray.rank import ActorScheduler
 
 EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)
@@ -320,3 +322,17 @@ def test_a_core_that_died_is_told_of_on_all_ranks() -> None:
         assert isinstance(outcome[0], RankError)
         assert "the core is gone" in str(outcome[0])
         world.core.loop.call_soon_threadsafe(world.core.dead.clear)
+
+
+@pytest.mark.parametrize(("method", "at"), [("weight_update", 0), ("load_state_dict", 1)])
+def test_a_directory_is_that_of_the_rank_that_calls(
+    method: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core's actor runs in another directory; an address is the same everywhere."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = [{}, {}, None]
+    for path, meant in ((Path("w1"), str(tmp_path / "w1")), ("w1", str(tmp_path / "w1")), ("s3://b/w1", "s3://b/w1")):
+        asked[at] = path
+        assert unpack_call(pack_call(method, asked, {}), nothing)[1][at] == meant
+    asked[at] = None
+    assert unpack_call(pack_call(method, asked, {}), nothing)[1][at] is None

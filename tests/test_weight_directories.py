@@ -181,23 +181,24 @@ def test_with_a_directory_for_each_version_it_is_back_at_once(tmp_path: Path, na
 def test_a_directory_that_nobody_here_can_read_is_not_trusted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor lost without a word; an engine that reads it where it is may say what it holds."""
+    """Nor lost without a word; an engine that reads it where it is, at an address, may say what it holds."""
+    address = "s3://bucket"
 
     class Elsewhere(HashEngine):
         """Its paths are of another machine."""
 
         async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
-            await super().update_weights(version, path and path.replace("/elsewhere", str(tmp_path)))
+            await super().update_weights(version, path and path.replace(address, str(tmp_path)))
 
     class Telling(Elsewhere):
         async def content_of(self, path: str) -> str:
-            return content_of(path.replace("/elsewhere", str(tmp_path)))
+            return content_of(path.replace(address, str(tmp_path)))
 
     async def program(engines: type[HashEngine]) -> str:
         trainer = Trainer(tmp_path, engines=engines)
         async with trainer.rollouts() as run:
             save(tmp_path / "1", "w1")
-            trainer.named[await run.weight_update(path="/elsewhere/1")] = "w1"
+            trainer.named[await run.weight_update(path=f"{address}/1")] = "w1"
             trainer.check(await run.next_batch())
             trainer.servers[0].restart(1.0)
             trainer.check(await run.next_batch())
@@ -207,7 +208,7 @@ def test_a_directory_that_nobody_here_can_read_is_not_trusted(
     assert not any("waits for" in r.getMessage() for r in caplog.records)
     assert run_virtual(program(Elsewhere)) == "start"
     assert caplog.records[-1].getMessage() == (
-        "engine s0 has not the present weights and waits for the next weight update: whether /elsewhere/1 still holds "
+        "engine s0 has not the present weights and waits for the next weight update: whether s3://bucket/1 still holds "
         "them cannot be read where april calls engines"
     )
 

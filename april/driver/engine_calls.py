@@ -232,4 +232,10 @@ def directory_for(
             "transfer=, a function that hands the weights over (one that does nothing says that the servers have them "
             "already)"
         )
-    return os.path.abspath(path) if servers and path is not None else path
+    return absolute(path) if servers and path is not None else path
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """What other processes find too; an address (``s3://...``), which some engines take, is that already."""
+    path = os.fspath(path)
+    return path if "://" in path else os.path.abspath(path)

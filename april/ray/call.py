@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from april.core.types import Prompt
+from april.driver.engine_calls import absolute
 from april.driver.prompt_source import as_prompt
 from april.errors import ConfigError, RankError
 from april.ranks import messages as say
@@ -21,6 +22,8 @@ METHODS = frozenset(
 )
 """What ranks may have the scheduler do."""
 _WITH_PROMPTS = {"evaluate", "extend"}
+_PATHS = {"weight_update": 0, "load_state_dict": 1}
+"""Which argument is a directory."""
 _FAILED = ""
 """In place of a method."""
 _TRANSFER, _PROMPT = 1, 2
@@ -45,6 +48,8 @@ def pack_call(method: str, arguments: Iterable[Any], named: Mapping[str, Any]) -
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"{method}: prompts must be an iterable of prompts, got {type(prompts).__name__}")
         arguments[0] = [_as_ext(as_prompt(prompt, _NO_BOUND, i)) for i, prompt in enumerate(prompts)]
+    if (at := _PATHS.get(method)) is not None and isinstance(arguments[at], (str, os.PathLike)):
+        arguments[at] = absolute(arguments[at])  # the actor runs in another directory
     try:
         return msgspec.msgpack.encode((method, arguments, dict(named)), enc_hook=_plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
