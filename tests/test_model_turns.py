@@ -173,6 +173,12 @@ async def test_nothing_is_generated_while_the_model_is_held() -> None:
         assert "test_nothing_is_generated_while_the_model_is_held" in turns_of(model).holder
     assert len((await request).tokens) == 9
     await quiet
+    async with april.hold_model(model):  # and with nothing to generate
+        quiet = asyncio.create_task(engine.quiet())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not quiet.done()
+    await quiet
 
     in_it, go_on, order = threading.Event(), threading.Event(), []
 

@@ -26,7 +26,7 @@ GLANCE = 12
 PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
 """How long a model that others have switched is waited for, and how often it is looked at meanwhile."""
 WRITTEN = "its weights were written"
-_GONE, _NONE = object(), object()
+_GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
 T = TypeVar("T")
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
@@ -45,7 +45,7 @@ class ModelState:
         self._torn = ""
         self._decoder = 0
         """The thread that decodes."""
-        self._hook = self._look  # one object, so that it is the same hook in every tick
+        self._hook = self._look  # one object: methods are made anew each time
         self.note_weights()
 
     def note(self) -> None:
@@ -67,7 +67,7 @@ class ModelState:
 
     def ignore_changes(self) -> None:
         """What has changed since it was noted is changed by the model itself."""
-        changed = {(id(own), name) for own, name, value in self._switches if _now(own, name) != value}
+        changed = {(id(own), name) for own, name, value in self._switches if _differs(own, name, value)}
         for module in self._model.modules():
             self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
 
@@ -77,7 +77,7 @@ class ModelState:
 
     def switched(self) -> str:
         """What is switched otherwise than it was noted; empty: nothing."""
-        changed = [(own, name, value) for own, name, value in self._switches if _now(own, name) != value]
+        changed = [(own, name, value) for own, name, value in self._switches if _differs(own, name, value)]
         if not changed:
             return ""
         own, name, value = changed[0]
@@ -91,11 +91,12 @@ class ModelState:
     def watched(self) -> Iterator[None]:
         """For one tick in this thread: afterwards :meth:`torn` says what has changed in it."""
         self._torn, self._decoder = "", threading.get_ident()
-        hook = self._called_each_time().register_forward_pre_hook(self._hook)
+        hooks = self._called_each_time()._forward_pre_hooks
+        hooks[_OURS] = self._hook  # under one name, so that the table is the same in every tick
         try:
             yield
         finally:
-            hook.remove()
+            del hooks[_OURS]
 
     def torn(self) -> str:
         """What has changed during the last tick, or since it was noted; empty: nothing."""
@@ -143,7 +144,7 @@ class ModelState:
         """Whether one of those looked at before this step has changed."""
         self._steps += 1
         switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
-        return any(_now(own, name) != value for own, name, value in switches) or any(
+        return any(_differs(own, name, value) for own, name, value in switches) or any(
             tensor.data_ptr() != place for tensor, place in places
         )
 
@@ -154,15 +155,17 @@ def _part(of: list[T], number: int) -> list[T]:
     return of[number % parts * size :][:size]
 
 
-def _now(own: dict[str, Any], name: str) -> Any:
-    found = own.get(name, _GONE)
-    return [*map(id, found.values())] if name in _TABLES and found is not _GONE else found
+def _differs(own: dict[str, Any], name: str, value: Any) -> bool:
+    try:
+        return bool(own.get(name, _GONE) != value)
+    except RuntimeError:  # other tensors, which are compared value by value
+        return True
 
 
 def _switch(name: str, value: Any) -> Any:
     """A copy of what decides something, ``_NONE`` for all else: numbers that count, tensors."""
     if name in _TABLES:
-        return [*map(id, value.values())]
+        return value.copy()
     if name == "forward" or value is None or isinstance(value, bool | str | float):
         return value
     parts = [*value, *value.values()] if isinstance(value, dict) else value

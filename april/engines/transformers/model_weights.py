@@ -215,12 +215,14 @@ def _stored(model: Any) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
 def _few_values(tensors: list[Tensor]) -> list[bytes]:
     """Up to ``SAMPLED`` values of each: writes through ``.data`` move neither a counter nor an address."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.layout == torch.strided and tensor.is_contiguous():
-            values = tensor.detach().view(-1)[:: -(-tensor.numel() // SAMPLED)]
+            step = -(-tensor.numel() // SAMPLED)
+            values = tensor.as_strided((-(-tensor.numel() // step),), (step,))
             by_kind.setdefault((values.dtype, values.device), []).append(values)
     return [torch.cat(values).cpu().view(torch.uint8).numpy().tobytes() for values in by_kind.values()]
 
