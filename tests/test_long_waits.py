@@ -318,10 +318,24 @@ def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.L
         waits.look()
         await asyncio.sleep(61)
         assert said(caplog) == [
-            "next_batch has waited 60 s for responses: 1 requests run, and no token of theirs has come"
+            "next_batch has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
         ]
 
     virtual(program)
+
+
+def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """The call that waits is named as it is called, with the requests that it waits for."""
+
+    async def program() -> None:
+        run = Rollouts(table({}, 200), n=1)
+        prompts = [Prompt(prompt_ids(i)) for i in range(3)]
+        await Evaluator(run.driver).evaluate(prompts, 1, SamplingParams(200), 0)
+        await run.close()
+
+    virtual(program)
+    (sentence, *_) = said(caplog)
+    assert sentence == "evaluate has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
 
 
 def test_an_exporter_that_takes_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -145,7 +145,10 @@ class LongWaits:
             remedy = core.engines.remedy(core.clock.current).rstrip(",")
             why = f"an engine: {remedy}; after outage_deadline_s the step fails"
         elif what is Waits.RESPONSES:
-            why = f"responses: {len(core.attempts)} requests run, and no token of theirs has come"
+            of_evaluations = core.context.attempts.of_evaluations
+            call = CALLS[EVALUATION] if of_evaluations else call
+            requests = len(of_evaluations or core.attempts)
+            why = f"responses: {requests} request{'s' * (requests != 1)} in flight, and no token of theirs has come"
         elif what is Waits.PROMPTS:
             why = "prompts: their source has not returned any, which were asked for"
         return f"{call} has waited {waited:.0f} s for {why}"
