@@ -34,7 +34,8 @@ def test_tokens_are_of_the_weights_that_their_version_names(mode: GenerationMode
             raise
         seen += life.seen
     for what in (
-        "batches", "crashed while loading", "directory written over while loading", "host killed", "host left", "lied",
+        "batches", "crashed while loading", "directory written over between two loads",
+        "directory written over while loading", "host killed", "host left", "host outlived the trainer", "lied",
         "link cut", "link cut while loading", "load hangs", "load late", "load refused", "load torn", "restored",
         "server started anew", "started anew between save and update", "transfer broke off",
     ):  # fmt: skip

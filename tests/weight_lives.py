@@ -46,9 +46,20 @@ class Liar:
         self.link, self.peer = link, link.peer
         self.lie: Callable[[wire.Message], wire.Message | None] | None = None
         self.lies = 0
+        self.late_s = self._last_s = 0.0
+        """How long what the host is told is on its way."""
 
     def open(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        self.link.open(on_frame, on_lost)
+        loop = asyncio.get_running_loop()
+
+        def arrives(frame: bytes) -> None:
+            if self.late_s or self._last_s > loop.time():
+                self._last_s = max(self._last_s, loop.time() + self.late_s)
+                loop.call_at(self._last_s, on_frame, frame)
+            else:
+                on_frame(frame)
+
+        self.link.open(arrives, on_lost)
 
     def close(self) -> None:
         self.link.close()
@@ -96,7 +107,21 @@ def no_such_token(message: wire.Message) -> wire.Message | None:
     return message
 
 
-LIES = (no_tokens, early_length, early_stop, later_version, no_such_token)
+def other_content(message: wire.Message) -> wire.Message | None:
+    """What it has loaded was in no directory of anybody else."""
+    if isinstance(message, wire.CallEnded) and message.content:
+        message.content = "0" * len(message.content)
+    return message
+
+
+def unknown_content(message: wire.Message) -> wire.Message | None:
+    """It cannot say what it has loaded."""
+    if isinstance(message, wire.CallEnded):
+        message.content = ""
+    return message
+
+
+LIES = (no_tokens, early_length, early_stop, later_version, no_such_token, other_content, unknown_content)
 
 
 @dataclass(eq=False)
@@ -141,6 +166,8 @@ class WeightLife:
         self.turns = self.luck.choice([1, 1, 2])
         self.weights = START
         """Those of the trainer."""
+        self.door: HostDoor | None = None
+        """None: no process of the trainer is there."""
         self.written_over: list[str] = []
         """What was written into the directory while it was loaded."""
 
@@ -156,8 +183,10 @@ class WeightLife:
     async def process(self) -> None:
         """One process of the trainer, to the end or to its next restart."""
         if self.checkpoint is None:  # it begins, or begins anew
+            lent = [server for machine in self.machines if machine.host is not None for server in machine.servers]
             for server in self.servers():
-                server.restart(0.0)
+                if server not in lent:
+                    server.restart(0.0)
         self.door = HostDoor(deadline_s=20.0, first_s=60.0)
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=self.luck.choice([2, 4]),
@@ -171,7 +200,8 @@ class WeightLife:
             functions["rollout"] = two_turns
         async with rollouts(config, engines=own, prompts=prompts, hosts=self.door, **functions) as run:
             for machine in self.machines:
-                await self.start(machine)
+                if machine.host is None:
+                    await self.start(machine)
             if self.checkpoint is not None:
                 await self.restore(run, *self.checkpoint)
             self.restless = True
@@ -185,8 +215,19 @@ class WeightLife:
             if not unrest.cancelled():
                 unrest.result()
             run.validate()
+            self.door = None
             for machine in self.machines:
-                await self.stop(machine)
+                if not self.outlives(machine):
+                    await self.stop(machine)
+
+    def outlives(self, machine: Machine) -> bool:
+        """A host that heard no goodbye lives on, and joins the trainer's next process with the weights that it has."""
+        host, link = machine.host, machine.link
+        if host is None or link is None or self.luck.random() < 0.5 or host._ended is None or host._ended.done():
+            return False
+        link.link.cut("the trainer was killed")
+        self.seen["host outlived the trainer"] += self.steps > 0
+        return self.steps > 0
 
     async def train(self, run: Rollouts, steps: int) -> None:
         """Batches and updates, sometimes with the next batch asked for ahead."""
@@ -306,6 +347,9 @@ class WeightLife:
             finally:
                 for client in self.clients:
                     client.on_load = None
+                for machine in self.machines:
+                    if machine.link is not None:
+                        machine.link.late_s = 0.0
         raise AssertionError("weight_update never worked, with all servers alive")
 
     async def hand_over(self, weights: str, breaks: bool) -> None:
@@ -337,7 +381,7 @@ class WeightLife:
     def trouble(self) -> None:
         """What the next load meets at some of the servers."""
         hooks = [self.refuses, self.tears, self.hangs, self.is_late, self.breaks_the_link, self.crashes]
-        hooks.append(self.overwritten)
+        hooks += [self.overwritten, self.swapped]
         for client in self.clients:
             if self.luck.random() < 0.25:
                 client.on_load = self.luck.choice(hooks)
@@ -387,6 +431,20 @@ class WeightLife:
         self.made += 1
         self.written_over.append(f"w{self.made}")
         save(Path(path), f"w{self.made}")
+
+    async def swapped(self, client: HashEngine, path: str) -> None:
+        """The next weights are written when this server has loaded, and before a host has heard that it is to load."""
+        if (link := self.luck.choice(self.machines).link) is None:
+            return
+        self.seen["directory written over between two loads"] += 1
+
+        def write() -> None:
+            self.made += 1
+            self.written_over.append(f"w{self.made}")
+            save(Path(path), f"w{self.made}")
+
+        link.late_s = 2.0
+        asyncio.get_running_loop().call_later(1.0, write)
 
     async def unrest(self) -> None:
         """Things that happen by themselves."""
@@ -454,6 +512,8 @@ class WeightLife:
         """A process for these servers joins; it tries again where it is refused."""
 
         async def join() -> Link:
+            if self.door is None:
+                raise april.LinkError("nobody listens")
             here, there = memory_links()
             machine.link = Liar(there)
             self.door.accept(here)
