@@ -36,7 +36,7 @@ def test_tokens_are_of_the_weights_that_their_version_names(mode: GenerationMode
     for what in (
         "batches", "crashed while loading", "directory written over between two loads",
         "directory written over while loading", "host killed", "host left", "host outlived the trainer", "lied",
-        "link cut", "link cut while loading", "load hangs", "load late", "load refused", "load torn", "restored",
-        "server started anew", "started anew between save and update", "transfer broke off",
+        "lied of a load", "link cut", "link cut while loading", "load hangs", "load late", "load refused", "load torn",
+        "restored", "server started anew", "started anew between save and update", "transfer broke off",
     ):  # fmt: skip
         assert seen[what], f"no life had: {what}"

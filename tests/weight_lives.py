@@ -121,7 +121,8 @@ def unknown_content(message: wire.Message) -> wire.Message | None:
     return message
 
 
-LIES = (no_tokens, early_length, early_stop, later_version, no_such_token, other_content, unknown_content)
+LIES = (no_tokens, early_length, early_stop, later_version, no_such_token)
+LIES_OF_LOADS = (other_content, unknown_content)
 
 
 @dataclass(eq=False)
@@ -349,7 +350,7 @@ class WeightLife:
                     client.on_load = None
                 for machine in self.machines:
                     if machine.link is not None:
-                        machine.link.late_s = 0.0
+                        machine.link.late_s, machine.link.lie = 0.0, None
         raise AssertionError("weight_update never worked, with all servers alive")
 
     async def hand_over(self, weights: str, breaks: bool) -> None:
@@ -381,7 +382,7 @@ class WeightLife:
     def trouble(self) -> None:
         """What the next load meets at some of the servers."""
         hooks = [self.refuses, self.tears, self.hangs, self.is_late, self.breaks_the_link, self.crashes]
-        hooks += [self.overwritten, self.swapped]
+        hooks += [self.overwritten, self.swapped, self.lies_of_it]
         for client in self.clients:
             if self.luck.random() < 0.25:
                 client.on_load = self.luck.choice(hooks)
@@ -431,6 +432,13 @@ class WeightLife:
         self.made += 1
         self.written_over.append(f"w{self.made}")
         save(Path(path), f"w{self.made}")
+
+    async def lies_of_it(self, client: HashEngine, path: str) -> None:
+        """Its host does not say what it has loaded, or says something else."""
+        for machine in self.machines:
+            if client in machine.engines and machine.link is not None:
+                machine.link.lie = self.luck.choice(LIES_OF_LOADS)
+                self.seen["lied of a load"] += 1
 
     async def swapped(self, client: HashEngine, path: str) -> None:
         """The next weights are written when this server has loaded, and before a host has heard that it is to load."""
