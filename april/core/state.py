@@ -219,8 +219,8 @@ class RolloutCore:
             self._advance_others()
         if self.step is None:
             return  # a failure between steps is told in the next one
-        if self.wanted and self.updates.broken is not None:
-            self._fail(self.updates.broken, weights=True)
+        if self.wanted and self.updates.half_updated is not None and (broken := self.updates.broken) is not None:
+            self._fail(broken, weights=True)
             return
         if self.context.failure is not None:
             if self.wanted:

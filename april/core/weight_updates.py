@@ -371,7 +371,7 @@ class WeightUpdates:
         if len(kinds) < 2:
             return
         for name, weights in found.items():
-            if weights == right or not weights and right in kinds:
+            if weights == right or (not weights and right in kinds):
                 continue
             self._context.engines.states[name].lose(EngineWeights.HALF)
             self._odd |= {self._answers[name].call}

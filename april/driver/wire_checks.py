@@ -61,11 +61,13 @@ class AnswerChecks:
 
     def _check_goes_on(self, tokens: Int32) -> None:
         """Nothing comes after a token that ends responses; before ``min_tokens`` none does."""
-        before = self._request.sampling.min_tokens - self.count
-        ended = self._last if before < 0 and self._last in self._ends else None
-        if ended is None and len(tokens) > 1:
-            inner = tokens[max(before, 0) : -1]
-            ended = next((i for i in self._ends if (inner == i).any()), None)
+        ends, before = self._ends, self._request.sampling.min_tokens - self.count
+        ended = self._last if before < 0 and self._last in ends else None
+        if len(tokens) > 1:
+            inner = tokens[before if before > 0 else 0 : -1]
+            for token in ends:  # often one: less work than a generator
+                if (inner == token).any():
+                    ended = token
         if ended is not None:
             raise WireError(
                 f"tokens came after token {ended}, which ends responses; if it does not, leave it out of "
