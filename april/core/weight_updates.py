@@ -93,7 +93,7 @@ class WeightUpdates:
         """Calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
-        """Some update has begun to write weights, whatever became of it."""
+        """Some update has begun to write weights, whatever became of it; or one of an earlier run had."""
         self._first = context.clock.current
 
     @property
@@ -214,10 +214,11 @@ class WeightUpdates:
         its server may have been written to, under this name or another one, and what it loaded may never have been
         adopted.
         """
+        self._written |= self._context.engines.states[name].limits.written  # nor are those of who comes later known
         if self.phase not in (Phase.IDLE, Phase.STOPPING):
             self._left_out.add(name)
         state = self._context.engines.states[name]
-        if self._written or state.limits.written:
+        if self._written:
             state.weights = EngineWeights.HALF
         elif self.none_yet:
             state.confirm(self._context.clock.current)
