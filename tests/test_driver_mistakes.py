@@ -12,8 +12,10 @@ import pytest
 from virtual_rollouts import Rollouts, table, virtual
 
 from april.core.types import Prompt, SampleId
+from april.driver.failure_kind import kind_of, place_of
 from april.driver.llm import LLM
 from april.driver.rewards import Response
+from april.driver.user_code import outcome_of
 from april.errors import RolloutError
 
 
@@ -160,6 +162,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attribute": lambda data: data.anwser,  # type: ignore[attr-defined]
     "run time": lambda data: raising(RuntimeError("shapes differ")),
     "group": lambda data: raising(ExceptionGroup("of a TaskGroup", [KeyError("anwser")])),
+    "an end": lambda data: raising(StopAsyncIteration()),
     "its own cause": lambda data: raising(own_cause(RuntimeError("shapes differ"))),
     "key while a file is away": lambda data: raising(instead_of(KeyError("anwser"), FileNotFoundError("cache"))),
 }
@@ -235,7 +238,7 @@ def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
     async def program() -> None:
         rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
         place = r"\(line \d+ of test_driver_mistakes.py\)$"
-        with pytest.raises(RolloutError, match=rf"failed: \w+(Error|Group): .* {place}") as raised:
+        with pytest.raises(RolloutError, match=rf"failed: (\w+(Error|Group):|it raised) .* {place}") as raised:
             await rollouts.driver.next_batch()
         assert raised.value.__cause__ is not None
         assert raised.value.__cause__.__traceback__ is not None
@@ -244,6 +247,19 @@ def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
         await rollouts.close()
 
     virtual(program)
+
+
+def test_what_a_plain_function_has_not_found() -> None:
+    """``next`` without a default ends the function by what means another thing to who waits: its own line is named."""
+
+    def reward() -> float:
+        return next(rate for rate in (0.5, 1.0) if rate > 1.0)
+
+    error = outcome_of(reward).error
+    assert isinstance(error, RolloutError)
+    place = place_of(error, reward)
+    line = reward.__code__.co_firstlineno + 1
+    assert kind_of(error, place) == f"StopIteration, line {line} of test_driver_mistakes.py"
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda e: type(e).__name__)

@@ -56,6 +56,8 @@ def kind_of(error: BaseException, place: str) -> str:
     Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away,
     and so may what is raised because of them.
     """
+    if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # as which they cannot be passed on
+        error = error.__cause__
     mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
     return f"{type(error).__name__}, {place}" if mistaken or not _passes(error) else ""
 

@@ -150,7 +150,7 @@ def harmless(error: BaseException) -> BaseException:
         return error
     wrapped = RolloutError(f"it raised {describe(error)}")
     wrapped.__cause__ = error
-    return wrapped
+    return wrapped.with_traceback(error.__traceback__)
 
 
 def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
