@@ -309,6 +309,33 @@ def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     virtual(program)
 
 
+@pytest.mark.parametrize("which", ["reward", "rollout"])
+def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
+    """Four of 32, at once, while a slow judge or the engine is at work on the others: they cost themselves."""
+
+    async def at_once(group: int) -> None:
+        if group % 8 == 0:
+            raise KeyError("answer")
+
+    async def reward(prompt: Prompt, response: Response) -> float:
+        if which == "reward":
+            await at_once(response.sample_id.group)
+            await asyncio.sleep(60)
+        return 1.0
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        if which == "rollout":
+            await at_once(llm.sample_id.group)
+        await llm.generate()
+
+    async def program() -> None:
+        rollouts = Rollouts(table({}), n=28, over=32, samples=2, rollout=rollout, reward=reward)
+        await rollouts.step()
+        await rollouts.close()
+
+    virtual(program)
+
+
 def test_failures_of_several_kinds_are_no_mistake() -> None:
     """Every sample raises in a line of its own: no line is blamed for what it has not done."""
 

@@ -47,11 +47,14 @@ class Mistakes:
         """A call for training has come to its end."""
         self._worked.add(function)
 
-    def made(self, function: Function, kind: str, samples: Iterable[Sample]) -> Mistake:
-        """A call for these samples has failed. ``kind``: empty if that may pass."""
+    def made(self, function: Function, kind: str, samples: Iterable[Sample], others: Iterable[Sample] = ()) -> Mistake:
+        """A call for these samples has failed. ``kind``: empty if that may pass.
+
+        ``others``: for which it may be about to work; more of them than have failed are waited for.
+        """
         if not kind or function in self._worked:
             return Mistake(likely=False, sure=False)
         failed = self._failed[function, kind]
         failed.update(sample.id for sample in samples)
         enough = len(failed) >= self._samples and len({group for group, _ in failed}) >= self.groups
-        return Mistake(likely=True, sure=enough)
+        return Mistake(likely=True, sure=enough and sum(s.id not in failed for s in others) <= len(failed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from april.core import commands as do
 from april.core import events as ev
 from april.core.completion import Completion
@@ -57,7 +59,9 @@ class Scoring:
         rollout = sample.state is SampleState.RUNNING
         whole = self._context.settings.group_reward and not rollout
         function, kind = Function.ROLLOUT if rollout else Function.REWARD, event.kind * (sample.evaluation is None)
-        mistake = self._context.mistakes.made(function, kind, sample.group.members if whole else [sample])
+        mistake = self._context.mistakes.made(
+            function, kind, sample.group.members if whole else [sample], self._got_as_far(sample, whole=whole)
+        )
         waits = self._waits(mistake)
         if sample.state is not SampleState.FINISHED:
             self._failures.fail(sample, event.error, waits=waits)
@@ -66,6 +70,18 @@ class Scoring:
         else:
             self._context.counters["late_events"] += 1
         return mistake.sure
+
+    def _got_as_far(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
+        """Others whose function is at work where that of ``sample`` has failed, or further."""
+        scored = (SampleState.SCORING, SampleState.FINISHED)
+        if sample.state is SampleState.RUNNING and sample.tape.generated:
+            return  # the others still generate
+        for group in self._context.buffer.groups.values():
+            if whole and not all(s.state in scored for s in group.members):
+                continue  # it is not asked for yet
+            for s in group.members:
+                if s.state is sample.state and (s.state is SampleState.SCORING or s.open_call is not None):
+                    yield s
 
     def _waits(self, mistake: Mistake) -> bool:
         """Before the next try; not where too few prompts are in work to be sure of a mistake."""
