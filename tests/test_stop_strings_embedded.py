@@ -94,11 +94,12 @@ def test_greedy_with_a_stop_string_is_greedy_up_to_it_at_every_cut() -> None:
     assert honoured == expected - 1
 
 
-def test_the_engine_streams_and_ends_soon_after_the_string() -> None:
-    """Without a configured interval tokens come in chunks of two, and the request ends after the string."""
+@pytest.mark.parametrize(("tokens", "characters"), [(20, 5), (2, 1)])
+def test_the_engine_streams_and_ends_soon_after_the_string(tokens: int, characters: int) -> None:
+    """Without a configured interval tokens come in chunks of two, the first ones too, and the request ends after it."""
     network = model()
     uncut = generated(CutsAt(network), []).tokens.tolist()
-    stop = tokenizer(KIND).decode(uncut[:20], skip_special_tokens=False)[-5:]
+    stop = tokenizer(KIND).decode(uncut[:tokens], skip_special_tokens=False)[-characters:]
     config = {"temperature": 0.0, "stop": [stop]}
     engine = CutsAt(network)
     with april.RolloutScheduler(

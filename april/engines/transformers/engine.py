@@ -423,7 +423,7 @@ class TransformersEngine:
                 self._trainers = False
                 self._state.note()
             try:
-                outputs = decoder.tick(decoder.steps_until_partials(self._steps_per_tick))
+                outputs = decoder.tick(self._steps_per_tick)
             except Exception as error:
                 failure = error
             torn = self._state.torn()

@@ -182,13 +182,13 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def tick(self, max_steps: int) -> list[SlotOutput]:
-        """Admit what may be admitted, then decode until a request ends or ``max_steps`` steps are done."""
+        """Admit what may be admitted, then decode until a request ends or may stream, or ``max_steps`` are done."""
         self._ended = []
         self._sound = {r.attempt_id: int(self._rows[_TOKENS, r.slot]) - r.taken for r in self._active}
         if self._admission_open():
             self._admit()
-        steps = 0
-        while self._active and not self._ended and steps < max_steps:
+        steps, most = 0, self._steps_until_partials(max_steps)
+        while self._active and not self._ended and steps < most:
             self._decode()
             steps += 1
         return self._ended
@@ -200,7 +200,7 @@ class SlotDecoder:
         streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
         return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
 
-    def steps_until_partials(self, at_most: int) -> int:
+    def _steps_until_partials(self, at_most: int) -> int:
         """Decode steps after which a request that streams has something to hand out, ``at_most`` if none has."""
         return min([at_most, *(r.stream_interval for r in self._active if r.stream_interval is not None)])
 
