@@ -24,6 +24,8 @@ EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
 """How long the end of the process waits for functions, when it says so, and how long for those it has interrupted."""
 _running: dict[int, Callable[..., Any]] = {}
 """What runs in threads of april, by thread."""
+_over = threading.Event()
+"""What still ran was interrupted: the process ends now."""
 
 
 @contextmanager
@@ -37,11 +39,19 @@ def waited_for(function: Callable[..., Any]) -> Iterator[None]:
         _running.pop(me, None)
 
 
+def stay_if_over() -> None:
+    """Does not return once what ran was interrupted: nobody hears its answer, and what begins now would be torn out."""
+    if _over.is_set():
+        _running.pop(threading.get_ident(), None)
+        threading.Event().wait()
+
+
 def _wait() -> None:
     if not _ended_within(TELL_S):
         log.warning("the process ends when %s is done, after %g s at the latest", _names(), EXIT_PATIENCE_S)
     if not _ended_within(EXIT_PATIENCE_S - TELL_S):
         log.error("%s did not end; it is interrupted, and the process ends", _names())
+        _over.set()  # before the look: what begins later sees it
         for thread in list(_running):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
         _ended_within(INTERRUPT_S)

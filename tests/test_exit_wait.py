@@ -56,3 +56,34 @@ def test_what_has_ended_is_not_waited_for() -> None:
         pool.submit(partial(lambda function: function(), fails)).result()
     pool.shutdown()
     assert not exit_wait._running
+
+
+QUEUE = """
+import asyncio, sys, threading, time
+from contextvars import copy_context
+from april import exit_wait
+from april.driver.worker_threads import WorkerThreads
+exit_wait.EXIT_PATIENCE_S, exit_wait.TELL_S = 0.0, 0.0
+begun, threads = threading.Event(), WorkerThreads()
+def judge(name):
+    print(name, flush=True)
+    begun.set()
+    while True:
+        sum(range(100))
+def loop():
+    async def main():
+        def heard(outcome):
+            print("answered", outcome, flush=True)
+            threads.run(copy_context(), judge, ("second",), heard)
+        threads.run(copy_context(), judge, ("first",), heard)
+        await asyncio.sleep(600)
+    asyncio.run(main())
+threading.Thread(target=loop, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_nothing_begins_once_what_ran_was_interrupted() -> None:
+    """The interrupted function is answered to nobody, so no other one takes its place and is torn out."""
+    done = subprocess.run([sys.executable, "-c", QUEUE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "first\n"), done.stderr

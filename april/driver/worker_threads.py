@@ -16,7 +16,7 @@ from typing import Any
 
 from april.driver.user_code import Outcome, outcome_of
 from april.errors import RolloutError
-from april.exit_wait import waited_for
+from april.exit_wait import stay_if_over, waited_for
 
 _Job = tuple[Callable[[], Any], Callable[[Outcome], None]]
 """What to call, and what to do with its outcome."""
@@ -43,9 +43,14 @@ class WorkerThreads:
         loop = asyncio.get_running_loop()
         with self._lock:
             box = self._idle.pop() if self._idle else None
+
         def called() -> Any:
-            with waited_for(partial(function, *args)):
-                return context.run(function, *args)
+            try:
+                with waited_for(partial(function, *args)):
+                    stay_if_over()
+                    return context.run(function, *args)
+            finally:
+                stay_if_over()
 
         (box or self._new_thread()).put((called, lambda o: tell(loop, heard, o)))
 
