@@ -462,7 +462,7 @@ def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixtur
         await rollouts.close()
 
     virtual(program)
-    assert "ignores its cancellation" in caplog.text
+    assert "did not end within 10 s and is left behind" in caplog.text
 
 
 def test_functions_do_not_see_each_others_context() -> None:

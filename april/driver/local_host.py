@@ -124,15 +124,16 @@ class LocalHost:
     async def end(self) -> None:
         """End all that runs. Functions and requests that do not end in time are left behind; the engines stay."""
         tasks = list(self._tasks)
-        ends: list[asyncio.Future[None]] = [*tasks, *self._user_calls.close()]
+        plain = self._user_calls.close()
+        ends: list[asyncio.Future[None]] = [*tasks, *plain]
         for task in tasks:
             task.cancel()
         if ends:
             _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
             if stubborn:
-                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else "a plain function" for e in stubborn)
-                more = f", and {len(names) - 1} more" if names[1:] else ""
-                log.error("%s ignores its cancellation and is left behind%s", names[0], more)
+                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else plain[e] for e in stubborn)
+                more = f", and so are {len(names) - 1} more" if names[1:] else ""
+                log.error("%s did not end within %g s and is left behind%s", names[0], CLOSE_PATIENCE_S, more)
         self.worker_threads.close()
         self.samples.clear()
         self.streams.clear()

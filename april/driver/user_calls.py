@@ -47,6 +47,11 @@ class Call:
         """What runs it on the loop, where something does."""
 
     @property
+    def name(self) -> str:
+        """Of the function."""
+        return name_of(self._function)
+
+    @property
     def over(self) -> bool:
         """Answered or cancelled."""
         return self._answered is None
@@ -152,8 +157,8 @@ class UserCalls:
             self._places += 1
             self._start_threads()
 
-    def close(self) -> list[asyncio.Future[None]]:
-        """Begin and answer nothing any more; returns futures for the ends of the plain functions that run in time."""
+    def close(self) -> dict[asyncio.Future[None], str]:
+        """Begin and answer nothing any more; returns futures for ends of plain functions, and their names."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()
@@ -162,7 +167,7 @@ class UserCalls:
         for call, future in futures.items():
             call.cancel()
             self._in_threads[call] = future
-        return list(futures.values())
+        return {future: call.name for call, future in futures.items()}
 
     # ---------------------------------------------------------------- on the loop
 
