@@ -43,7 +43,11 @@ EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
     "chat-templates.md": [(EXAMPLES, "test_chat_templates_as_on_the_page")] * 4,
     "corrections.md": [("test_off_policy_report.py", "test_corrections_as_on_the_page")] * 2,
     "doctor.md": [("test_doctor_kinds.py", "test_the_example_in_the_documents")],
-    "embedded.md": [(PYTHON, "test_the_embedded_engine"), (PYTHON, "test_an_autocast_around_the_scheduler")],
+    "embedded.md": [
+        (PYTHON, "test_the_embedded_engine"),
+        (PYTHON, "test_a_reward_that_asks_the_reference"),
+        (PYTHON, "test_an_autocast_around_the_scheduler"),
+    ],
     "engines.md": [
         (CONFORMANCE, "test_the_example_is_a_test"),
         (CONFORMANCE, "test_vllm_in_process_as_on_the_page"),

@@ -10,6 +10,7 @@ import inspect
 import os
 import queue
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,15 @@ def test_the_embedded_engine() -> None:
     batches: list[april.Batch] = []
     run(block("embedded.md", "optimizer.step()"), reader(train=lambda model, batch: batches.append(batch), steps=2))
     assert [batch.version.n for batch in batches] == [0, 1]
+
+
+def test_a_reward_that_asks_the_reference() -> None:
+    """As long as the adapter changes nothing, the term is 0."""
+    space = reader(score=lambda prompt, response: 1.0)
+    space["model"].disable_adapter = nullcontext
+    run(block("embedded.md", "april.hold_model"), space)
+    with run(block("api.md", "rollouts = april.RolloutScheduler"), space)["rollouts"] as rollouts:
+        assert rollouts.next_batch().rewards == pytest.approx(1.0, abs=1e-4)
 
 
 def test_an_autocast_around_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
