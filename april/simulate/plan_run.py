@@ -44,7 +44,8 @@ def plan_file(
     out.mkdir(parents=True, exist_ok=True)
     cost, lengths = workload.cost, workload.length_sample
     console.print(
-        f"batches of {workload.groups} x {workload.samples} on {workload.engines} engines; a step takes "
+        f"batches of {workload.groups} x {workload.samples} on {workload.engines} "
+        f"{'engine' if workload.engines == 1 else 'engines'}; a step takes "
         f"{cost.base_s * 1e3:.2f} ms, + {cost.per_sequence_s * 1e6:.2f} \N{MICRO SIGN}s per sequence, "
         f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
         f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
