@@ -123,7 +123,7 @@ class CoreMachine:
 
     def score(self, sample_id: Any) -> None:
         """Hand in the reward of one sample."""
-        self.post(ev.Scored(sample_id[0], [(sample_id[1], sample_id[0] + sample_id[1] / 10)]))
+        self.post(ev.Scored(sample_id[0], [(sample_id[1], sample_id[0] + sample_id[1] / 8)]))
 
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when its response is now complete."""

@@ -77,7 +77,7 @@ def test_every_member_has_the_baseline_of_the_first_others() -> None:
     assert len(m.batches) == 2
     baselines = {tuple(s.id): [round(float(r), 3) for r in s.baseline_rewards] for b in m.batches for s in b.samples}
     assert {key: value for key, value in baselines.items() if key[0] == 0} == {
-        (0, 4): [0.2, 0.0], (0, 2): [0.4, 0.0], (0, 0): [0.4, 0.2], (0, 1): [0.4, 0.2], (0, 3): [0.4, 0.2],
+        (0, 4): [0.25, 0.0], (0, 2): [0.5, 0.0], (0, 0): [0.5, 0.25], (0, 1): [0.5, 0.25], (0, 3): [0.5, 0.25],
     }  # fmt: skip
 
 
