@@ -99,7 +99,7 @@ class Account:
         """The baseline is that of the first k - 1 others that finished; a sample that fails is never there."""
         group, index = sample.id
         assert not fails(sample.id)
-        assert sample.reward == luck(sample.id, "reward")
+        assert sample.reward == np.float32(luck(sample.id, "reward"))
         others = [i for i in self.finished[group] if i != index]
         k = len(sample.cohort)
         assert k == min(self.quorum, len(self.finished[group]))

@@ -323,7 +323,7 @@ def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
     async def program() -> None:
         rollouts = Rollouts(table({}), n=4, prompts=3, filter=slow)
         batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [0, 1, 2]
+        assert sorted(batch.group_ids.tolist()) == [0, 1, 2]
         assert now() == pytest.approx(65, abs=1e-6)
         await rollouts.close()
 

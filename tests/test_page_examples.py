@@ -104,10 +104,10 @@ def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
     batches: list[april.Batch] = []
 
     class Model:
-        def save_pretrained(self, directory: Path) -> None:
-            directory.mkdir(exist_ok=True)
-            (directory / "config.json").write_text("{}", "utf-8")
-            (directory / "model.safetensors").write_bytes(b"weights")
+        def save_pretrained(self, directory: str) -> None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            Path(directory, "config.json").write_text("{}", "utf-8")
+            Path(directory, "model.safetensors").write_bytes(b"weights %d" % len(batches))
 
     space: dict[str, Any] = {
         "april": april, "prompts": ([1, 2 + i % 90] for i in range(10**6)), "reward": lambda prompt, response: 0.0,

@@ -32,7 +32,7 @@ KILL_GROUPS = 8
 def _greedy(length: int, **sampling: Any) -> Config:
     return Config(
         rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=length, allow_mismatch=True,
-        sampling={"temperature": 0.0, **sampling},
+        max_failed_groups=1, sampling={"temperature": 0.0, **sampling},
     )  # fmt: skip
 
 
