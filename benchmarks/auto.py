@@ -78,7 +78,7 @@ class Case:
 
     Attributes:
         doubles: the number of the group from which on its lengths are twice as long.
-        limit: max_off_policy_share.
+        limit: max_off_policy_share; of a trainer that asks ahead nearly all tokens are older than their training.
         slows: the step from which on engines take twice the time for everything.
         reward_s, rewards_at_once: of a simulation.
         fine: all fixed settings are tried; else half as many.
@@ -140,7 +140,7 @@ def cases(steps: int) -> dict[str, Case]:
         "slow rewards": other(tail, reward_s=3.0),
         "few rewards at once": other(tail, reward_s=1.0, rewards_at_once=4),
         "slow trainer": other(tail, train_time="4x", placement=Placement.COLOCATED),
-        "slow trainer beside": other(tail, train_time="2x", fetch_ahead=1),
+        "slow trainer beside": other(tail, train_time="2x", fetch_ahead=1, limit=1.0),
         **{f"slows at {at}": other(tail, slows=at) for at in (4, 9, 20)},
         "no tail, slows at 4": other(even, slows=4),
         "reference": Case(workload=reference, steps=steps),
