@@ -15,7 +15,7 @@ from weight_lives import WeightLife
 from april.core.types import GenerationMode
 from april.testing import run_virtual
 
-LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "24"))
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "32"))
 
 
 @pytest.mark.no_cover

@@ -45,6 +45,25 @@ def test_an_update_changes_tokens_and_versions() -> None:
     run(program)
 
 
+def test_a_probe_that_sees_the_trainers_weights_first_takes_them_for_an_update() -> None:
+    """Where an update of others is followed it begins one; a server that was started anew has lost its weights."""
+
+    async def program() -> None:
+        async with served() as (server, engine):
+            begun: list[bool] = []
+            engine.on_foreign_pause = lambda: begun.append(engine.is_paused_by_others)
+            server.label = "2"
+            health = await engine.health()
+            assert begun == [True]
+            assert (health.ok, health.current) == (False, True)
+            await engine.pause()
+            await engine.resume()
+            server.label = "default"
+            assert not (await engine.health()).current
+
+    run(program)
+
+
 @pytest.mark.parametrize("labels", [True, False])
 def test_a_server_that_cannot_load_keeps_weights_and_version(labels: bool) -> None:
     async def program() -> None:

@@ -380,9 +380,12 @@ class WeightLife:
             server.dead_until = 0.0
 
     def trouble(self) -> None:
-        """What the next load meets at some of the servers."""
+        """What the next load meets at some of the servers.
+
+        A host that hides what it has loaded cannot be found out where the directory is written over meanwhile.
+        """
         hooks = [self.refuses, self.tears, self.hangs, self.is_late, self.breaks_the_link, self.crashes]
-        hooks += [self.overwritten, self.swapped, self.lies_of_it]
+        hooks += [self.overwritten, self.swapped] if self.luck.random() < 0.5 else [self.lies_of_it] * 2
         for client in self.clients:
             if self.luck.random() < 0.25:
                 client.on_load = self.luck.choice(hooks)

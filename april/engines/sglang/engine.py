@@ -20,7 +20,7 @@ from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_pool import client_of, connect_all
-from april.engines.http.weight_labels import require_first_weights
+from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.engines.sglang.router import common_facts, require_same_workers
@@ -216,6 +216,9 @@ class SglangEngine(ServerEngine):
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
         other = next((name for name, _ in well if name not in (None, label)), None)
+        if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
+            # whoever has paused it gives it weights: they are new, and not lost
+            return Health(ok=False, detail="others are changing its weights", current=not self._not_whole)
         named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
         problem = self._not_whole or amiss or (str(sick[0]) if sick else named)
         total = EngineLoad(
