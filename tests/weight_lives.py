@@ -184,9 +184,8 @@ class WeightLife:
     async def process(self) -> None:
         """One process of the trainer, to the end or to its next restart."""
         if self.checkpoint is None:  # it begins, or begins anew
-            lent = [server for machine in self.machines if machine.host is not None for server in machine.servers]
             for server in self.servers():
-                if server not in lent:
+                if server not in self.known_to_be_written():
                     server.restart(0.0)
         self.door = HostDoor(deadline_s=20.0, first_s=60.0)
         config = april.Config(
@@ -220,6 +219,16 @@ class WeightLife:
             for machine in self.machines:
                 if not self.outlives(machine):
                     await self.stop(machine)
+
+    def known_to_be_written(self) -> list[Server]:
+        """Servers of hosts that have seen an update; another one with old weights cannot be told from a new server."""
+        return [
+            engine.server
+            for machine in self.machines
+            if machine.host is not None
+            for engine in machine.engines
+            if engine.name in machine.host._written
+        ]
 
     def outlives(self, machine: Machine) -> bool:
         """A host that heard no goodbye lives on, and joins the trainer's next process with the weights that it has."""
