@@ -51,10 +51,14 @@ class ModelState:
     def note(self) -> None:
         """What it is switched to now is what is to be generated with."""
         self._switches = []
+        embeddings = self._model.get_input_embeddings()
         for module in self._model.modules():
             own = vars(module)
             for name in {**own, "forward": None}:
                 value = _switch(name, own.get(name, _GONE))
+                # transformers hangs a hook there and takes it away, for gradients of frozen models
+                if module is embeddings and name == "_forward_hooks":
+                    continue
                 if value is not _NONE and (type(module), name) not in self._changing:
                     self._switches.append((own, name, value))
         config = vars(self._model.config)
