@@ -438,7 +438,9 @@ class WeightLife:
         client.server.restart(self.luck.choice([1.0, 30.0]))
 
     async def overwritten(self, client: HashEngine, path: str) -> None:
-        """The trainer writes the next weights into the directory while this server reads."""
+        """The trainer writes the next weights into the directory while this server reads; never into a checkpoint."""
+        if "checkpoint" in Path(path).name:
+            return
         self.seen["directory written over while loading"] += 1
         await asyncio.sleep(1.0)
         self.made += 1
@@ -454,7 +456,8 @@ class WeightLife:
 
     async def swapped(self, client: HashEngine, path: str) -> None:
         """The next weights are written when this server has loaded, and before a host has heard that it is to load."""
-        if (link := self.luck.choice(self.machines).link) is None:
+        link = self.luck.choice(self.machines).link
+        if link is None or "checkpoint" in Path(path).name:
             return
         self.seen["directory written over between two loads"] += 1
 
