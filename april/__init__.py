@@ -43,12 +43,12 @@ if TYPE_CHECKING:
         WeightsInUse,
         WireError,
     )
-    from april.hosts.door import HostListener
-    from april.hosts.host import Host
-    from april.hosts.sockets import new_token
     from april.model_turns import hold_model
-    from april.ranks.membership import Ranks
-    from april.ranks.scheduler import RankScheduler
+    from april.processes.host import Host
+    from april.processes.rank_scheduler import RankScheduler
+    from april.processes.ranks import Ranks
+    from april.processes.remote_hosts import HostListener
+    from april.processes.sockets import new_token
     from april.record.file import RunRecord
     from april.rollout_decorator import partial_rollout
     from april.scheduler import RolloutScheduler
@@ -92,11 +92,11 @@ _HOMES = {
         "WeightsInUse",
         "WireError",
     ),
-    "april.hosts.door": ("HostListener",),
-    "april.hosts.host": ("Host",),
-    "april.hosts.sockets": ("new_token",),
-    "april.ranks.membership": ("Ranks",),
-    "april.ranks.scheduler": ("RankScheduler",),
+    "april.processes.remote_hosts": ("HostListener",),
+    "april.processes.host": ("Host",),
+    "april.processes.sockets": ("new_token",),
+    "april.processes.ranks": ("Ranks",),
+    "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
     "april.rollout_decorator": ("partial_rollout",),
     "april.scheduler": ("RolloutScheduler",),

@@ -28,7 +28,7 @@ from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import RolloutFunction, exact_types, single_turn, wrong_sampling
-from april.driver.local_host import limits_of
+from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import rewards_differ
@@ -40,8 +40,6 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.export.exporter import Exporter
-from april.hosts.door import HostDoor
-from april.hosts.remote_hosts import RemoteHosts
 from april.record.file import RunRecord
 from april.watch.onlookers import Onlookers
 
@@ -111,7 +109,7 @@ class RolloutScheduler:
         tokenizer: Any = None,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
-        hosts: HostDoor | None = None,
+        hosts: Hosts | None = None,
         progress: Any = None,
         exporters: Sequence[Exporter] = (),
         sample_texts: int = 0,
@@ -147,7 +145,7 @@ class RolloutScheduler:
         self._asking: object | None = None  # the call that waits for a batch
         self._update: UpdateCall | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
-        others: RemoteHosts | None = None
+        others: OtherHosts | None = None
         made: Sequence[Engine] = ()
 
         async def undo() -> None:
@@ -164,7 +162,7 @@ class RolloutScheduler:
             self._engines = list(engines)
             check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
             if hosts is not None:
-                others = self._thread.call(lambda: RemoteHosts(config, hosts, tokenizer=detokenizer is not None))
+                others = self._thread.call(lambda: hosts.begin(config, tokenizer=detokenizer is not None))
                 if not self._engines:
                     self._thread.run(others.first)
             first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]

@@ -25,9 +25,9 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, Prompt, Refill
 from april.core.versions import PolicyVersion
-from april.hosts import messages as wire
-from april.hosts.desk import HostDesk
-from april.hosts.mirror import Forgotten, Mirror
+from april.processes import messages as wire
+from april.processes.desk import HostDesk
+from april.processes.mirror import Forgotten, Mirror
 
 EOS = 1
 

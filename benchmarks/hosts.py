@@ -27,7 +27,7 @@ import msgspec
 
 import april
 from april.engines.kinds.factory import open_servers
-from april.hosts.remote_hosts import RemoteHosts
+from april.processes.remote_hosts import RemoteHosts
 from benchmarks.bare_client import check_kept
 from benchmarks.canned_replies import SGLANG, VLLM
 from benchmarks.client_arms import Case, engine_config, keep_pace, prompts_of

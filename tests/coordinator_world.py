@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from april.coordinator.calls import Session, generate, run_sample
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Delivery, Result
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.tape import Int32
 from april.core.types import GenerationMode, Refill
+from april.processes.coordinator.calls import Session, generate, run_sample
+from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.messages import Delivery, Result
 
 EOS, N, SAMPLES, PLACES = 1, 2, 2, 8
 

@@ -15,9 +15,9 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, Prompt, Sample
-from april.hosts import messages as wire
-from april.hosts.desk import HostDesk
-from april.hosts.mirror import Forgotten, Mirror
+from april.processes import messages as wire
+from april.processes.desk import HostDesk
+from april.processes.mirror import Forgotten, Mirror
 
 SAMPLING = SamplingParams(1000)
 ENGINES = (EngineLimits("h/e0", 4096, None, (EOS,)),)

@@ -26,11 +26,11 @@ from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.types import Attempt, EngineFinish, GenerationMode, Prompt, Refill, Sample, SampleId
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.hosts import messages as wire
-from april.hosts.desk import HostDesk
-from april.hosts.messages import ProtocolError
-from april.hosts.mirror import Forgotten, Mirror
-from april.hosts.roster import Roster
+from april.processes import messages as wire
+from april.processes.desk import HostDesk
+from april.processes.messages import ProtocolError
+from april.processes.mirror import Forgotten, Mirror
+from april.processes.roster import Roster
 
 SAMPLING = SamplingParams(40)
 DEADLINE_S = 8.0

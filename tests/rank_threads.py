@@ -10,7 +10,7 @@ from typing import Any
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.ranks.scheduler import RankScheduler
+from april.processes.rank_scheduler import RankScheduler
 
 PATIENCE_S = 60.0
 """Of a test that would hang."""

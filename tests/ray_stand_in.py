@@ -12,9 +12,9 @@ from typing import Any
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.ranks.membership import Ranks
-from april.ray.core_actor import CoreActor
-from april.ray.rank import ActorScheduler
+from april.processes.actor_scheduler import ActorScheduler
+from april.processes.core_actor import CoreActor
+from april.processes.ranks import Ranks
 
 PATIENCE_S = 60.0
 """Of a test that would hang."""

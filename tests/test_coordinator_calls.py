@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from april.coordinator.calls import SampleGivenUp, Session, generate
-from april.coordinator.messages import Done, GivenUp, Go, Message, Result
-from april.coordinator.results import take
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, TokenTape
 from april.core.types import Attempt, AttemptFailure, EngineFinish, GenerateCall
 from april.core.versions import PolicyVersion
 from april.errors import RolloutError
+from april.processes.coordinator.calls import SampleGivenUp, Session, generate
+from april.processes.coordinator.messages import Done, GivenUp, Go, Message, Result
+from april.processes.coordinator.results import take
 from april.testing import VirtualClockLoop
 
 NOTHING = Result(offset=3, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), label=0, aborted=True)

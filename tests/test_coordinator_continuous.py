@@ -11,11 +11,11 @@ import pytest
 from coordinator_world import SAMPLES, N, Run
 from seeds import seeds
 
-from april.coordinator.messages import Order
-from april.coordinator.run import Run as TrainersRun
 from april.core.types import Refill
 from april.daemon_pool import DaemonPool
 from april.errors import RolloutError, SchedulerClosed
+from april.processes.coordinator.messages import Order
+from april.processes.coordinator.run import Run as TrainersRun
 from april.testing import run_virtual
 
 

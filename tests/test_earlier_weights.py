@@ -21,11 +21,11 @@ from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.errors import WeightsGone
-from april.hosts.desk import HostDesk
-from april.hosts.door import HostDoor
-from april.hosts.host import Host
-from april.hosts.link import Link, memory_links
-from april.hosts.roster import Roster
+from april.processes.desk import HostDesk
+from april.processes.host import Host
+from april.processes.link import Link, memory_links
+from april.processes.remote_hosts import HostDoor
+from april.processes.roster import Roster
 from april.testing import rollouts, run_virtual
 from april.testing.servers.sglang.server import FakeSglangServer
 from april.testing.servers.vllm.server import FakeVllmServer

@@ -12,8 +12,6 @@ from core_machine import EOS, settings
 from host_sides import ENGINES, HostSides
 
 import april
-from april.coordinator.messages import Result
-from april.coordinator.results import take
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
@@ -33,12 +31,14 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, LinkError
-from april.hosts import messages as wire
-from april.hosts.desk import HostDesk
-from april.hosts.door import HostDoor
-from april.hosts.host import Host
-from april.hosts.link import memory_links
-from april.hosts.messages import ProtocolError
+from april.processes import messages as wire
+from april.processes.coordinator.messages import Result
+from april.processes.coordinator.results import take
+from april.processes.desk import HostDesk
+from april.processes.host import Host
+from april.processes.link import memory_links
+from april.processes.messages import ProtocolError
+from april.processes.remote_hosts import HostDoor
 from april.testing import FakeEngine, rollouts, run_virtual
 
 V0 = (FIRST_VERSION, 1)

@@ -13,8 +13,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.tape import SegmentKind
 from april.core.types import EngineFinish, SampleState
-from april.hosts import messages as wire
-from april.hosts.messages import ProtocolError
+from april.processes import messages as wire
+from april.processes.messages import ProtocolError
 
 
 def test_a_step_over_the_wire_delivers_what_the_host_generated() -> None:

@@ -13,8 +13,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.tape import SegmentKind
 from april.core.types import Attempt, DropReason, EngineFinish, GenerationMode, Prompt
-from april.hosts import messages as wire
-from april.hosts.messages import (
+from april.processes import messages as wire
+from april.processes.messages import (
     ProtocolError,
     ids_of,
     logprobs_of,

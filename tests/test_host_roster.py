@@ -25,8 +25,8 @@ from april.core.types import (
     SampleState,
 )
 from april.errors import EngineUnreachable
-from april.hosts.desk import HostDesk
-from april.hosts.roster import Roster
+from april.processes.desk import HostDesk
+from april.processes.roster import Roster
 
 
 class Hosts:

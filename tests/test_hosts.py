@@ -15,9 +15,9 @@ import pytest
 import april
 from april.core.batch import Batch
 from april.errors import LinkError, RolloutError
-from april.hosts.door import HostDoor
-from april.hosts.host import RETRY_S, Host
-from april.hosts.link import Link, MemoryLink, memory_links
+from april.processes.host import RETRY_S, Host
+from april.processes.link import Link, MemoryLink, memory_links
+from april.processes.remote_hosts import HostDoor
 from april.testing import FakeEngine, run_virtual
 from april.testing.same_loop import _SameLoopScheduler
 

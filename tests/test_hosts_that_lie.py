@@ -17,8 +17,8 @@ from host_sides import SAMPLING, HostSides
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import EngineFinish
-from april.hosts import messages as wire
-from april.hosts.messages import ProtocolError
+from april.processes import messages as wire
+from april.processes.messages import ProtocolError
 
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "150"))
 WORDS = ["", "stop", "length", "abort", "broke_off", "corrupt", "refused", "busy", "done", "h/e0", "e0", "\x1b[2J"]

@@ -18,13 +18,13 @@ import april
 from april.driver.loop_thread import LoopThread
 from april.driver.user_code import inside_user_code
 from april.errors import LinkError
-from april.hosts.sockets import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
-from april.ranks import messages as say
-from april.ranks import scheduler
-from april.ranks.center import PURPOSE, Center
-from april.ranks.member import Member
-from april.ranks.scheduler import RankScheduler
-from april.ray.rank import ActorMember
+from april.processes import rank_messages as say
+from april.processes import rank_scheduler as scheduler
+from april.processes.actor_scheduler import ActorMember
+from april.processes.center import PURPOSE, Center
+from april.processes.member import Member
+from april.processes.rank_scheduler import RankScheduler
+from april.processes.sockets import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
 
 TOKEN = new_token()
 ROUND: list[Any] = []

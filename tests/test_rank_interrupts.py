@@ -13,7 +13,7 @@ from interrupting import interrupt, with_a_signal
 from rank_threads import PATIENCE_S, engine, names_of, run_ranks
 
 import april
-from april.ranks.scheduler import RankScheduler
+from april.processes.rank_scheduler import RankScheduler
 
 CONFIG = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=9)
 Made = Callable[[RankScheduler], Any]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from april.errors import LinkError
-from april.ranks import messages as say
-from april.ranks.heartbeats import Heartbeats
-from april.ranks.meeting import Meeting
+from april.processes import rank_messages as say
+from april.processes.heartbeats import Heartbeats
+from april.processes.meeting import Meeting
 
 
 def meeting(ranks: int = 3) -> Meeting:

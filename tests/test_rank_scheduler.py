@@ -17,7 +17,7 @@ from rank_threads import CONFIG, drain, engine, names_of, raised, reward, run_ra
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.ranks.scheduler import RankScheduler
+from april.processes.rank_scheduler import RankScheduler
 
 # ---------------------------------------------------------------- the same face
 

@@ -15,8 +15,8 @@ from vllm_fixtures import KNOWN
 
 import april
 from april.engines.kinds.factory import dealt
-from april.hosts.door import HostDoor
-from april.ranks.scheduler import RankScheduler
+from april.processes.rank_scheduler import RankScheduler
+from april.processes.remote_hosts import HostDoor
 from april.testing.servers.fake_request import next_token
 from april.testing.servers.vllm.server import FakeVllmServer
 

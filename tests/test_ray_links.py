@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from april.hosts.sockets import Hello
-from april.ray.link import HEARTBEAT_S, CallingLink, ServedLink
+from april.processes.actor_link import HEARTBEAT_S, CallingLink, ServedLink
+from april.processes.sockets import Hello
 from april.testing.virtual_clock import run_virtual
 
 

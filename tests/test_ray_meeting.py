@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from april.ranks.messages import Answer
-from april.ray.journal import EndedCall, Journal
-from april.ray.meeting import ReturningMeeting
+from april.processes.journal import EndedCall, Journal
+from april.processes.rank_messages import Answer
+from april.processes.returning_meeting import ReturningMeeting
 
 
 def ended(what: str, batch: int | None = None) -> EndedCall:

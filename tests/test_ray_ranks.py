@@ -16,8 +16,8 @@ from ray_stand_in import GO_ON, World, beside, until
 
 import april
 from april.errors import RankError
-from april.ray.call import pack_call, unpack_call
-from april.ray.rank import ActorScheduler
+from april.processes.actor_scheduler import ActorScheduler
+from april.processes.packed_call import pack_call, unpack_call
 
 EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import april
-from april.ray.run import CLOSE_S, Run, scheduler
+from april.processes.ray_run import CLOSE_S, Run, scheduler
 
 
 class Gone(Exception):

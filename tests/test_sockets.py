@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from april.errors import ConfigError, LinkError
-from april.hosts import sockets
-from april.hosts.link import Link, memory_links
-from april.hosts.sockets import MAGIC, NONCE_BYTES, Hello, Listener, SocketLink, connect, new_token
+from april.processes import sockets
+from april.processes.link import Link, memory_links
+from april.processes.sockets import MAGIC, NONCE_BYTES, Hello, Listener, SocketLink, connect, new_token
 
 HELLO = Hello("host", "west")
 

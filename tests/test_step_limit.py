@@ -21,9 +21,9 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost
 from april.engines.simulated.response_lengths import LognormalLengths
-from april.hosts.door import HostDoor
-from april.hosts.host import Host
-from april.hosts.link import Link, memory_links
+from april.processes.host import Host
+from april.processes.link import Link, memory_links
+from april.processes.remote_hosts import HostDoor
 from april.record.file import RunRecord
 from april.report.limit import distance
 from april.report.page import page

@@ -22,10 +22,10 @@ from april.core.batch import Batch
 from april.core.tape import SegmentKind
 from april.core.types import EngineFinish, FinishReason, GenerationMode
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.hosts import messages as wire
-from april.hosts.door import HostDoor
-from april.hosts.host import Host
-from april.hosts.link import Link, MemoryLink, OnFrame, OnLost, memory_links
+from april.processes import messages as wire
+from april.processes.host import Host
+from april.processes.link import Link, MemoryLink, OnFrame, OnLost, memory_links
+from april.processes.remote_hosts import HostDoor
 from april.testing import rollouts
 from april.testing.same_loop import Rollouts
 
@@ -40,7 +40,7 @@ UPDATE_TRIES = 8
 
 
 class Liar:
-    """A host's end of a link on which the next report of a request may be a lie; see :class:`april.hosts.link.Link`."""
+    """A host's end of a link on which the next report of a request may be a lie."""
 
     def __init__(self, link: MemoryLink) -> None:
         self.link, self.peer = link, link.peer

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Protocol
 
+from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import Group, SampleId
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.blocking_llm import as_coroutine
 from april.driver.detokenizer import Detokenizer
@@ -143,6 +146,7 @@ class LocalHost:
         await self.end()
         await self.engine_calls.close(self._view.abort_deadline_s)
 
+
 def limits_of(engine: Engine) -> EngineLimits:
     """What the core must know of an engine."""
     return limits_from(engine.name, engine.capabilities)
@@ -155,3 +159,61 @@ def limits_from(name: str, c: Capabilities) -> EngineLimits:
         unverified=not c.verifies_weights, remote=c.remote,
         own_weights=c.own_weights,
     )  # fmt: skip
+
+
+class OtherHosts(Protocol):
+    """All of them, those that come later included."""
+
+    @property
+    def first_engines(self) -> Sequence[EngineLimits]:
+        """With which a core begins."""
+
+    @property
+    def servers(self) -> list[str]:
+        """Engines that do not read the trainer's own model."""
+
+    def attach(
+        self,
+        core: RolloutCore,
+        local: LocalHost,
+        post: Callable[[ev.Event], None],
+        failed: Callable[[int, BaseException], None],
+    ) -> Mapping[type[do.Command], Callable[[Any], None]]:
+        """They belong to this core from now on: what carries out commands, there or in the ``local`` host.
+
+        ``post`` and ``failed`` are those of the local one.
+        """
+
+    def delivered(self, samples: Iterable[SampleId]) -> None:
+        """These are in a batch."""
+
+    def settled(self, group: Group) -> None:
+        """Nothing is left to do for it."""
+
+    def evaluated(self, evaluation: int) -> None:
+        """An evaluation is over."""
+
+    async def quiet(self) -> None:
+        """Until none of their engines computes on the trainer's model any more."""
+
+    async def catch_up(self) -> None:
+        """Until the tapes have what running requests had brought when this was called."""
+
+    async def probed(self) -> None:
+        """Until each of their engines that was asked how it is has answered."""
+
+    async def close(self) -> None:
+        """Tell them that it is over."""
+
+    async def first(self) -> None:
+        """Wait until one has brought engines; raises ConfigError if none does in time."""
+
+
+class Hosts(Protocol):
+    """Where processes with engines and functions of their own come in, such as :class:`april.HostListener`."""
+
+    def begin(self, config: Config, *, tokenizer: bool) -> OtherHosts:
+        """The hosts of a scheduler with this configuration, which may have a tokenizer; called once, on its loop.
+
+        Raises ConfigError if it is another scheduler's.
+        """

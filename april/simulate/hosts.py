@@ -1,6 +1,6 @@
 """Simulated engines on hosts: what the core asks of them and what they report crosses as frames, and that takes time.
 
-Desks, mirrors and frames are those of real hosts (:mod:`april.hosts`); only the network is simulated.
+Desks, mirrors and frames are those of real hosts (:mod:`april.processes`); only the network is simulated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from april.core.state import RolloutCore
 from april.core.types import SampleId
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.errors import InvariantError
-from april.hosts.desk import HostDesk
-from april.hosts.messages import Message, Welcome
-from april.hosts.mirror import Forgotten, Mirror
+from april.processes.desk import HostDesk
+from april.processes.messages import Message, Welcome
+from april.processes.mirror import Forgotten, Mirror
 from april.simulate.engines import SimulatedEngines
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from april.adapters.verl.outputs import result_of
 from april.adapters.verl.settings import SERVERS, RunSettings, settings_of
-from april.coordinator.calls import Session, generate, run_sample
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Delivery, Done, Result
-from april.coordinator.run import Run
 from april.core.settings import EngineLimits
 from april.core.tape import Int32
+from april.processes.coordinator.calls import Session, generate, run_sample
+from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.messages import Delivery, Done, Result
+from april.processes.coordinator.run import Run
 from april.testing import VirtualClockLoop
 
 EOS = 1

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from adapters import stand_in_areal as areal
-from april.coordinator.calls import CURRENT, Session
-from april.coordinator.messages import Done, Go, Message, Result
 from april.core.types import DropReason
 from april.errors import RolloutError
+from april.processes.coordinator.calls import CURRENT, Session
+from april.processes.coordinator.messages import Done, Go, Message, Result
 from april.testing import run_virtual
 
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from adapters.stand_in_verl import Trainer
-from april.coordinator.run import STATE_FILE
 from april.errors import CheckpointError
+from april.processes.coordinator.run import STATE_FILE
 
 
 def length_of(row: int, sample: int) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from adapters.stand_in_verl import Trainer, single_turn
-from april.coordinator.calls import Session, generate
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Go, Result, Start
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import GenerationMode, Refill
+from april.processes.coordinator.calls import Session, generate
+from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.messages import Go, Result, Start
 
 Make = Callable[..., Trainer]
 

@@ -13,7 +13,7 @@ import pytest
 from seeds import seeds
 
 from adapters.stand_in_verl import Trainer
-from april.coordinator.messages import Delivery
+from april.processes.coordinator.messages import Delivery
 
 Make = Callable[..., Trainer]
 N, SIZE = 3, 6

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, single_turn
-from april.coordinator.calls import Session, generate
-from april.coordinator.messages import Done
 from april.errors import RolloutError
+from april.processes.coordinator.calls import Session, generate
+from april.processes.coordinator.messages import Done
 
 Make = Callable[..., Trainer]
 

@@ -11,9 +11,9 @@ import pytest
 
 from adapters.stand_in_verl import Trainer, config
 from april.adapters.verl.settings import settings_of
-from april.coordinator.calls import Session, generate
-from april.coordinator.messages import Done
 from april.errors import ConfigError
+from april.processes.coordinator.calls import Session, generate
+from april.processes.coordinator.messages import Done
 
 Make = Callable[..., Trainer]
 TRTLLM = {"actor_rollout_ref__rollout__name": "trtllm"}

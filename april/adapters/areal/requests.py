@@ -11,11 +11,11 @@ from areal import workflow_context
 from areal.api import ModelResponse
 from areal.infra.utils.http import arequest_with_retry
 
-from april.coordinator import calls
-from april.coordinator.messages import Result
 from april.core.tape import Int32
 from april.core.types import DropReason
 from april.errors import RolloutError
+from april.processes.coordinator import calls
+from april.processes.coordinator.messages import Result
 from april.server_text import said
 
 STOP_REASONS = ("stop", "tool_calls", "length")

@@ -17,13 +17,13 @@ from april.adapters.areal.plain_values import plain, restored
 from april.adapters.areal.prompts import Prompts
 from april.atomic_file import write_atomic
 from april.config.settings import Config
-from april.coordinator.calls import Session, run_sample
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Delivery
-from april.coordinator.run import Run
 from april.core.settings import EngineLimits
 from april.driver.loop_thread import LoopThread
 from april.errors import CheckpointError, RolloutError
+from april.processes.coordinator.calls import Session, run_sample
+from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.messages import Delivery
+from april.processes.coordinator.run import Run
 from april.state_file import pack, unpack
 
 log = logging.getLogger("april")

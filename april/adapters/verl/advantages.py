@@ -13,9 +13,9 @@ import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from april.adapters.verl.settings import ESTIMATOR
-from april.coordinator.messages import Delivery
 from april.corrections.advantages import Method, group_advantages
 from april.errors import RolloutError
+from april.processes.coordinator.messages import Delivery
 
 PADDING = "pad"
 """With this begins the uid of rows that verl adds; their tokens have no loss."""

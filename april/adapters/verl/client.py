@@ -15,9 +15,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.verl.checks import plain_class
 from april.adapters.verl.outputs import fields_of, result_of
-from april.coordinator import calls
-from april.coordinator.messages import Result
 from april.core.tape import Int32
+from april.processes.coordinator import calls
+from april.processes.coordinator.messages import Result
 
 
 class Remote:

@@ -18,8 +18,8 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from april.adapters.verl.client import Client, worker_class
 from april.adapters.verl.sampler import Checkpoints, Sampler
-from april.coordinator.run import STATE_FILE
 from april.errors import CheckpointError, ConfigError
+from april.processes.coordinator.run import STATE_FILE
 
 log = logging.getLogger("april")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from april.coordinator.messages import Done, Result
 from april.core.types import DropReason
+from april.processes.coordinator.messages import Done, Result
 
 
 def result_of(

@@ -18,11 +18,11 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from april.adapters.verl.advantages import leave, name_of
 from april.adapters.verl.settings import SERVERS, settings_of
-from april.coordinator.coordinator import Coordinator
-from april.coordinator.messages import Delivery
-from april.coordinator.run import Run
 from april.core.settings import EngineLimits
 from april.errors import ConfigError
+from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.messages import Delivery
+from april.processes.coordinator.run import Run
 
 log = logging.getLogger("april")
 

@@ -97,8 +97,8 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     from april.adapters.verl import advantages
-    from april.coordinator.messages import Delivery
     from april.corrections.advantages import first_others_of
+    from april.processes.coordinator.messages import Delivery
 
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(12, 5)

@@ -1,0 +1,246 @@
+"""Batches, evaluations and ledgers on their way to another rank: msgpack, per-token values as raw arrays.
+
+Tokens travel once, as 9 bytes each: int32 id, float32 log-probability, uint8 loss mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.batch import Batch, DeliveredSample
+from april.core.batch_shares import BatchShare
+from april.core.ledger import Ledger
+from april.core.tape import Segment
+from april.core.types import DropReason, FinishReason, Prompt, SampleId
+from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
+from april.driver.evaluation import EvaluationResult
+from april.driver.rewards import Response
+from april.errors import RolloutError
+from april.processes.messages import plain_bytes
+
+T = TypeVar("T")
+
+
+class _Prompt(msgspec.Struct, array_like=True):
+    tokens: int
+    data: dict[Any, Any]
+    epoch: int
+    position: int
+
+
+class _Sample(msgspec.Struct, array_like=True):
+    id: tuple[int, int]
+    prompt: int
+    """its place among the prompts"""
+    tokens: int
+    segments: list[Segment]
+    staleness: int
+    reward: float
+    cohort: tuple[tuple[int, float], ...]
+    finish: FinishReason
+    attempts: int
+    resumes: int
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    id: int
+    version: tuple[int, int]
+    group_sizes: tuple[int, ...]
+    metrics: dict[str, float]
+    logprob_kind: str
+    bottleneck: str
+    branches: dict[int, int]
+    share: BatchShare
+    prompts: list[_Prompt]
+    samples: list[_Sample]
+    prompt_ids: bytes
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
+
+
+class _Response(msgspec.Struct, array_like=True):
+    id: tuple[int, int]
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    finish: FinishReason
+    output: Any
+    reward: float | None
+
+
+# ---------------------------------------------------------------- plain values
+
+
+def refuse_not_plain(prompt: Prompt) -> None:
+    """Raise RolloutError for a prompt whose data cannot go to another process."""
+    try:
+        plain_bytes(_as_dict(prompt.data), "data")
+    except TypeError as why:
+        raise RolloutError(
+            f"the data of prompt {prompt.position} cannot go to another rank: {why}; use numbers, text, bytes, lists "
+            "and dicts"
+        ) from None
+
+
+def _plain_or_none(output: Any) -> Any:
+    try:
+        plain_bytes(output)
+    except TypeError:
+        return None
+    return output
+
+
+def _as_dict(data: Mapping[str, Any]) -> Any:
+    return data if type(data) is dict else dict(data)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def pack_batch(batch: Batch) -> bytes:
+    """A batch or a share of one, whose prompts have plain data."""
+    prompts: list[Prompt] = []
+    place: dict[int, int] = {}
+    for sample in batch.samples:
+        if sample.id.group not in place:
+            place[sample.id.group] = len(prompts)
+            prompts.append(sample.prompt)
+    return msgspec.msgpack.encode(
+        _Batch(
+            id=batch.id, version=batch.version, group_sizes=batch.group_sizes, metrics=dict(batch.metrics),
+            logprob_kind=batch.logprob_kind, bottleneck=batch.bottleneck, branches=dict(batch.branches),
+            share=batch.share,
+            prompts=[_Prompt(len(p.token_ids), _as_dict(p.data), p.epoch, p.position) for p in prompts],
+            samples=[
+                _Sample(
+                    id=s.id, prompt=place[s.id.group], tokens=len(s.tokens), segments=list(s.segments),
+                    staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts,
+                    resumes=s.resumes,
+                )
+                for s in batch.samples
+            ],
+            prompt_ids=_joined((p.token_ids for p in prompts), np.int32),
+            tokens=_joined((s.tokens for s in batch.samples), np.int32),
+            logprobs=_joined((s.logprobs for s in batch.samples), np.float32),
+            loss_mask=_joined((s.loss_mask for s in batch.samples), np.uint8),
+        )
+    )  # fmt: skip
+
+
+_BATCHES = msgspec.msgpack.Decoder(_Batch)
+
+
+def unpack_batch(content: bytes) -> Batch:
+    """What was packed; its arrays are its own and may be written into."""
+    b = _BATCHES.decode(content)
+    ids = _parts(b.prompt_ids, np.int32, [p.tokens for p in b.prompts])
+    prompts = [Prompt(i, p.data, p.epoch, p.position) for i, p in zip(ids, b.prompts, strict=True)]
+    lengths = [s.tokens for s in b.samples]
+    columns = (
+        _parts(b.tokens, np.int32, lengths), _parts(b.logprobs, np.float32, lengths),
+        _parts(b.loss_mask, np.uint8, lengths),
+    )  # fmt: skip
+    return Batch(
+        id=b.id, version=PolicyVersion(*b.version), group_sizes=b.group_sizes, metrics=b.metrics,
+        logprob_kind=b.logprob_kind, bottleneck=b.bottleneck, branches=b.branches, _part=b.share,
+        samples=tuple(
+            DeliveredSample(
+                id=SampleId(*s.id), prompt=prompts[s.prompt].copy(), tokens=tokens, logprobs=logprobs, loss_mask=mask,
+                segments=tuple(s.segments), staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish,
+                attempts=s.attempts, resumes=s.resumes,
+            )
+            for s, tokens, logprobs, mask in zip(b.samples, *columns, strict=True)
+        ),
+    )  # fmt: skip
+
+
+def _joined(rows: Iterable[NDArray[Any]], dtype: type[np.generic]) -> bytes:
+    return b"".join(np.ascontiguousarray(row, dtype).tobytes() for row in rows)
+
+
+def _parts(data: bytes, dtype: type[np.generic], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    whole = np.frombuffer(data, dtype)
+    ends = list(itertools.accumulate(lengths))
+    return [whole[end - length : end].copy() for length, end in zip(lengths, ends, strict=True)]
+
+
+# ---------------------------------------------------------------- evaluations, ledgers, and what is plain already
+
+
+def pack_evaluation(result: EvaluationResult) -> bytes:
+    """An evaluation. What rollout functions returned goes along where it is plain, else None does."""
+
+    def packed(r: Response) -> _Response:
+        return _Response(
+            id=r.sample_id, tokens=_joined([r.tokens], np.int32), logprobs=_joined([r.logprobs], np.float32),
+            loss_mask=_joined([r.loss_mask], np.uint8), finish=r.finish,
+            output=_plain_or_none(r.output), reward=r.reward,
+        )  # fmt: skip
+
+    return msgspec.msgpack.encode(
+        ([[packed(r) for r in row] for row in result.responses], result.rewards.tobytes(), result.rewards.shape)
+    )
+
+
+_EVALUATIONS = msgspec.msgpack.Decoder(tuple[list[list[_Response]], bytes, tuple[int, int]])
+
+
+def unpack_evaluation(content: bytes, detokenizer: Detokenizer | None) -> EvaluationResult:
+    """What was packed; responses have the text that ``detokenizer`` makes of them."""
+    rows, rewards, shape = _EVALUATIONS.decode(content)
+
+    def unpacked(r: _Response) -> Response:
+        tokens, logprobs = np.frombuffer(r.tokens, np.int32).copy(), np.frombuffer(r.logprobs, np.float32).copy()
+        mask = np.frombuffer(r.loss_mask, np.uint8).copy()
+        return Response(SampleId(*r.id), tokens, logprobs, mask, r.finish, r.output, r.reward, detokenizer)
+
+    return EvaluationResult(
+        tuple(tuple(unpacked(r) for r in row) for row in rows), np.frombuffer(rewards, np.float64).reshape(shape).copy()
+    )
+
+
+def pack_ledgers(ledgers: dict[str, Ledger]) -> bytes:
+    """The books by name."""
+    plain = {n: (b.observed, b.delivered, b.held, dict(b.dropped)) for n, b in ledgers.items()}
+    return msgspec.msgpack.encode(plain)
+
+
+_LEDGERS = msgspec.msgpack.Decoder(dict[str, tuple[int, int, int, dict[DropReason, int]]])
+
+
+def unpack_ledgers(content: bytes) -> dict[str, Ledger]:
+    """What was packed."""
+    return {n: Ledger(o, d, h, Counter(dropped)) for n, (o, d, h, dropped) in _LEDGERS.decode(content).items()}
+
+
+def pack_plain(value: Any) -> bytes:
+    """Numbers, text, bytes, lists and dicts."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpack_version(content: bytes) -> PolicyVersion:
+    """A policy version."""
+    return PolicyVersion(*msgspec.msgpack.decode(content))
+
+
+def pack_update(version: PolicyVersion, weights: bytes) -> bytes:
+    """The version after a weight update, and values of rank 0's weights."""
+    return msgspec.msgpack.encode((*version, weights))
+
+
+def unpack_update(content: bytes) -> tuple[PolicyVersion, bytes]:
+    """What was packed; of a plain version the weights are empty."""
+    incarnation, n, *weights = msgspec.msgpack.decode(content)
+    return PolicyVersion(incarnation, n), weights[0] if weights else b""
+
+
+unpack_plain: Callable[[bytes], Any] = msgspec.msgpack.decode

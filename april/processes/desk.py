@@ -1,0 +1,568 @@
+"""The desk of one host: what the core's process knows of it, commands made into frames and frames into events.
+
+No network, no clock, no asyncio: whoever owns the desk carries the frames and tells the time.
+
+Invariants:
+
+* each attempt that was sent gives exactly one AttemptEnded or AttemptFailed: the host's, or the desk's once it is lost;
+* what a run of a function says counts only while the core has not given that run up;
+* what a host says that cannot be true raises ProtocolError, and never reaches the core.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.numbers import wrong_ids, wrong_reward
+from april.core.settings import EngineLimits
+from april.core.state import RolloutCore
+from april.core.tape import Int32, SegmentKind, TokenTape
+from april.core.types import Attempt, AttemptFailure, FinishReason, Group, Sample, SampleId, SampleState
+from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
+from april.driver.llm import wrong_sampling
+from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
+from april.processes import messages as wire
+from april.processes.attempt_reports import AttemptReports
+from april.processes.messages import ProtocolError, ids_of, packed
+from april.server_text import said
+
+log = logging.getLogger("april")
+
+LONGEST_CONTENT = 64
+"""Digits that stand for what a directory holds."""
+_ERRORS: dict[ev.CallResult, type[EngineError]] = {
+    ev.CallResult.REFUSED: EngineError,
+    ev.CallResult.OTHER_CONTENT: WeightsGone,
+    ev.CallResult.UNREACHABLE: EngineUnreachable,
+}
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the host knows of a sample, and the run of a function of its that the core waits for."""
+
+    tape: TokenTape
+    segments: int = 0
+    """Of the tape, that the host was told of."""
+    brought: set[str] = field(default_factory=set)
+    """Attempts that ended there since: it has their tokens."""
+    run: int = 0
+    """0: none."""
+    turn: int = 0
+    """Calls that this run has made."""
+    scored: tuple[int, ...] = ()
+    """Whose rewards this run is to find."""
+
+
+class HostDesk:
+    """See above.
+
+    Args:
+        core: read, never changed; tapes of attempts are filled, as whoever drives a core does.
+        name: of the host; its engines are known as ``name/engine``.
+        engines: what the core must know of each, under those names.
+        failed: told what a call of an engine has raised, by the call's number, before its event is given.
+        returned: told what the rollout function of an evaluation has returned there.
+        detokenizer: looks at the stop strings that the host has found; None: no request has any.
+    """
+
+    def __init__(
+        self,
+        core: RolloutCore,
+        name: str,
+        engines: Sequence[EngineLimits],
+        *,
+        functions: bool,
+        failed: Callable[[int, BaseException], None],
+        returned: Callable[[Sample, Any], None] = lambda sample, output: None,
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self._core = core
+        self.name = name
+        self.engines = {e.name: e for e in engines}
+        self.functions = functions
+        self._failed = failed
+        self._function_returned = returned
+        self._detokenizer = detokenizer
+        self._warned = False
+        self._out: list[wire.Message] = []
+        self._now: PolicyVersion | None = None
+        """Version that the host was told last."""
+        self._groups: dict[int, Group] = {}
+        """That the host has heard of."""
+        self._known: dict[SampleId, _Known] = {}
+        self.attempts: dict[str, Attempt] = {}
+        """That run there."""
+        self._reports: dict[str, AttemptReports] = {}
+        """What is said of each of them."""
+        self._unbelieved = ""
+        """The attempt of which something was said that cannot be true."""
+        self._last_run = 0
+        self._judged: dict[int, int] = {}
+        """By group: the judgement that is waited for."""
+        self._calls: dict[str, int] = {}
+        """By engine: the call that runs."""
+        self._probes: dict[str, int] = {}
+        self.fenced: dict[str, float | None] = {}
+        """Attempts that it was told to end now, and has not."""
+        self.tapes_sent = self.quieted = 0
+        """Number of the last question that was answered."""
+        self.leaves: str | None = None
+        """Why it goes, as it says itself."""
+        self.frames_out = self.frames_in = self.messages_out = self.messages_in = self.bytes_out = self.bytes_in = 0
+        self._executors: dict[type[do.Command], Callable[[Any], None]] = {
+            do.StartSample: self._start,
+            do.Submit: self._submit,
+            do.Abort: self._abort,
+            do.Fence: self._fence,
+            do.CallCompleted: self._call_completed,
+            do.ScoreSample: lambda c: self._score([c.sample], together=False),
+            do.ScoreGroup: lambda c: self._score(c.group.members, together=True),
+            do.JudgeGroup: self._judge,
+            do.CancelSample: self._cancel,
+            do.ProbeEngine: self._probe,
+            do.PauseEngine: self._pause,
+            do.LoadEngine: self._load,
+            do.ResumeEngine: self._resume,
+        }
+        self._readers: dict[type[wire.Message], Callable[[Any], ev.Event | None]] = {
+            wire.Heartbeat: lambda m: None,
+            wire.Came: self._came,
+            wire.Ended: self._ended,
+            wire.Failed: self._attempt_failed,
+            wire.StopSeen: self._stop_seen,
+            wire.Silent: self._silent,
+            wire.Called: self._called,
+            wire.Returned: self._returned,
+            wire.Raised: self._raised,
+            wire.Rewards: self._rewards,
+            wire.Verdict: self._verdict,
+            wire.CallEnded: self._call_ended,
+            wire.Probed: self._probed,
+            wire.Written: self._written,
+            wire.TapesSent: self._sent,
+            wire.Quieted: self._quiet,
+            wire.Goodbye: self._goodbye,
+        }
+
+    # ---------------------------------------------------------------- frames
+
+    def say(self, message: wire.Message) -> None:
+        """Put one message into the next frame."""
+        self._out.append(message)
+
+    def execute(self, command: do.Command) -> None:
+        """Put a command of a host's into the next frame."""
+        self._executors[type(command)](command)
+
+    def take(self) -> bytes | None:
+        """The next frame; None: there is nothing to say."""
+        if not self._out:
+            return None
+        if (now := self._core.clock.current) != self._now:
+            self._now = now
+            self._out.insert(0, wire.Now(now))
+        frame = wire.encode(self._out)
+        self.frames_out += 1
+        self.messages_out += len(self._out)
+        self.bytes_out += len(frame)
+        self._out = []
+        return frame
+
+    def receive(self, frame: bytes) -> Iterator[ev.Event]:
+        """What the host reports; each event must be handled before the next one is asked for.
+
+        Raises:
+            ProtocolError: what it says cannot be true; it is to be cut off.
+        """
+        self.frames_in += 1
+        self.bytes_in += len(frame)
+        readers = self._readers
+        for message in wire.decode_from_host(frame):
+            self.messages_in += 1
+            reader = readers.get(type(message))
+            if reader is None:
+                raise ProtocolError(f"host {self.name} says {type(message).__name__} when it has joined already")
+            event = reader(message)
+            if event is not None:
+                yield event
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs there, and nothing that it was asked is open."""
+        return not (self.attempts or self._calls or self._probes)
+
+    def lost(self, why: str) -> Iterator[ev.Event]:
+        """The host is gone: its engines are broken, and so is all that ran there. As in :meth:`receive`."""
+        error = f"host {self.name} is gone: {said(why)}"
+        for engine in self.engines:
+            yield ev.EngineFailed(engine)
+        for engine, call in list(self._calls.items()):
+            if self._calls.pop(engine, None) == call:
+                self._failed(call, EngineUnreachable(error))
+                yield ev.EngineCallEnded(engine, call, ev.CallResult.UNREACHABLE, error)
+        probes, self._probes = self._probes, {}
+        for engine, probe in probes.items():
+            yield ev.EngineProbed(engine=engine, probe=probe, answered=False, detail=error)
+        for attempt_id in list(self.attempts):
+            attempt = self._over(attempt_id)
+            if attempt is not None:
+                lied = attempt_id == self._unbelieved
+                yield ev.AttemptFailed.of(
+                    attempt, error, AttemptFailure.CORRUPT if lied else AttemptFailure.BROKE_OFF
+                )
+
+    # ---------------------------------------------------------------- what the host must know
+
+    def _know(self, group: Group) -> None:
+        """It has heard of the group."""
+        if group.id in self._groups:
+            return
+        self._groups[group.id] = group
+        prompt, e = group.prompt, group.evaluation
+        # only functions read the data; where those cannot travel, functions run elsewhere
+        data = dict(prompt.data) if self.functions and wire.why_not_plain(prompt.data) is None else {}
+        of = None
+        if e is not None:
+            of = e.request.evaluation, e.groups[0].id, e.request.n_samples, e.request.sampling
+        self._out.append(
+            wire.NewPrompt(
+                group.id, packed(prompt.token_ids), data, prompt.epoch, prompt.position, of,
+            )
+        )  # fmt: skip
+
+    def _know_response(self, sample: Sample) -> _Known:
+        """It has the sample's response as it stands here; tokens that it has brought itself do not travel again."""
+        tape, known = sample.tape, self._known.get(sample.id)
+        if known is None:
+            self._know(sample.group)
+            known = self._known[sample.id] = _Known(tape)
+            changed = bool(tape.segments)
+        else:
+            changed = known.tape is not tape or known.segments != len(tape.segments)
+            if known.tape is not tape:
+                known.tape, known.segments = tape, 0
+        if not changed:
+            return known
+        more: list[wire.OwnPart | wire.Part] = []
+        for s in tape.segments[known.segments :]:
+            if s.attempt_id in known.brought:
+                own = wire.OwnPart(s.attempt_id)
+                if not more or more[-1] != own:  # one under several versions is whole all the same
+                    more.append(own)
+                continue
+            part = slice(s.start, s.start + s.count)
+            more.append(
+                wire.Part(
+                    s.version, s.kind is SegmentKind.GENERATED, s.attempt_id, s.engine, s.temperature,
+                    packed(tape.tokens[part]), packed(tape.logprobs[part]),
+                )
+            )  # fmt: skip
+        self._out.append(wire.Tape(*sample.id, known.segments, tuple(more)))
+        known.segments = len(tape.segments)
+        known.brought.clear()
+        return known
+
+    def forget(self, samples: Iterable[SampleId]) -> None:
+        """These are delivered, or given up; with the last of a group, the group and whatever runs for it."""
+        by_group: dict[int, list[int]] = {}
+        for sample in samples:
+            if sample.group in self._groups:
+                by_group.setdefault(sample.group, []).append(sample.index)
+        for number, indices in by_group.items():
+            held = self._core.context.group(number)
+            if held is None or not held.held:
+                self._judged.pop(number, None)
+                for member in self._groups.pop(number).samples:
+                    self._known.pop(member.id, None)
+                self._out.append(wire.Forget(number))
+                continue
+            gone = tuple(i for i in indices if self._known.pop(SampleId(number, i), None) is not None)
+            if gone:
+                self._out.append(wire.Forget(number, gone))
+
+    # ---------------------------------------------------------------- commands
+
+    def _local(self, engine: str) -> str:
+        """What the host calls it."""
+        return engine[len(self.name) + 1 :]
+
+    def _new_run(self, known: _Known, scored: tuple[int, ...] = ()) -> int:
+        self._last_run += 1
+        known.run, known.turn, known.scored = self._last_run, 0, scored
+        return self._last_run
+
+    def _start(self, command: do.StartSample) -> None:
+        known = self._know_response(command.sample)
+        self._out.append(wire.Start(*command.sample.id, self._new_run(known)))
+
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
+        self._know_response(attempt.sample)
+        self.attempts[attempt.id] = attempt
+        table = self._core.engines
+        self._reports[attempt.id] = AttemptReports(
+            attempt, table, self.engines[attempt.engine].max_context, self._detokenizer
+        )
+        ends = None if attempt.end_ids == table.eos_token_ids else tuple(sorted(attempt.end_ids))
+        self._out.append(
+            wire.Run(
+                attempt.id, *attempt.sample.id, self._local(attempt.engine), attempt.call.start,
+                attempt.sampling, ends, attempt.oldest, attempt.urgent,
+            )
+        )  # fmt: skip
+
+    def _abort(self, command: do.Abort) -> None:
+        ids = tuple(i for i in command.attempt_ids if i in self.attempts)
+        for attempt_id in ids:
+            self._reports[attempt_id].checks.aborted = True
+        if ids:
+            self._out.append(wire.Stop(self._local(command.engine), ids, command.everything))
+
+    def _fence(self, command: do.Fence) -> None:
+        ids = tuple(i for i in command.attempt_ids if i in self.attempts)
+        self.fenced.update(dict.fromkeys(ids))
+        for attempt_id in ids:
+            self._reports[attempt_id].checks.aborted = True
+        if ids:
+            self._out.append(wire.CutOff(self._local(command.engine), ids))
+
+    def _call_completed(self, command: do.CallCompleted) -> None:
+        sample, result = command.call.sample, command.call.result
+        assert result is not None
+        self._know_response(sample)
+        self._out.append(wire.Answer(*sample.id, result.start, result.end, result.finish))
+
+    def _score(self, samples: Sequence[Sample], *, together: bool) -> None:
+        known = [self._know_response(sample) for sample in samples]
+        run = self._new_run(known[0], tuple(s.id.index for s in samples))
+        ends = tuple((s.id.index, _finish_of(s)) for s in samples)
+        self._out.append(wire.Score(samples[0].id.group, run, together, ends))
+
+    def _judge(self, command: do.JudgeGroup) -> None:
+        group = command.group
+        for sample in group.first:
+            self._know_response(sample)
+        self._judged[group.id] = command.judgement
+        ends = tuple((s.id.index, _finish_of(s), s.reward) for s in group.first)
+        self._out.append(wire.Judge(group.id, command.judgement, ends))
+
+    def _cancel(self, command: do.CancelSample) -> None:
+        sample = command.sample
+        known = self._known.get(sample.id)
+        if known is not None and known.run:
+            known.run = 0
+            self._out.append(wire.Cancel(*sample.id))
+        if sample.state is SampleState.DROPPED:
+            self.forget([sample.id])
+
+    def _probe(self, command: do.ProbeEngine) -> None:
+        self._probes[command.engine] = command.probe
+        self._out.append(wire.Probe(self._local(command.engine), command.probe))
+
+    def _pause(self, command: do.PauseEngine) -> None:
+        self._calls[command.engine] = command.call
+        self._out.append(wire.Pause(self._local(command.engine), command.call, command.within_s))
+
+    def _load(self, command: do.LoadEngine) -> None:
+        self._calls[command.engine] = command.call
+        self._out.append(
+            wire.Load(
+                self._local(command.engine), command.call, command.within_s, command.version, command.path,
+                command.contents,
+            )
+        )  # fmt: skip
+
+    def _resume(self, command: do.ResumeEngine) -> None:
+        self._calls[command.engine] = command.call
+        self._out.append(wire.Resume(self._local(command.engine), command.call, command.within_s))
+
+    # ---------------------------------------------------------------- reports: attempts
+
+    def _over(self, attempt_id: str) -> Attempt | None:
+        """It runs there no longer; None: it does not, as far as is known here."""
+        self.fenced.pop(attempt_id, None)
+        self._reports.pop(attempt_id, None)
+        attempt = self.attempts.pop(attempt_id, None)
+        if attempt is not None and attempt.tape.count and (known := self._known.get(attempt.sample.id)) is not None:
+            known.brought.add(attempt_id)
+        return attempt
+
+    def _came(self, m: wire.Came) -> None:
+        attempt = self.attempts.get(m.attempt_id)
+        if attempt is None:
+            return  # it has ended already, as far as anybody counts
+        try:
+            self._reports[m.attempt_id].came(m, self._core.clock.current)
+        except (EngineError, ProtocolError) as error:
+            raise self._disbelieve(attempt, error) from None
+
+    def _ended(self, m: wire.Ended) -> ev.Event | None:
+        attempt = self.attempts.get(m.attempt_id)
+        if attempt is None:
+            return None
+        try:
+            finish = self._reports[m.attempt_id].ended(m, fenced=m.attempt_id in self.fenced)
+        except EngineError as error:
+            raise self._disbelieve(attempt, error) from None
+        self._over(m.attempt_id)
+        return ev.AttemptEnded.of(attempt, finish, fenced=m.fenced)
+
+    def _attempt_failed(self, m: wire.Failed) -> ev.Event | None:
+        attempt = self.attempts.get(m.attempt_id)
+        if attempt is None:
+            return None
+        try:
+            self._reports[m.attempt_id].failed(m)
+        except EngineError as error:
+            raise self._disbelieve(attempt, error) from None
+        self._over(m.attempt_id)
+        return ev.AttemptFailed.of(attempt, said(m.error), m.kind, rejected=m.rejected, busy_s=m.busy_s)
+
+    def _disbelieve(self, attempt: Attempt, error: Exception) -> ProtocolError:
+        """What to raise; nothing of that request is believed any more."""
+        self._unbelieved, where = attempt.id, f"attempt {attempt.id} of {attempt.sample.key} on engine {attempt.engine}"
+        return ProtocolError(f"host {self.name}: {where}: {error}")
+
+    def _stop_seen(self, m: wire.StopSeen) -> ev.Event | None:
+        return ev.StopFound(m.attempt_id) if m.attempt_id in self.attempts else None
+
+    def _silent(self, m: wire.Silent) -> ev.Event | None:
+        return ev.AttemptStalled(m.attempt_id, m.seconds) if m.attempt_id in self.attempts else None
+
+    # ---------------------------------------------------------------- reports: functions
+
+    def _running(self, group: int, index: int, run: int) -> tuple[Sample, _Known] | None:
+        """The sample whose function it is; None: the core has given that run up."""
+        known = self._known.get(SampleId(group, index))
+        held = self._core.context.group(group)
+        return None if known is None or known.run != run or not run or held is None else (held.samples[index], known)
+
+    def _called(self, m: wire.Called) -> ev.Event | None:
+        running = self._running(m.group, m.index, m.run)
+        if running is None:
+            return None
+        sample, known = running
+        if m.turn <= known.turn:
+            return None
+        known.turn = m.turn
+        wrong = wrong_sampling(m.sampling, self._core.engines.vocab_size)
+        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+            wrong = f"it is {sample!r}"
+        if not 0 <= m.seen <= len(sample.tape):
+            wrong = f"it has seen {m.seen} of {len(sample.tape)} tokens"
+        if wrong is not None:
+            raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
+        token_ids: Int32 | None = None
+        if m.added is not None:
+            prompt, tape, added = sample.group.prompt.token_ids, sample.tape, ids_of(m.added)
+            if (wrong := wrong_ids(added, self._core.engines.vocab_size)) is not None:
+                raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
+            token_ids = np.concatenate((prompt, tape.tokens[: m.seen], added))
+        return ev.CallMade(sample.id, m.sampling, token_ids)
+
+    def _returned(self, m: wire.Returned) -> ev.Event | None:
+        running = self._running(m.group, m.index, m.run)
+        if running is None:
+            return None
+        sample, known = running
+        known.run = 0
+        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+            raise ProtocolError(f"host {self.name}: {sample.id} returned, and is {sample!r}")
+        if sample.evaluation is not None:
+            self._function_returned(sample, None if m.output is None else wire.of_plain_bytes(m.output))
+            if m.why_not and not self._warned:
+                self._warned = True
+                log.warning(
+                    "host %s: what rollout functions return cannot travel (%s), so evaluate() has None in its place; "
+                    "return numbers, strings, bytes, lists and mappings", self.name, said(m.why_not),
+                )  # fmt: skip
+        return ev.SampleReturned(sample.id)
+
+    def _raised(self, m: wire.Raised) -> ev.Event | None:
+        running = self._running(m.group, m.index, m.run)
+        if running is None:
+            return None
+        sample, known = running
+        known.run = 0
+        return ev.SampleFailed(sample.id, said(m.error), said(m.kind))
+
+    def _rewards(self, m: wire.Rewards) -> ev.Event | None:
+        running = self._running(m.group, m.index, m.run)
+        if running is None:
+            return None
+        _, known = running
+        known.run = 0
+        if tuple(index for index, _ in m.rewards) != known.scored:
+            asked = f"asked for those of {known.scored}"
+            raise ProtocolError(f"host {self.name}: rewards {m.rewards} of group {m.group}, {asked}")
+        for index, reward in m.rewards:
+            if wrong_reward(reward):
+                raise ProtocolError(f"host {self.name}: sample {index} of group {m.group} got the reward {reward}")
+        return ev.Scored(m.group, list(m.rewards))
+
+    def _verdict(self, m: wire.Verdict) -> ev.Event | None:
+        if self._judged.get(m.group) != m.judgement:
+            return None
+        del self._judged[m.group]
+        error = None if m.error is None else said(m.error)
+        return ev.GroupJudged(group=m.group, judgement=m.judgement, keep=m.keep, error=error, kind=said(m.kind))
+
+    # ---------------------------------------------------------------- reports: engines
+
+    def _call_ended(self, m: wire.CallEnded) -> ev.Event | None:
+        engine, error = f"{self.name}/{m.engine}", said(m.error)
+        if self._calls.get(engine) != m.call:
+            return None
+        if m.content.strip("0123456789abcdef") or len(m.content) > LONGEST_CONTENT:
+            raise ProtocolError(f"host {self.name}: the content of a directory is told as {said(m.content)}")
+        del self._calls[engine]
+        if m.result is ev.CallResult.BUSY:
+            self._failed(m.call, EngineBusy(error))
+        elif m.result is not ev.CallResult.DONE:
+            self._failed(m.call, _ERRORS[m.result](error))
+        return ev.EngineCallEnded(engine, m.call, m.result, error, m.content)
+
+    def _written(self, m: wire.Written) -> ev.Event:
+        if all(limits.remote for limits in self.engines.values()):
+            raise ProtocolError(f"host {self.name} says that weights were written which none of its engines reads")
+        return ev.WeightsWritten(f"host {self.name}: {said(m.error)}; call weight_update before the next batch")
+
+    def _probed(self, m: wire.Probed) -> ev.Event | None:
+        engine = f"{self.name}/{m.engine}"
+        if self._probes.get(engine) != m.probe:
+            return None
+        del self._probes[engine]
+        load = None
+        if m.load is not None:
+            running, waiting, kv_usage, preemptions = m.load
+            load = ev.LoadReported(
+                engine=engine, running=running, waiting=waiting, kv_usage=kv_usage, preemptions=preemptions
+            )
+        return ev.EngineProbed(
+            engine=engine, probe=m.probe, answered=m.answered, ok=m.ok, current=m.current, detail=said(m.detail),
+            load=load,
+        )  # fmt: skip
+
+    def _sent(self, m: wire.TapesSent) -> None:
+        self.tapes_sent = m.number
+
+    def _quiet(self, m: wire.Quieted) -> None:
+        self.quieted = m.number
+
+    def _goodbye(self, m: wire.Goodbye) -> None:
+        self.leaves = said(m.why)
+
+
+def _finish_of(sample: Sample) -> FinishReason:
+    """Why a response that is complete has ended."""
+    assert sample.finish is not None
+    return sample.finish

@@ -1,0 +1,252 @@
+"""The side of every other rank: one link to rank 0, over which it makes its calls and hears their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from functools import partial
+from typing import Any
+
+from april.driver.loop_reply import Reply
+from april.driver.loop_thread import LoopThread
+from april.driver.user_code import describe
+from april.errors import LinkError, RankError
+from april.processes import rank_messages as say
+from april.processes.center import PURPOSE
+from april.processes.heartbeats import Heartbeats
+from april.processes.link import Link
+from april.processes.ranks import MeetingPoint, Ranks
+from april.processes.sockets import Hello, connect
+
+TRY_AGAIN_S = 0.2
+"""Between two attempts to reach a rank 0 that does not listen yet."""
+
+
+class Member:
+    """See above. Messages of a call are kept until the call has ended here, so an interrupted wait loses none."""
+
+    center = "rank 0"
+    """Who is there, for messages."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._beats = Heartbeats(ranks.rank_deadline_s)
+        self._link: Link | None = None
+        self.broken: RankError | None = None
+        """Why the ranks do not go on together."""
+        self.token = ""
+        """That all ranks know."""
+        self._gone: str | None = None
+        """Why rank 0 cannot be asked any more."""
+        self._come: dict[int, list[say.Step | say.Answer]] = {}
+        """What has come of each call that has not ended here."""
+        self._made = (-1, "")
+        """The last call."""
+        self.arguments = b""
+        """Of the call that is made next, where whoever carries it out has none of them."""
+        self._ended = 0
+        """Calls that have ended here."""
+        self._waiting: list[tuple[int, int, Reply[say.Step | say.Answer]]] = []
+        """Who waits for which message of which call."""
+        self._asked: dict[int, Reply[bytes]] = {}
+        self._numbers = itertools.count()
+        self._thread = LoopThread("april-ranks")
+
+    # ---------------------------------------------------------------- the trainer
+
+    def open(self, point: MeetingPoint) -> None:
+        """Connect to rank 0; raises RankError if it does not listen in time."""
+
+        async def join() -> None:
+            hello = Hello(PURPOSE, f"{self._ranks.rank} {self._ranks.share}")
+            loop = asyncio.get_running_loop()
+            end = loop.time() + self._ranks.rank_timeout_s
+            while True:
+                try:
+                    link = await connect(address, token, hello)
+                    try:
+                        async with asyncio.timeout(self._beats.deadline_s):
+                            frames = await _first_frames(link)
+                    except TimeoutError:
+                        link.close()
+                        raise LinkError(self._beats.sentence) from None
+                    self.join(link)
+                    for frame in frames:
+                        self._frame(frame)
+                    return
+                except LinkError as error:
+                    # in the store it was said when rank 0 listened already
+                    if self._ranks.store is not None or loop.time() > end:
+                        raise RankError(f"rank 0 cannot be reached: {error}", (0,)) from None
+                await asyncio.sleep(TRY_AGAIN_S)
+
+        address, token = point.find()
+        self.token = token
+        self._thread.run(join)
+
+    def arrive(self, call: int, what: str) -> None:
+        """Make a call."""
+        self.raise_if_broken()
+
+        def begin() -> None:
+            if self._made[0] == call and self._made[1] != what:
+                self._come.pop(call, None)  # it was for the call that was interrupted; rank 0 says that they differ
+            self._made = (call, what)
+            self._send(say.Arrive(call, what, self.arguments))
+
+        self._thread.call(begin)
+
+    def next(self, call: int, index: int) -> say.Step | say.Answer:
+        """The message number ``index`` of a call, when it is there; raises RankError."""
+
+        def begin(reply: Reply[say.Step | say.Answer]) -> None:
+            self._waiting.append((call, index, reply))
+            self._look_up()
+
+        return self._thread.wait_for(begin)
+
+    def done(self, call: int, step: str, error: BaseException | None = None) -> None:
+        """A step is carried out, or could not be, which ends the call for all; said twice it is heard once."""
+        said = say.Done(call, step, "" if error is None else describe(error))
+        self._thread.call(lambda: self._send(said))
+
+    def end(self, call: int) -> None:
+        """The call has ended here, and those before it."""
+
+        def end() -> None:
+            self._ended = call + 1
+            for number in [n for n in self._come if n <= call]:
+                del self._come[number]
+
+        self._thread.call_later(end)
+
+    def leave(self, call: int) -> None:
+        """An interrupt has taken this rank out of a call."""
+        self._thread.call_later(lambda: self._send(say.Leave(call)))
+
+    def ask(self, method: str, *arguments: Any) -> bytes:
+        """What rank 0 answers to a look; raises its error, or RankError if it is gone."""
+
+        def begin(reply: Reply[bytes]) -> None:
+            number = next(self._numbers)
+            if self._gone is not None:
+                reply.give(None, RankError(self._gone, (0,)))
+                return
+            self._asked[number] = reply
+            self._send(say.Ask(number, method, list(arguments)))
+
+        return self._thread.wait_for(begin)
+
+    def raise_if_broken(self) -> None:
+        """RankError if the ranks do not go on together."""
+        if self.broken is not None:
+            raise RankError(str(self.broken), self.broken.ranks)
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave."""
+        end = partial(self._end, "" if error is None else describe(error))
+        ended = False
+        try:
+            if self._thread.alive and self._thread.here:
+                self._thread.run(end)
+                ended = True
+        finally:  # an interrupt ends only the wait
+            self._thread.begin_to_stop(None if ended else end)
+            self._thread.stop()
+
+    # ---------------------------------------------------------------- on the loop
+
+    def join(self, link: Link) -> None:
+        """Rank 0 is there, on a link."""
+        self._link = link
+        self._beats.hear(0, self._now())
+        link.open(self._frame, self._lost)
+        self._tick()
+
+    def _frame(self, frame: bytes) -> None:
+        self._beats.hear(0, self._now())
+        try:
+            message = say.decode(frame)
+        except LinkError as wrong:
+            self._lost(str(wrong))
+            return
+        match message:
+            case say.Step(call) | say.Answer(call) if call >= self._ended:
+                number, what = self._made
+                # of the call that this one is made instead of: rank 0 will say that they differ
+                if call != number or message.what in ("", what):
+                    self._come.setdefault(call, []).append(message)
+            case say.Shown(number, content):
+                asked = self._asked.pop(number)
+                asked.give(content, None if message.error is None else say.error_of(message.error))
+            case say.Broken(sentence, ranks):
+                self._break(RankError(sentence, ranks))
+            case say.Bye(""):
+                self._break(RankError(f"{self.center} has closed its scheduler", (0,)))
+        self._look_up()
+
+    def _lost(self, why: str) -> None:
+        if self._gone is not None:
+            return
+        self._gone = f"{self.center} is gone: {why}"
+        self._break(RankError(self._gone, (0,)))
+        asked, self._asked = self._asked, {}
+        for reply in asked.values():
+            reply.give(None, RankError(self._gone, (0,)))
+
+    def _break(self, error: RankError) -> None:
+        if self.broken is None:
+            self.broken = error
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """Whoever waits gets what has come; what has come before all broke still counts."""
+        waiting, self._waiting = self._waiting, []
+        for call, index, reply in waiting:
+            come = self._come.get(call, [])
+            if index < len(come):
+                reply.give(come[index])
+            elif self.broken is not None:
+                reply.give(None, RankError(str(self.broken), self.broken.ranks))
+            else:
+                self._waiting.append((call, index, reply))
+
+    def _tick(self) -> None:
+        if self._gone is None:
+            if list(self._beats.silent(self._now())):
+                self._lost(self._beats.sentence)
+            self._send(say.Beat())
+            asyncio.get_running_loop().call_later(self._beats.interval_s, self._tick)
+
+    async def _end(self, sentence: str) -> None:
+        self._send(say.Bye(sentence))
+        if self._link is not None:
+            self._link.close()
+        self._gone = "this rank has closed its scheduler"
+        await asyncio.sleep(0)
+
+    def _send(self, message: say.Message) -> None:
+        if self._link is not None and self._gone is None:
+            self._link.send(say.encode(message))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _first_frames(link: Link) -> list[bytes]:
+    """What rank 0 says to a rank that it takes; raises LinkError if it does not take it."""
+    came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    frames: list[bytes] = []
+
+    def heard(frame: bytes) -> None:
+        frames.append(frame)
+        if not came.done():
+            came.set_result(None)
+
+    def lost(why: str) -> None:
+        if not came.done():
+            came.set_exception(LinkError(why))
+
+    link.open(heard, lost)
+    await came
+    return frames

@@ -1,0 +1,375 @@
+"""The mirror of a core on a host: frames made into commands for what runs here, and its events into frames.
+
+Samples, groups and attempts here are objects of the core's types that only carry what was told. No network, no clock,
+no asyncio: whoever owns the mirror carries the frames.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.evaluation import Evaluation
+from april.core.sampling import SamplingParams
+from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape
+from april.core.types import (
+    Attempt,
+    CallState,
+    FinishReason,
+    GenerateCall,
+    Group,
+    Prompt,
+    Replay,
+    Sample,
+    SampleId,
+    SampleState,
+)
+from april.core.versions import PolicyVersion
+from april.processes import messages as wire
+from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
+
+_BEGUN_ELSEWHERE = Replay(deque(), None)
+"""Of all samples here; nobody takes from it."""
+Question = wire.AskTapes | wire.AskQuiet | wire.Goodbye
+
+
+class Forgotten(tuple[SampleId, ...]):
+    """These samples are settled."""
+
+
+class Mirror:
+    """See above; it is the view that a host's engines and functions have of the core (``HostView``)."""
+
+    def __init__(self, welcome: wire.Welcome) -> None:
+        self.name = welcome.name
+        self.current = welcome.version
+        self.eos_token_ids = frozenset(welcome.eos_token_ids)
+        self.abort_resend_s = welcome.abort_resend_s
+        self.abort_deadline_s = welcome.abort_deadline_s
+        self._longest, self._context = welcome.max_response_len, welcome.max_context
+        self._groups: dict[int, Group] = {}
+        self._evaluations: dict[int, Evaluation] = {}
+        self._attempts: dict[str, Attempt] = {}
+        """That run."""
+        self._reported: dict[str, tuple[int, bool, int]] = {}
+        """By attempt: tokens, whether a stop string was found, and tokens after it, as told last."""
+        self._brought: dict[SampleId, dict[str, Attempt]] = {}
+        """Attempts that have ended, until it is told what became of their tokens."""
+        self._runs: dict[SampleId, int] = {}
+        self._turns: Counter[SampleId] = Counter()
+        self._out: list[wire.Message] = []
+        self.output_of: Callable[[SampleId], Any] = lambda sample: None
+        """What the rollout function of a sample has returned here."""
+        self._readers: dict[type[wire.Message], Callable[[Any], Iterable[do.Command | Forgotten | Question]]] = {
+            wire.Now: self._now,
+            wire.NewPrompt: self._new_prompt,
+            wire.Tape: self._tape,
+            wire.Run: self._run,
+            wire.Stop: lambda m: (do.Abort(m.engine, m.attempt_ids, m.everything),),
+            wire.CutOff: lambda m: (do.Fence(m.engine, m.attempt_ids),),
+            wire.Start: self._start,
+            wire.Answer: self._answer,
+            wire.Score: self._score,
+            wire.Judge: self._judge,
+            wire.Cancel: self._cancel,
+            wire.Probe: lambda m: (do.ProbeEngine(m.engine, m.probe),),
+            wire.Pause: lambda m: (do.PauseEngine(m.engine, m.call, m.within_s),),
+            wire.Load: self._load,
+            wire.Resume: lambda m: (do.ResumeEngine(m.engine, m.call, m.within_s),),
+            wire.Forget: self._forget,
+            wire.AskTapes: lambda m: (m,),
+            wire.AskQuiet: lambda m: (m,),
+            wire.Goodbye: lambda m: (m,),
+        }
+        self._writers: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.AttemptEnded: self._ended,
+            ev.AttemptFailed: self._failed,
+            ev.StopFound: lambda e: self._out.append(wire.StopSeen(e.attempt_id)),
+            ev.AttemptStalled: lambda e: self._out.append(wire.Silent(e.attempt_id, e.seconds)),
+            ev.CallMade: self._called,
+            ev.SampleReturned: self._returned,
+            ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.kind),
+            ev.Scored: self._scored,
+            ev.GroupJudged: self._judged,
+            ev.EngineCallEnded: self._call_ended,
+            ev.EngineProbed: self._probed,
+            ev.WeightsWritten: lambda e: self._out.append(wire.Written(e.error)),
+        }
+
+    # ---------------------------------------------------------------- as the view of a host
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that its response may have at most, tokens of the environment included."""
+        return min(self._longest, self._context - len(sample.group.prompt.token_ids))
+
+    # ---------------------------------------------------------------- frames
+
+    def receive(self, frame: bytes) -> Iterator[do.Command | Forgotten | Question]:
+        """What is to be done here, each before the next one is asked for.
+
+        Raises:
+            ProtocolError: this is no frame of april's.
+        """
+        readers = self._readers
+        for message in wire.decode_to_host(frame):
+            reader = readers.get(type(message))
+            if reader is None:
+                raise ProtocolError(f"the core's process says {type(message).__name__} after its welcome")
+            yield from reader(message)
+
+    def post(self, event: ev.Event) -> None:
+        """Put what has happened here into the next frame."""
+        self._writers[type(event)](event)
+
+    def say(self, message: wire.Message) -> None:
+        """Put one message into the next frame."""
+        self._out.append(message)
+
+    def take(self) -> bytes | None:
+        """The next frame; None: there is nothing to say."""
+        if not self._out:
+            return None
+        frame, self._out = wire.encode(self._out), []
+        return frame
+
+    # ---------------------------------------------------------------- what is told
+
+    def _sample(self, group: int, index: int) -> Sample:
+        try:
+            samples = self._groups[group].samples
+        except KeyError:
+            raise ProtocolError(f"group {group} is not known here") from None
+        while len(samples) <= index:
+            samples.append(Sample(SampleId(group, len(samples)), self._groups[group]))
+        sample = samples[index]
+        # functions see what their calls were answered with, not all of a response that was begun elsewhere
+        sample.replay = _BEGUN_ELSEWHERE
+        return sample
+
+    def _now(self, m: wire.Now) -> tuple[()]:
+        self.current = m.version
+        return ()
+
+    def _new_prompt(self, m: wire.NewPrompt) -> tuple[()]:
+        prompt = Prompt(ids_of(m.tokens), m.data, m.epoch, m.position)
+        evaluation = None
+        if m.evaluation is not None:
+            number, first, samples, sampling = m.evaluation
+            evaluation = self._evaluations.get(number)
+            if evaluation is None:
+                request = ev.EvaluationRequested(
+                    evaluation=number, prompts=(), n_samples=samples, sampling=sampling, seed=0
+                )
+                evaluation = Evaluation(request=request, groups=(Group(first, prompt, 0),))
+                self._evaluations = {number: evaluation}
+        self._groups[m.group] = Group(m.group, prompt, 0, evaluation=evaluation)
+        return ()
+
+    def _tape(self, m: wire.Tape) -> tuple[()]:
+        sample = self._sample(m.group, m.index)
+        tape, brought = sample.tape, self._brought.pop(sample.id, {})
+        if m.keep == 0:
+            tape = sample.tape = TokenTape()
+        if m.keep != len(tape.segments):
+            raise ProtocolError(f"{sample.id} has {len(tape.segments)} segments here, and {m.keep} are to be kept")
+        for part in m.more:
+            if isinstance(part, wire.OwnPart):
+                if part.attempt_id not in brought:
+                    raise ProtocolError(f"attempt {part.attempt_id} has brought nothing here")
+                a = brought[part.attempt_id]
+                tape.add_attempt(a.tape, a.id, f"{self.name}/{a.engine}", a.sampling.temperature)
+                continue
+            tokens, logprobs = ids_of(part.tokens), logprobs_of(part.logprobs)
+            kind = SegmentKind.GENERATED if part.generated else SegmentKind.ENVIRONMENT
+            tape.segments.append(
+                Segment(
+                    len(tape.tokens), len(tokens), part.version, kind, part.attempt_id, part.engine, part.temperature,
+                )
+            )  # fmt: skip
+            tape.tokens = np.concatenate((tape.tokens, tokens))
+            tape.logprobs = np.concatenate((tape.logprobs, logprobs))
+        return ()
+
+    def _run(self, m: wire.Run) -> tuple[do.Command]:
+        sample, sampling = self._sample(m.group, m.index), m.sampling
+        prompt, tape = sample.group.prompt.token_ids, sample.tape
+        attempt = Attempt(
+            id=m.attempt_id,
+            call=GenerateCall(sample, sampling, m.call_start),
+            engine=m.engine,
+            token_ids=np.concatenate((prompt, tape.tokens)) if len(tape) else prompt,
+            sampling=sampling,
+            tape=AttemptTape(),
+            end_ids=self.eos_token_ids if m.end_ids is None else frozenset(m.end_ids),
+            oldest=m.oldest,
+            urgent=m.urgent,
+        )
+        self._attempts[attempt.id] = attempt
+        return (do.Submit(attempt),)
+
+    def _start(self, m: wire.Start) -> tuple[do.Command]:
+        sample = self._sample(m.group, m.index)
+        sample.calls.clear()
+        sample.finish = None
+        self._runs[sample.id], self._turns[sample.id] = m.run, 0
+        return (do.StartSample(sample),)
+
+    def _answer(self, m: wire.Answer) -> tuple[do.Command]:
+        sample = self._sample(m.group, m.index)
+        call = GenerateCall(sample, SamplingParams(1), m.start, CallState.DONE)
+        call.end, call.finish = m.end, m.finish
+        sample.calls.append(call)
+        return (do.CallCompleted(call),)
+
+    def _finished(self, group: int, index: int, finish: FinishReason) -> Sample:
+        sample = self._sample(group, index)
+        sample.finish, sample.state = finish, SampleState.SCORING
+        return sample
+
+    def _score(self, m: wire.Score) -> tuple[do.Command]:
+        samples = [self._finished(m.group, index, finish) for index, finish in m.samples]
+        self._runs[samples[0].id] = m.run
+        if not m.together:
+            return (do.ScoreSample(samples[0]),)
+        group = self._groups[m.group]
+        for sample in group.samples:
+            if sample not in samples:
+                sample.state = SampleState.DROPPED
+        return (do.ScoreGroup(group),)
+
+    def _judge(self, m: wire.Judge) -> tuple[do.Command]:
+        for index, finish, reward in m.samples:
+            self._finished(m.group, index, finish).reward = reward
+        group = self._groups[m.group]
+        group.finishers, group.quorum = [index for index, *_ in m.samples], len(m.samples)
+        return (do.JudgeGroup(group, m.judgement),)
+
+    def _cancel(self, m: wire.Cancel) -> tuple[do.Command]:
+        sample = self._sample(m.group, m.index)
+        self._runs.pop(sample.id, None)
+        return (do.CancelSample(sample),)
+
+    def _load(self, m: wire.Load) -> tuple[do.Command]:
+        command = do.LoadEngine(
+            engine=m.engine, call=m.call, within_s=m.within_s, version=m.version, path=m.path, contents=m.contents
+        )
+        return (command,)
+
+    def _forget(self, m: wire.Forget) -> list[do.Command | Forgotten]:
+        group = self._groups.get(m.group)
+        if group is None:
+            return []
+        if m.indices is None:
+            del self._groups[m.group]
+            samples = group.samples
+        else:
+            samples = [self._sample(m.group, index) for index in m.indices]
+            for sample in samples:
+                group.samples[sample.id.index] = Sample(sample.id, group)
+        runs = self._runs
+        asked: list[do.Command | Forgotten] = [do.CancelSample(sample) for sample in samples if sample.id in runs]
+        for sample in samples:
+            for known in (runs, self._turns, self._brought):
+                known.pop(sample.id, None)
+        asked.append(Forgotten(sample.id for sample in samples))
+        return asked
+
+    # ---------------------------------------------------------------- what has happened
+
+    def report(self) -> None:
+        """Put what all running attempts have brought into the next frame."""
+        for attempt in self._attempts.values():
+            self._report(attempt)
+
+    def _report(self, attempt: Attempt, *, over: bool = False) -> None:
+        tape = attempt.tape
+        stands = tape.count, tape.stopped, tape.after_stop
+        told = self._reported.get(attempt.id, (0, False, 0))
+        if stands == told:
+            return
+        if not over:
+            self._reported[attempt.id] = stands
+        tokens, logprobs, spans = tape.packed()
+        at = told[0]
+        if at:
+            tokens, logprobs = tokens[at:], logprobs[at:]
+            spans = _after(spans, at)
+        self._out.append(
+            wire.Came(attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop)
+        )
+
+    def _over(self, attempt_id: str) -> int | None:
+        """Tokens that it has brought, which are reported with that; None: it is over already."""
+        attempt = self._attempts.pop(attempt_id, None)
+        if attempt is None:
+            return None
+        self._report(attempt, over=True)
+        self._reported.pop(attempt_id, None)
+        if attempt.tape.count and attempt.sample.id.group in self._groups:
+            self._brought.setdefault(attempt.sample.id, {})[attempt_id] = attempt
+        return attempt.tape.parsed
+
+    def _call_ended(self, e: ev.EngineCallEnded) -> None:
+        self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error, e.content))
+
+    def _ended(self, e: ev.AttemptEnded) -> None:
+        if (count := self._over(e.attempt_id)) is not None:
+            self._out.append(wire.Ended(e.attempt_id, e.finish, e.fenced, count))
+
+    def _failed(self, e: ev.AttemptFailed) -> None:
+        if (count := self._over(e.attempt_id)) is not None:
+            self._out.append(wire.Failed(e.attempt_id, e.error, e.kind, e.rejected, e.busy_s, count))
+
+    def _run_over(self, sample: SampleId, message: Callable[..., wire.Message], *more: Any) -> None:
+        """The last word of a run; what was cancelled has had it."""
+        run = self._runs.pop(sample, None)
+        if run is not None:
+            self._out.append(message(*sample, run, *more))
+
+    def _returned(self, e: ev.SampleReturned) -> None:
+        output, why_not, group = None, "", self._groups.get(e.sample.group)
+        if group is not None and group.evaluation is not None:  # nobody else asks for it
+            try:
+                output = wire.plain_bytes(self.output_of(e.sample))
+            except TypeError as error:
+                why_not = str(error)
+        self._run_over(e.sample, wire.Returned, output, why_not)
+
+    def _called(self, e: ev.CallMade) -> None:
+        run, seen, added = self._runs.get(e.sample), 0, None
+        if run is None:
+            return  # of a run that was cancelled
+        if e.token_ids is not None:
+            sample = self._sample(*e.sample)
+            seen = sample.seen
+            added = packed(e.token_ids[len(sample.group.prompt.token_ids) + seen :])
+        self._turns[e.sample] += 1
+        self._out.append(wire.Called(*e.sample, run, self._turns[e.sample], e.sampling, seen, added))
+
+    def _scored(self, e: ev.Scored) -> None:
+        first = SampleId(e.group, e.rewards[0][0])
+        self._run_over(first, wire.Rewards, tuple(e.rewards))
+
+    def _judged(self, e: ev.GroupJudged) -> None:
+        self._out.append(wire.Verdict(e.group, e.judgement, e.keep, e.error, e.kind))
+
+    def _probed(self, e: ev.EngineProbed) -> None:
+        load = None
+        if e.load is not None:
+            load = e.load.running, e.load.waiting, e.load.kv_usage, e.load.preemptions
+        self._out.append(wire.Probed(e.engine, e.probe, e.answered, e.ok, e.current, e.detail, load))
+
+
+def _after(spans: list[tuple[PolicyVersion, int]], at: int) -> list[tuple[PolicyVersion, int]]:
+    """What is left of run-length versions without the first ``at`` tokens."""
+    left = []
+    for version, count in spans:
+        if at < count:
+            left.append((version, count - at))
+        at = max(at - count, 0)
+    return left

@@ -1,0 +1,156 @@
+"""Which rank this process is, and where the ranks find rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from april.errors import ConfigError, RankError
+from april.processes.sockets import new_token
+
+LOOPBACK = "127.0.0.1:0"
+_groups = itertools.count()
+"""Groups that this process was a rank of: each has a place of its own in torch's store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among the ranks of one trainer. Without arguments: the only one.
+
+    By hand, every process gives the same ``world_size``, ``address`` and ``token``; under ``torch.distributed``
+    :meth:`of_torch` finds it all.
+
+    Raises:
+        ConfigError: numbers out of range, or several ranks without an address or a token.
+    """
+
+    rank: int = 0
+    """0 has the scheduler, the prompts, the reward and the engines."""
+    world_size: int = 1
+    data_rank: int | None = None
+    """which share of a batch this rank gets; those of a tensor-parallel group get the same one. None: ``rank``"""
+    data_size: int | None = None
+    """into how many shares a batch is split; None: ``world_size``"""
+    address: str = ""
+    """where rank 0 listens, as "host:port" """
+    token: str = ""
+    """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
+    rank_timeout_s: float = 1800.0
+    """how long the ranks that came to a call wait for the others"""
+    rank_deadline_s: float = 60.0
+    """after so long without a sign of life a rank counts as dead; one whose process ends is seen at once"""
+    store: Any = None
+    """of torch.distributed, in which rank 0 says where it listens"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"ranks: rank {self.rank} is none of {self.world_size}; ranks count from 0")
+        if not 0 <= self.share < self.shares <= self.world_size:
+            raise ConfigError(
+                f"ranks: data_rank {self.share} of data_size {self.shares} is not among {self.world_size} ranks"
+            )
+        if min(self.rank_timeout_s, self.rank_deadline_s) <= 0:
+            raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be above 0")
+        if self.world_size > 1 and self.store is None and not (self.address and self.token):
+            raise ConfigError(
+                "ranks: several ranks need the address at which rank 0 listens and a token, the same for all; "
+                "Ranks.of_torch() finds them under torch.distributed"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Ranks rank={self.rank} of {self.world_size}, share {self.share} of {self.shares}>"
+
+    @property
+    def share(self) -> int:
+        """Number of the share that this rank gets."""
+        return self.rank if self.data_rank is None else self.data_rank
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares batches are split."""
+        return self.world_size if self.data_size is None else self.data_size
+
+    @classmethod
+    def of_torch(
+        cls, *, data_rank: int | None = None, data_size: int | None = None, address: str = LOOPBACK,
+        rank_timeout_s: float = 1800.0, rank_deadline_s: float = 60.0,
+    ) -> Ranks:  # fmt: skip
+        """The ranks of ``torch.distributed``'s default group, of any backend; its store is asked, nothing else.
+
+        Every rank calls it, after ``init_process_group``. A process that torchrun did not start is the only rank.
+
+        Args:
+            data_rank: which share this rank gets, if others get the same one (tensor, pipeline, context parallel).
+            data_size: how many shares there are then.
+            address: where rank 0 listens, port 0: any free one. Ranks on other machines need an address of rank 0's
+                machine that they reach.
+            rank_timeout_s: see the class.
+            rank_deadline_s: see the class.
+
+        Raises:
+            ConfigError: torchrun has started several processes, and ``init_process_group`` was not called; or they are
+                on several machines and no address was given.
+        """
+        torch_ranks: Any = sys.modules.get("torch.distributed")
+        if torch_ranks is None or not (torch_ranks.is_available() and torch_ranks.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ConfigError("Ranks.of_torch: call torch.distributed.init_process_group() first, on every rank")
+            return cls(rank_timeout_s=rank_timeout_s, rank_deadline_s=rank_deadline_s)
+        world_size = torch_ranks.get_world_size()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if here < world_size and address == LOOPBACK:
+            raise ConfigError(
+                'Ranks.of_torch: the ranks are on several machines; give address="<address of rank 0\'s machine>:0"'
+            )
+        return cls(
+            rank=torch_ranks.get_rank(), world_size=world_size, data_rank=data_rank, data_size=data_size,
+            address=address, token="", rank_timeout_s=rank_timeout_s, rank_deadline_s=rank_deadline_s,
+            store=torch_ranks.distributed_c10d._get_default_store(),
+        )  # fmt: skip
+
+    def meeting_point(self) -> MeetingPoint:
+        """Where this group meets; once for each scheduler, on every rank."""
+        return MeetingPoint(self)
+
+
+def any_port(address: str) -> str:
+    """Any free port of the same interface."""
+    return f"{address.rpartition(':')[0]}:0"
+
+
+class MeetingPoint:
+    """Address and token, as given or through the store."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._key = f"april/ranks/{next(_groups)}"
+        self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
+        """Of rank 0."""
+
+    def publish(self, address: str) -> None:
+        """Rank 0 listens there; "": nowhere."""
+        if self._ranks.store is not None:
+            self._ranks.store.set(self._key, f"{address} {self.token}")
+
+    def find(self) -> tuple[str, str]:
+        """Address and token, once rank 0 has published them; raises RankError if it does not in time."""
+        store = self._ranks.store
+        if store is None:
+            return self._ranks.address, self._ranks.token
+        timeout_s = self._ranks.rank_timeout_s
+        try:
+            store.wait([self._key], timedelta(seconds=timeout_s))
+            address, _, token = bytes(store.get(self._key)).decode("ascii").partition(" ")
+        except Exception as error:  # whatever torch raises
+            raise RankError(
+                f"rank 0 has not said where it listens within {timeout_s:g} s (rank_timeout_s), or torch's store is "
+                f"gone: {type(error).__name__}",
+                (0,),
+            ) from None
+        if not address:
+            raise RankError("rank 0 could not listen for the other ranks; its own error says why", (0,))
+        return address, token

@@ -1,0 +1,262 @@
+"""A run as actors of Ray: one has the scheduler, others may be its hosts. Trainer's ranks attach to it by its name.
+
+Ray does what it is there for: it places actors, starts hosts that died anew, and carries arrays. What happens in them
+is april as everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from april.config.engines import EngineConfig
+from april.config.settings import Config
+from april.core.batch_shares import SplitBy
+from april.core.ledger import Ledger
+from april.core.versions import PolicyVersion
+from april.errors import ConfigError, EngineError
+from april.processes import content
+from april.processes.actor_calls import this_actor
+from april.processes.actor_scheduler import ActorScheduler
+from april.processes.core_actor import CORE, CoreActor, EngineFactory, HostSpec
+from april.processes.host_actor import HostActor
+from april.processes.rank_host import FUNCTIONS
+from april.processes.ranks import Ranks
+
+log = logging.getLogger("april")
+
+OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer"))
+"""Options of the scheduler that its hosts have, too."""
+CLOSE_S = 30.0
+"""For the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""
+CALLS_AT_ONCE = 10_000
+"""Of the core's actor: one of each rank always waits there for news."""
+
+
+class Run:
+    """What :func:`scheduler` has started; ``with`` closes it."""
+
+    def __init__(self, name: str, core: Any, hosts: list[Any]) -> None:
+        self.name = name
+        self.core = core
+        """Handle of the core's actor."""
+        self.hosts = hosts
+        """Handles of the hosts' actors. ``actor.apply.remote(function, *arguments)`` calls
+        ``function(engines, *arguments)`` there: so a ``transfer`` hands weights over."""
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<april.ray.Run {self.name!r}>"
+
+    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
+        """See :meth:`april.RolloutScheduler.state_dict`."""
+        return content.unpack_plain(self._look("state_dict", trained_through))  # type: ignore[no-any-return]
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return content.unpack_version(self._look("version"))
+
+    def ledger(self) -> dict[str, Ledger]:
+        """See :meth:`april.RolloutScheduler.ledger`."""
+        return content.unpack_ledgers(self._look("ledger"))
+
+    def validate(self) -> None:
+        """See :meth:`april.RolloutScheduler.validate`."""
+        self._look("validate")
+
+    def story(self, group: int, index: int) -> str:
+        """See :meth:`april.RolloutScheduler.story`."""
+        return content.unpack_plain(self._look("story", group, index))  # type: ignore[no-any-return]
+
+    def _look(self, method: str, *arguments: Any) -> bytes:
+        import ray
+
+        found = ray.get(self.core.look.remote(method, list(arguments)))
+        if isinstance(found, Exception):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the scheduler, its engines and the actor; idempotent."""
+        import ray
+
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for actors in ([self.core], self.hosts):
+                closing = [actor.close.remote() for actor in actors]
+                closed, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S) if closing else ([], [])
+                if late:
+                    log.warning("run %s: %d actors did not close in %g s and are killed", self.name, len(late), CLOSE_S)
+                for one in closed:
+                    try:
+                        ray.get(one)
+                    except ray.exceptions.RayActorError as error:
+                        log.warning("run %s: an actor was gone already (%s)", self.name, type(error).__name__)
+        finally:
+            for actor in (self.core, *self.hosts):
+                ray.kill(actor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scheduler(
+    config: Config,
+    *,
+    name: str,
+    prompts: Iterable[Any],
+    ranks: int = 1,
+    hosts: int = 0,
+    engines: EngineFactory | None = None,
+    split_by: SplitBy = "samples",
+    rank_timeout_s: float = 1800.0,
+    rank_deadline_s: float = 60.0,
+    actor_options: Mapping[str, Any] | None = None,
+    host_options: Mapping[str, Any] | None = None,
+    detached: bool = False,
+    **options: Any,
+) -> Run:
+    """Start a run: an actor with the scheduler, and one for each host. Ray must be initialised.
+
+    The actors live as long as the process that makes them, and Ray carries over what is given here.
+
+    Args:
+        config: see :class:`april.Config`; servers of ``config.engine`` are read by the actor.
+        name: of the run, unique in the cluster while it lives; :func:`attach` takes it.
+        prompts: as for :class:`april.RolloutScheduler`. Their ``data`` goes to the ranks, so it must be plain: numbers,
+            text, bytes, lists and dicts.
+        ranks: how many of the trainer attach, as 0 to ``ranks - 1``.
+        hosts: actors that have the engines and run the functions, each in a process of its own; 0: the scheduler's
+            actor does it all. Servers of ``config.engine`` are dealt out, an embedded model is loaded by each.
+        engines: called in host number i with i (without hosts: with 0), returns its engine objects: instead of what
+            ``config.engine`` describes.
+        split_by: how batches are split; see :meth:`april.Batch.split`.
+        rank_timeout_s: how long ranks wait for others at a call, and for one that died to come back.
+        rank_deadline_s: after so long without a sign of life a rank counts as dead. The end of an actor is seen at
+            once.
+        actor_options: Ray's options for the scheduler's actor, such as ``{"resources": {"head": 1}}``.
+        host_options: the same for each host, such as ``{"num_gpus": 1}``.
+        detached: they outlive the process that made them, until :meth:`Run.close` or ``ray.kill``.
+        options: all else that :class:`april.RolloutScheduler` takes (``reward``, ``rollout``, ``tokenizer``, ...).
+
+    Raises:
+        ConfigError: Ray is not installed or not initialised, there is a run of this name, or as in
+            :class:`april.RolloutScheduler`.
+        EngineError: an actor, or its engines, could not be made.
+    """
+    ray = _ray()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config must be an april.Config, got {type(config).__name__}")
+    for what, count, least in (("ranks", ranks, 1), ("hosts", hosts, 0)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ConfigError(f"{what}: expected a whole number and at least {least}, got {count!r}")
+    if (actor_options or {}).get("max_restarts"):
+        raise ConfigError(
+            "actor_options: a core that Ray starts anew has lost what it held, so max_restarts stays 0; make a new run "
+            "and give it the saved state with load_state_dict"
+        )
+    group = Ranks(
+        world_size=ranks, address=f"ray:{name}", token=CORE, rank_timeout_s=rank_timeout_s,
+        rank_deadline_s=rank_deadline_s,
+    )  # fmt: skip
+    lives = {"namespace": _namespace(name), **({"lifetime": "detached"} if detached else {})}
+    functions = {key: value for key, value in options.items() if key in OF_HOSTS}
+    specs = [
+        HostSpec(
+            engine=config.engine if engines else _dealt(config.engine, i, hosts), factory=engines, seed=config.seed,
+            functions=functions,
+        )
+        for i in range(hosts)
+    ]
+    actor = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(CoreActor)
+    try:
+        core = actor.options(**{**(actor_options or {}), **lives, "name": CORE}).remote()
+    except ValueError:
+        raise ConfigError(f"name: there is a run {name!r} in this cluster already") from None
+    run = Run(name, core, [])
+    try:
+        started = core.start.remote(
+            config=config, ranks=group, split_by=split_by, engines=engines, hosts=specs,
+            options={**options, "prompts": prompts},
+        )  # fmt: skip
+        host = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE, max_restarts=-1)(HostActor)
+        for i in range(hosts):
+            placed = host.options(**{**(host_options or {}), **lives, "name": f"host{i}"})
+            run.hosts.append(placed.remote(lives["namespace"], i))
+        _wait_for(ray, [started, *(made.joined.remote() for made in run.hosts)])
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
+    """The scheduler of a run for one rank of the trainer, in whatever process of the cluster; close it at the end.
+
+    A rank that was started anew attaches again under its number. It gets its share of the oldest batch that is not
+    committed, and what all ranks were answered since; the others wait for it, ``rank_timeout_s`` at most.
+
+    Args:
+        name: of the run.
+        rank: number of this rank.
+        tokenizer: for the text of evaluations.
+
+    Raises:
+        ConfigError: there is no such run.
+        RankError: there is no such rank.
+    """
+    ray = _ray()
+    try:
+        core = ray.get_actor(CORE, _namespace(name))
+    except ValueError:
+        raise ConfigError(f"there is no run {name!r} in this cluster (any more)") from None
+    seat = ray.get(core.join_as_rank.remote(rank, this_actor()))
+    if isinstance(seat, Exception):
+        raise seat
+    return ActorScheduler(core, rank, seat, tokenizer)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("april.ray needs Ray 2.40 or newer: pip install ray") from None
+    if not ray.is_initialized():
+        raise ConfigError("april.ray: call ray.init() first; april begins no cluster of its own")
+    return ray
+
+
+def _namespace(name: str) -> str:
+    return f"april/{name}"
+
+
+def _dealt(engine: EngineConfig, index: int, hosts: int) -> EngineConfig:
+    """What one host gets of the engines."""
+    urls = getattr(engine, "urls", None)
+    if urls is None:
+        return engine
+    if len(urls) < hosts:
+        raise ConfigError(f"hosts: {hosts} hosts cannot share {len(urls)} servers; set hosts to {len(urls)} at most")
+    return engine.model_copy(update={"urls": urls[index::hosts]})
+
+
+def _wait_for(ray: Any, waiting: list[Any]) -> None:
+    """Until the scheduler and all hosts are there; raises what went wrong, whatever came first."""
+    while waiting:
+        (there, *_), waiting = ray.wait(waiting, num_returns=1)
+        try:
+            wrong = ray.get(there)
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"an actor of the run could not be made: {error}") from None
+        if isinstance(wrong, Exception):
+            raise wrong

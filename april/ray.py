@@ -1,0 +1,8 @@
+"""april in an actor of Ray, which trainer's ranks on any node ask by the name of the run. See docs/ray.md."""
+
+from __future__ import annotations
+
+from april.processes.actor_scheduler import ActorScheduler
+from april.processes.ray_run import Run, attach, scheduler
+
+__all__ = ["ActorScheduler", "Run", "attach", "scheduler"]

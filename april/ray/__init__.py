@@ -1,8 +1,0 @@
-"""april in an actor of Ray, which trainer's ranks on any node ask by the name of the run. See docs/ray.md."""
-
-from __future__ import annotations
-
-from april.ray.rank import ActorScheduler
-from april.ray.run import Run, attach, scheduler
-
-__all__ = ["ActorScheduler", "Run", "attach", "scheduler"]
