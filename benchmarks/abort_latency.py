@@ -30,7 +30,7 @@ import numpy as np
 
 import april
 from april.driver.loop_thread import LoopThread
-from april.engines.http.metrics_page import parse_metrics
+from april.engines.http.server_process import parse_metrics
 from april.engines.sglang.engine import ABORTS_AT_ONCE
 from april.engines.sglang.wire import rid_of
 from april.engines.vllm.wire import TOKEN_ROUTE, engine_id

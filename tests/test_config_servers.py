@@ -18,7 +18,7 @@ import april
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.doctor.examine import Patience
 from april.doctor.run import examine
-from april.engines.http.server_pool import client_of
+from april.engines.http.server_probe import client_of
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 8, "max_response_len": 99}
 NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]

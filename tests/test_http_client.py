@@ -14,7 +14,7 @@ from sglang_fixtures import run, until
 
 from april.engines.http import http_client
 from april.engines.http.http_client import HttpClient
-from april.engines.http.wire_errors import error_text
+from april.engines.http.wire import error_text
 from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 
 KEY = "very-secret-key"

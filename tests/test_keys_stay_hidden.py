@@ -171,9 +171,8 @@ def test_doctor(what: str) -> None:
 HOUSE = Path(april.__file__).parent
 LOCAL = {"transformers", "simulated"}
 """They speak with no server."""
-READERS = {"server_json.py"}
 PLACES = [p for p in [*HOUSE.glob("engines/**/*.py"), *HOUSE.glob("doctor/*.py"), HOUSE / "adapters/slime/servers.py"]
-          if p.name not in READERS and p.parent.name not in LOCAL]  # fmt: skip
+          if p.parent.name not in LOCAL]  # fmt: skip
 OWN = {name for name in dir(april.errors) if name.endswith(("Error", "Busy", "Refused", "Unreachable"))} | {"NotJson"}
 SHOWN = {"said", "quoted", "error_text", "type", "len"}
 RAW = {"body", "headers", "reason", "message", "finish_reason"}

@@ -40,7 +40,7 @@ ALLOWED = {
     ("core/sealed.py", "april"): "keys of a state",
     ("demo/show.py", "loss"): "keys of figures",
     ("driver/prompt_source.py", "attention_mask"): "keys of a user's row",
-    ("engines/http/wire_errors.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
+    ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
     ("engines/sglang/probe.py", "retract"): "pause modes",
     ("engines/sglang/worker.py", "retract"): "pause modes",

@@ -11,8 +11,8 @@ import pytest
 from responses import sglang_reader
 
 from april.core.sampling import SamplingParams
-from april.engines.http.admission import Admission
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.engines.sglang.wire import rid_of

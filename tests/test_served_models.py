@@ -19,7 +19,7 @@ from april.config.engines import OpenAIEngineConfig, SglangEngineConfig, VllmEng
 from april.core.versions import FIRST_VERSION
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Verdict
-from april.engines.http.served_models import chosen
+from april.engines.http.server_probe import chosen
 from april.engines.kinds.factory import open_servers
 from april.errors import ConfigError, EngineError
 from april.testing.servers.openai.server import MODEL, FakeOpenAIServer, serving_openai

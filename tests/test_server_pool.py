@@ -11,7 +11,7 @@ from sglang_fixtures import run, until
 
 from april.config.engines import VllmEngineConfig
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_pool import connect_all
+from april.engines.http.server_probe import connect_all
 from april.engines.vllm.engine import connect_vllm
 from april.errors import EngineError
 from april.testing.servers.vllm.server import FakeVllmServer

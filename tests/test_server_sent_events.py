@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines.http import server_sent_events
-from april.engines.http.server_sent_events import EventSplitter
+from april.engines.http import response_stream
+from april.engines.http.response_stream import EventSplitter
 from april.errors import EngineError, WireError
 
 STREAM = (
@@ -60,7 +60,7 @@ def test_mutations_raise_nothing_but_engine_errors(at: int, cut: int, put: bytes
 
 def test_a_line_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded: an event beyond the limit is refused while it comes."""
-    monkeypatch.setattr(server_sent_events, "MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr(response_stream, "MAX_EVENT_BYTES", 1000)
     splitter = EventSplitter()
     for _ in range(100):
         splitter.feed(b"data: xxxx")

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import server_text
-from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.wire_errors import error_text
+from april.engines.http.wire import NotJson, error_text, read_json
 from april.server_text import LOOKED_AT, hide, quoted, said
 
 KEY = "sk-Test/Key+77aa=="

@@ -18,10 +18,10 @@ from aiohttp import StreamReader
 from aiohttp.base_protocol import BaseProtocol
 from responses import asked, openai_reader, sglang_reader, vllm_reader
 
-from april.engines.http.admission import Admission
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import TRANSITIONS, Endpoint, ResponseStream, StreamState
+from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish

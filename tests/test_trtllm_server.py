@@ -21,8 +21,8 @@ from april.core.versions import PolicyVersion
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report
 from april.engines.http.http_client import failure_of
-from april.engines.http.metrics_page import parse_metrics
 from april.engines.http.response_reader import Progress
+from april.engines.http.server_process import parse_metrics
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused

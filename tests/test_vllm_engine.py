@@ -13,7 +13,7 @@ from vllm_fixtures import connected, served
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http import answer_size
+from april.engines.http import response_stream
 from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
@@ -432,8 +432,8 @@ def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
 
 def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit an answer is an error, whatever is in it."""
-    monkeypatch.setattr(answer_size, "OTHER_BYTES", 0)
-    monkeypatch.setattr(answer_size, "BYTES_PER_TOKEN", 10)
+    monkeypatch.setattr(response_stream, "OTHER_BYTES", 0)
+    monkeypatch.setattr(response_stream, "BYTES_PER_TOKEN", 10)
 
     async def program() -> None:
         async with served(mean_length=10**6) as (_, engine):

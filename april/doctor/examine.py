@@ -18,8 +18,7 @@ from april.doctor.compare import compared
 from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
 from april.doctor.reach import why_no_talk, why_unreachable
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_pool import api_key
-from april.engines.http.server_probe import ServerFacts
+from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import VERSION_CHARS, Identity, ServerKind, identify, why_silent
 from april.engines.kinds.probe import SETTINGS, probe
 from april.errors import ConfigError, EngineBusy, EngineError

@@ -19,7 +19,7 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.http.wire_arrays import empty_chunk
+from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, Request
 from april.errors import EngineError
 from april.testing.fake_responses import FakeResponder, Lengths

@@ -23,10 +23,9 @@ from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.user_code import check_function
-from april.engines.http.http_client import HttpClient
+from april.engines.http.http_client import HttpClient, control, nothing
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_words import control, nothing
-from april.engines.http.wire_arrays import empty_chunk
+from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 from april.errors import EngineError, RequestRefused
 

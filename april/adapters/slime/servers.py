@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.wire import NotJson, read_json
 from april.engines.sglang.router import router_workers
 from april.errors import EngineError
 

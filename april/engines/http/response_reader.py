@@ -14,10 +14,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http.server_json import NotJson, read_with
 from april.engines.http.weight_labels import Span, WeightLabels, cover, foreign_weights
-from april.engines.http.wire_arrays import chunk_of, empty_chunk
-from april.engines.http.wire_errors import failure_said
+from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
 from april.engines.protocol import Chunk, EngineFinish
 from april.errors import EngineError, WireError
 

@@ -3,8 +3,7 @@
 An event of one token costs far more to look at by itself than among others. So who drives a stream may let pieces
 of the response pile up here and take them together; what has arrived can be taken at any time.
 
-Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before.
-"""
+Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before."""
 
 from __future__ import annotations
 
@@ -14,17 +13,112 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.engines.http.admission import Admission
-from april.engines.http.answer_size import answer_bytes
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import Progress, ResponseReader
-from april.engines.http.server_pause import OwnPauses
-from april.engines.http.server_process import Confirmation
-from april.engines.http.server_sent_events import EventSplitter
+from april.engines.http.server_engine import Admission
+from april.engines.http.server_process import Confirmation, OwnPauses
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.http.wire_arrays import empty_chunk
+from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineBusy, EngineError, EngineUnreachable
+from april.errors import EngineBusy, EngineError, EngineUnreachable, WireError
+
+MAX_EVENT_BYTES = 4 << 20
+"""Largest single event, unless whoever reads knows better."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventSplitter:
+    """Feed bytes, get the payloads (what follows ``data:``) of the events that are complete.
+
+    Lines end in LF or CRLF; comments and other fields are skipped; several data lines of one event are joined.
+
+    Args:
+        limit: bytes of one event; None: MAX_EVENT_BYTES.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = MAX_EVENT_BYTES if limit is None else limit
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._data: list[bytes] = []
+        self._lines = 0
+        """Bytes of the lines in it."""
+        self._first = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The payloads that end in this piece, in order.
+
+        Raises:
+            WireError: a line that is no field of an event stream, or an event that is too large.
+        """
+        cut = piece.rfind(b"\n")
+        if cut < 0:
+            self._keep(piece)
+            return []
+        text = b"".join([*self._pieces, piece[: cut + 1]])
+        self._pieces, self._size = [], 0
+        self._keep(piece[cut + 1 :])
+        if self._first:
+            text, self._first = text.removeprefix(_BOM), False
+        if not self._data and (plain := _plain(text)) is not None:
+            return plain
+        events = []
+        for raw in text.split(b"\n")[:-1]:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+                self._lines += len(line)
+                self._require_room(self._lines)
+            elif not line:
+                if self._data:
+                    events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
+                    self._data, self._lines = [], 0
+            elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
+                raise WireError(f"the stream has a line that is no server-sent event ({len(line)} bytes)")
+        return events
+
+    def end(self) -> list[bytes]:
+        """What the end of the stream completes: an event without its blank line.
+
+        Raises:
+            EngineError: the stream ends inside a line: it has broken off.
+        """
+        if self._size:
+            raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
+        data, self._data = self._data, []
+        return [b"\n".join(data)] if data else []
+
+    def _keep(self, piece: bytes) -> None:
+        if not piece:
+            return
+        self._pieces.append(piece)
+        self._size += len(piece)
+        self._require_room(self._size)
+
+    def _require_room(self, size: int) -> None:
+        if size > self._limit:
+            raise WireError(f"an event of the stream has more than {self._limit} bytes; april stops reading")
+
+
+def _plain(text: bytes) -> list[bytes] | None:
+    """The payloads of whole events of one data line each, as most servers send them; None: it has something else."""
+    blocks = text.split(b"\n\n")
+    if blocks.pop() or text.count(b"\n") != 2 * len(blocks) or b"\r" in text:
+        return None
+    if not all(block.startswith(b"data: ") for block in blocks):
+        return None
+    return [block[6:] for block in blocks]
+
+
+BYTES_PER_TOKEN = 1 << 12
+"""Of JSON, beyond what any token takes: some 140 on vLLM, 2,000 for the longest with its text, bytes and all. Those of
+the prompt count as well: a vLLM that returns routed experts sends up to 2,000 for each of them, and others its id."""
+OTHER_BYTES = 1 << 20
+
+
+def answer_bytes(request: Request) -> int:
+    """Most bytes of the answer, or of one event of its stream, as some servers repeat everything in each event."""
+    return OTHER_BYTES + BYTES_PER_TOKEN * (len(request.token_ids) + request.sampling.max_tokens)
 
 
 class StreamState(StrEnum):

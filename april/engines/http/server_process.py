@@ -1,20 +1,148 @@
 """Whether answers come from the process that was given the present weights; what is not known is not assumed.
 
 A server that is started anew has the weights of its start. One with labels shows it; another by the time at which its
-process began, if its metrics say that; of one that says neither, april knows only that its port was found closed.
-"""
+process began, if its metrics say that; of one that says neither, april knows only that its port was found closed."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient
-from april.engines.http.metrics_page import ServerMetrics, read_metrics
+from april.engines.http.server_probe import PROBE_S
+from april.engines.protocol import EngineLoad
 from april.errors import EngineError
+
+log = logging.getLogger("april")
+
+class OwnPauses:
+    """Pauses by which april ends requests at a server, one at a time: the end of another would end this one."""
+
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()
+        self.begun = 0
+        """So many; a request that was sent before the latest may have been ended, or refused, by it."""
+
+    @property
+    def now(self) -> bool:
+        """Whether one is under way."""
+        return self._one.locked()
+
+    async def over(self) -> None:
+        """Until none is."""
+        async with self._one:
+            pass
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """The time of one of them."""
+        async with self._one:
+            self.begun += 1
+            yield
+
+
+Call = Callable[[], Coroutine[Any, Any, object]]
+
+
+@asynccontextmanager
+async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
+    """``pause`` before, ``resume`` after, also where the pause fails or is cancelled: the server may have taken it.
+
+    Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing.
+
+    Raises:
+        EngineError: the server could not be paused, or, where nothing else is raised, not be resumed.
+    """
+    pausing = asyncio.ensure_future(pause())
+    try:
+        await asyncio.shield(pausing)
+        yield
+    except BaseException:
+        try:
+            await asyncio.shield(_undo(pausing, resume))
+        except EngineError as error:
+            log.warning("a server that was paused may stand still now: %s", error)
+        raise
+    await asyncio.shield(resume())
+
+
+async def _undo(pausing: asyncio.Future[object], resume: Call) -> None:
+    await asyncio.wait([pausing])
+    if not pausing.cancelled():
+        pausing.exception()  # whoever waits has it, or was cancelled
+    await resume()
+
+
+_KIND_OF = {
+    "process_start_time_seconds": "started",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions",
+    "trtllm_num_requests_running": "running",
+    "trtllm_num_requests_waiting": "waiting",
+    "trtllm_kv_cache_utilization": "kv_usage",
+}
+"""By the names of vLLM and of TensorRT-LLM."""
+
+MAX_PAGE_BYTES = 8 << 20
+"""Largest page that is read; that of a server with many models has some hundred KB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetrics:
+    """None: the page does not say it."""
+
+    started_s: float | None = None
+    """When the server's process began, seconds since 1970; another value means another process."""
+    load: EngineLoad | None = None
+
+
+async def has_metrics(client: HttpClient, route: str) -> bool:
+    """Whether there is such a page."""
+    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True, limit=MAX_PAGE_BYTES)).ok
+
+
+async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
+    """Of this page; empty if there is none."""
+    if route is None:
+        return ServerMetrics()
+    try:
+        reply = await client.call("GET", route, retry=True, limit=MAX_PAGE_BYTES)
+    except EngineError:
+        return ServerMetrics()
+    return parse_metrics(reply.body.decode("utf-8", "replace").splitlines()) if reply.ok else ServerMetrics()
+
+
+def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
+    """Values of the same name, one per engine, are added; for the share of memory the largest counts.
+
+    What is no finite number >= 0 is passed over.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        kind = _KIND_OF.get(line.split("{", 1)[0].split(" ", 1)[0])
+        if kind is None:
+            continue
+        try:
+            value = float(line.rsplit(" ", 1)[1])
+        except ValueError:
+            continue
+        if 0 <= value < math.inf:
+            values[kind].append(value)
+    load = None
+    if values["running"] and values["waiting"]:
+        running, waiting, preemptions = (int(sum(values[kind])) for kind in ("running", "waiting", "preemptions"))
+        load = EngineLoad(running, waiting, max(values["kv_usage"], default=0.0), preemptions)
+    return ServerMetrics(min(values["started"], default=None), load)
+
 
 PAUSE_CHECK_S = 5.0
 """Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.server_json import NotJson, read_json
+from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.known_servers import known_server
 from april.server_text import said
 

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient
+from april.engines.http.http_client import HttpClient, is_page
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
-from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_pool import connect_all
+from april.engines.http.server_probe import connect_all, why_not_served
 from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
-from april.engines.http.server_words import is_page
 from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
 from april.engines.protocol import AbortMeans, Health, Request

@@ -13,16 +13,15 @@ from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engine_limits import IT, UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
-from april.engines.http.admission import Admission
 from april.engines.http.http_client import HttpClient
-from april.engines.http.metrics_page import has_metrics, read_metrics
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
-from april.engines.http.served_models import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.served_models import chosen
-from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_probe import ServerFacts, get_json
+from april.engines.http.server_engine import Admission
+from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
+from april.engines.http.server_probe import ServerFacts, chosen, get_json
+from april.engines.http.server_process import has_metrics, read_metrics
 from april.engines.http.weight_labels import WeightLabels
+from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.known_servers import KnownServer, known_server
 from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
 from april.engines.protocol import AbortMeans, Capabilities, EngineFinish, Request

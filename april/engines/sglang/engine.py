@@ -17,9 +17,8 @@ from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
-from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_pool import client_of, connect_all
+from april.engines.http.server_probe import client_of, connect_all, why_not_served
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang

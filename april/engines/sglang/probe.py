@@ -10,13 +10,11 @@ from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.served_models import chosen
-from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_pause import while_paused
 from april.engines.http.server_probe import (
     NO_TOKEN,
     PROBE_S,
     ServerFacts,
+    chosen,
     eos_of,
     get_json,
     has_route,
@@ -27,7 +25,8 @@ from april.engines.http.server_probe import (
     probe_id,
     vocabulary_in_refusal,
 )
-from april.engines.http.wire_errors import error_text
+from april.engines.http.server_process import while_paused
+from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.errors import ConfigError, EngineError, WireError

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from april.engines.http.response_reader import End, Parser, Piece
-from april.engines.http.wire_errors import failure_of
+from april.engines.http.wire import failure_of
 from april.engines.protocol import EngineFinish, Request
 from april.errors import EngineError, WireError
 from april.server_text import quoted, said

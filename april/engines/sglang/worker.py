@@ -13,13 +13,19 @@ from typing import Any
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import CONTROL_TIMEOUT_S, HttpClient
-from april.engines.http.server_json import NotJson, read_json
-from april.engines.http.server_pause import while_paused
-from april.engines.http.server_process import PAUSE_CHECK_S
-from april.engines.http.server_words import control, nothing, require_words, says, text_under, words_of
+from april.engines.http.http_client import (
+    CONTROL_TIMEOUT_S,
+    HttpClient,
+    control,
+    nothing,
+    require_words,
+    says,
+    text_under,
+    words_of,
+)
+from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
 from april.engines.http.weight_labels import WeightLabels, another_process, marked
-from april.engines.http.wire_errors import error_text
+from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
 from april.engines.sglang.probe import SglangFacts
 from april.errors import EngineError, EngineUnreachable, WireError

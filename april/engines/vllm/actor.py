@@ -18,7 +18,7 @@ import numpy as np
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.wire_arrays import chunk_of, empty_chunk
+from april.engines.http.wire import chunk_of, empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineBusy, EngineError, RequestRefused

@@ -15,19 +15,22 @@ from urllib.parse import urlsplit
 
 from april.config.engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.http.http_client import HttpClient
-from april.engines.http.metrics_page import read_metrics
+from april.engines.http.http_client import HttpClient, control, is_page, nothing, says, text_under, words_of
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
-from april.engines.http.served_models import why_not_served
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_pause import OwnPauses, while_paused
-from april.engines.http.server_pool import connect_all
-from april.engines.http.server_probe import ServerFacts
-from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, Confirmation, ServerProcess
-from april.engines.http.server_words import control, is_page, nothing, says, text_under, words_of
+from april.engines.http.server_probe import ServerFacts, connect_all, why_not_served
+from april.engines.http.server_process import (
+    PAUSE_CHECK_S,
+    UNSAID,
+    Confirmation,
+    OwnPauses,
+    ServerProcess,
+    read_metrics,
+    while_paused,
+)
 from april.engines.http.weight_labels import another_process, marked, require_first_weights, start_is_known
-from april.engines.http.wire_errors import error_text
+from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape

@@ -19,8 +19,7 @@ from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.weight_labels import foreign_weights
-from april.engines.http.wire_arrays import chunk_of, empty_chunk
-from april.engines.http.wire_errors import failure_of
+from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 from april.errors import ConfigError, EngineBusy, EngineError, WireError
 from april.server_text import said

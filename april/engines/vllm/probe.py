@@ -12,13 +12,11 @@ from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, tied_embeddings, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.metrics_page import ServerMetrics, read_metrics
-from april.engines.http.served_models import chosen
-from april.engines.http.server_json import read_json
 from april.engines.http.server_probe import (
     NO_TOKEN,
     PROBE_S,
     ServerFacts,
+    chosen,
     eos_of,
     get_json,
     has_route,
@@ -29,6 +27,8 @@ from april.engines.http.server_probe import (
     probe_id,
     vocabulary_in_refusal,
 )
+from april.engines.http.server_process import ServerMetrics, read_metrics
+from april.engines.http.wire import read_json
 from april.engines.openai.wire import ASK_SPANS, VersionSpan
 from april.engines.protocol import AbortMeans, Capabilities
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE

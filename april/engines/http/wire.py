@@ -1,0 +1,128 @@
+"""What servers say, read with care: JSON, errors, and lists of numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Chunk, EngineFinish, Float32, Int32
+from april.errors import EngineBusy, EngineError, RequestRefused, WireError
+from april.server_text import said
+
+T = TypeVar("T")
+
+
+class NotJson(ValueError):
+    """What was read is no JSON, is nested too deeply, or does not have the shape that was asked for."""
+
+
+def read_json(raw: bytes, shape: Any = Any) -> Any:
+    """The value; ``shape`` is the type that it must have.
+
+    Raises:
+        NotJson: the message says what is wrong, in words that a sentence can end with.
+    """
+    return read_with(msgspec.json.Decoder(shape), raw) if shape is not Any else read_with(_ANY, raw)
+
+
+def read_with(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
+    """The same by a decoder that is kept."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NotJson(said(error)) from None
+    except RecursionError:
+        raise NotJson(f"{len(raw)} bytes, nested too deeply") from None
+
+
+_ANY = msgspec.json.Decoder()
+
+
+_AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
+"""How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
+
+_ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled)\b")
+"""How SGLang says, with such a status, that the adapter which it had at the start is not there."""
+
+
+def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
+    """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
+    if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
+        return EngineBusy(text, retry_after_s)
+    refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)
+    return RequestRefused(text) if refused else EngineError(text)
+
+
+def failure_said(payload: bytes, who: str) -> EngineError:
+    """The error of an event or answer that has no tokens; ``who`` begins the message.
+
+    Its code, where it has one, decides as a status would; a WireError if it is no error of any known shape.
+    """
+    try:
+        answer: Any = read_json(payload)
+    except NotJson:
+        answer = None
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if error is None and (not isinstance(answer, dict) or answer.get("message") is None):
+        return WireError(f"{who}: the server's answer has neither tokens nor an error ({len(payload)} bytes)")
+    code = (error if isinstance(error, dict) else answer).get("code")
+    if code == "context_length_exceeded":
+        code = 400
+    return failure_of(code if isinstance(code, int) else 500, f"{who}: the server says: {error_text(payload)}")
+
+
+def error_text(body: bytes) -> str:
+    """What an error answer says, out of the shapes that servers use, as :func:`said` shows it."""
+    try:
+        value: Any = read_json(body)
+    except NotJson:
+        value = body
+    for _ in range(3):
+        inner = next((value[key] for key in ("error", "message", "detail") if value.get(key)), None) if isinstance(
+            value, dict
+        ) else None
+        if inner is None:
+            break
+        value = inner
+    return said(value) or "nothing"
+
+
+def chunk_of(
+    tokens: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, finish: EngineFinish | None = None
+) -> Chunk:
+    """One chunk; ranges are checked by the driver, here only that the lists are numbers of one length.
+
+    Raises:
+        WireError: lengths differ, a number is missing (null), or does not fit its type.
+    """
+    if len(tokens) != len(logprobs):
+        raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+    return Chunk(int32_array(tokens), float32_array(logprobs), version, finish)
+
+
+def empty_chunk(version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
+    """No tokens; an end, or nothing at all."""
+    return Chunk(np.empty(0, np.int32), np.empty(0, np.float32), version, finish)
+
+
+def int32_array(values: Sequence[int]) -> Int32:
+    """[k] int32."""
+    try:
+        return np.array(values, np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"token ids are not whole numbers of 32 bits: {said(error)}") from None
+
+
+def float32_array(values: Sequence[float]) -> Float32:
+    """[k] float32."""
+    try:
+        # a number beyond float32 becomes infinite here, and is refused with the other infinite ones
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"log-probabilities are not numbers: {said(error)}") from None
