@@ -1,10 +1,9 @@
-"""The house: floors import downwards only, the core is pure, nothing unsafe is imported, files stay small."""
+"""The house: floors import downwards only, the core is pure, nothing unsafe is imported."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,11 +120,3 @@ def test_wall_clock_is_not_read_in_the_library() -> None:
     """Nothing depends on the wall clock: ``time.time`` appears nowhere in april."""
     for path in FILES:
         assert "time.time(" not in path.read_text("utf-8"), path.name
-
-
-def test_files_stay_small() -> None:
-    """At most 600 lines a file, tests included; half of the package's files have at most 200."""
-    ours = [*FILES, *(p for name in ("tests", "benchmarks", "examples") for p in (ROOT / name).rglob("*.py"))]
-    sizes = {path: len(path.read_text("utf-8").splitlines()) for path in ours}
-    assert {path.name: size for path, size in sizes.items() if size > 600} == {}
-    assert statistics.median(sizes[path] for path in FILES) <= 200

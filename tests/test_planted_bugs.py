@@ -1,22 +1,24 @@
-"""Planted bugs: each patch under tests/planted breaks one promise, and the tests it names must notice.
+"""Planted bugs: each table of tests/planted/*.toml breaks one promise, and the tests that it names must notice.
 
-A suite that stays green with one of them has stopped testing something.
+A suite that stays green with one of them has stopped testing something. `pytest tests/test_planted_bugs.py -k NAME`
+plants those whose names match; a new bug is a new table, and planted_bugs.py says what stands in it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from planted_bugs import FOLDER, ROOT, PlantedBug, applied, changed, planted_bugs
 
-ROOT = Path(__file__).parent.parent
-PATCHES = sorted((ROOT / "tests" / "planted").glob("*.patch"))
+BUGS = planted_bugs()
 
 
 class Runner:
@@ -65,30 +67,32 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@contextmanager
-def applied(patch: Path, tree: Path) -> Iterator[None]:
-    """The bug is in ``tree``, and afterwards it is not."""
-    subprocess.run(["git", "apply", str(patch)], cwd=tree, check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["git", "apply", "--reverse", str(patch)], cwd=tree, check=True)
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
-def test_planted_bug_is_caught(patch: Path, tree: Path, runner: Runner, tmp_path: Path) -> None:
-    """The bug applies, and the tests that it names fail because of it."""
-    caught_by = next(line for line in patch.read_text("utf-8").splitlines() if line.startswith("Caught by: "))
-    tests = caught_by.removeprefix("Caught by: ").split()
-
-    with applied(patch, tree):
-        code, printed = runner.run(tree, tests, tmp_path)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_is_caught(bug: PlantedBug, tree: Path, runner: Runner, tmp_path: Path) -> None:
+    """The tests that it names fail because of it."""
+    with applied(bug, tree):
+        code, printed = runner.run(tree, list(bug.caught_by), tmp_path)
 
     assert code == 1, printed[-4000:]
     assert "failed" in printed
 
 
-def test_there_are_planted_bugs() -> None:
-    """The patches are found, and each says why it matters."""
-    assert len(PATCHES) >= 10
-    assert all(p.read_text("utf-8").splitlines()[0].endswith(".") for p in PATCHES)
+def test_every_planted_bug_applies() -> None:
+    """Its text stands once in its file, the replacement is another text, and the file is still Python."""
+    for bug in BUGS:
+        for path, text in changed(bug, ROOT).items():
+            assert text != path.read_text("utf-8"), bug.name
+            ast.parse(text, f"{path} with {bug.name}")
+
+
+def test_every_planted_bug_says_what_it_is() -> None:
+    """A name of its own, a sentence, and tests that exist."""
+    tables = "".join(path.read_text("utf-8") for path in FOLDER.glob("*.toml"))
+    assert len(BUGS) == len(re.findall(r"^bug = ", tables, re.MULTILINE)) >= 10
+    for bug in BUGS:
+        assert bug.sentence.endswith("."), bug.name
+        assert bug.caught_by, bug.name
+        for test in bug.caught_by:
+            path, _, name = test.partition("::")
+            name = name.rpartition("::")[2].partition("[")[0]
+            assert f"def {name}" in (ROOT / path).read_text("utf-8"), f"{bug.name}: there is no {test}"
