@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from april.corrections.advantages import group_advantages, loss_weights
     from april.corrections.importance import masked_weights, truncated_weights
     from april.corrections.off_policy import off_policy_report
-    from april.driver.blocking_llm import BlockingLLM
     from april.driver.evaluation import EvaluationResult
-    from april.driver.llm import LLM, Completion
+    from april.driver.llm import LLM, BlockingLLM, Completion
     from april.driver.rewards import Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
@@ -50,8 +49,7 @@ if TYPE_CHECKING:
     from april.processes.remote_hosts import HostListener
     from april.processes.sockets import new_token
     from april.record.file import RunRecord
-    from april.rollout_decorator import partial_rollout
-    from april.scheduler import RolloutScheduler
+    from april.scheduler import RolloutScheduler, partial_rollout
     from april.torch_arrays import to_torch
 
 __version__ = "0.1.0"
@@ -68,9 +66,8 @@ _HOMES = {
     "april.corrections.advantages": ("group_advantages", "loss_weights"),
     "april.corrections.importance": ("masked_weights", "truncated_weights"),
     "april.corrections.off_policy": ("off_policy_report",),
-    "april.driver.blocking_llm": ("BlockingLLM",),
     "april.driver.evaluation": ("EvaluationResult",),
-    "april.driver.llm": ("LLM", "Completion"),
+    "april.driver.llm": ("LLM", "BlockingLLM", "Completion"),
     "april.driver.rewards": ("Response", "rewards_differ"),
     "april.engine_limits": ("Limit", "LimitCode"),
     "april.model_turns": ("hold_model",),
@@ -98,8 +95,7 @@ _HOMES = {
     "april.processes.ranks": ("Ranks",),
     "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
-    "april.rollout_decorator": ("partial_rollout",),
-    "april.scheduler": ("RolloutScheduler",),
+    "april.scheduler": ("RolloutScheduler", "partial_rollout"),
     "april.torch_arrays": ("to_torch",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

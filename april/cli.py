@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 import april
-from april.atomic_file import write_atomic
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
 from april.record.lines import is_record
 from april.server_text import printable, said
 from april.simulate.trainer import Placement
+from april.state_file import write_atomic
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,

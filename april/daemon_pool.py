@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
+import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-
-from april.exit_wait import waited_for
 
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
@@ -86,3 +88,65 @@ def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
                 future.set_exception(error)
         del job, future, function  # they must not live on in an idle thread
         free.release()
+
+
+log = logging.getLogger("april")
+
+EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
+"""How long the end of the process waits for functions, when it says so, and how long for those it has interrupted."""
+_running: dict[int, Callable[..., Any]] = {}
+"""What runs in threads of april, by thread."""
+_over = threading.Event()
+"""What still ran was interrupted: the process ends now."""
+
+
+@contextmanager
+def waited_for(function: Callable[..., Any]) -> Iterator[None]:
+    """The calling thread runs a function of the user."""
+    me = threading.get_ident()
+    _running[me] = function
+    try:
+        yield
+    finally:
+        _running.pop(me, None)
+
+
+def stay_if_over() -> None:
+    """Does not return once what ran was interrupted: nobody hears its answer, and what begins now would be torn out."""
+    if _over.is_set():
+        _running.pop(threading.get_ident(), None)
+        threading.Event().wait()
+
+
+def _wait() -> None:
+    if not _ended_within(TELL_S):
+        log.warning("the process ends when %s is done, after %g s at the latest", _names(), EXIT_PATIENCE_S)
+    if not _ended_within(EXIT_PATIENCE_S - TELL_S):
+        log.error("%s did not end; it is interrupted, and the process ends", _names())
+        _over.set()  # before the look: what begins later sees it
+        for thread in list(_running):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        _ended_within(INTERRUPT_S)
+
+
+def _ended_within(seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while _running and time.monotonic() < end:
+        time.sleep(0.01)
+    return not _running
+
+
+def _name(function: Any) -> str:
+    """Of what is called in the end: partials and helpers are given it as their first argument."""
+    while isinstance(function, partial):
+        function = function.args[0] if function.args and callable(function.args[0]) else function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _names() -> str:
+    names = sorted(map(_name, _running.values()))
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+atexit.register(_wait)
+os.register_at_fork(after_in_child=_running.clear)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
@@ -23,11 +24,9 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
-from april.driver.abandoned import Abandoned
-from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
 from april.driver.evaluation import EvaluationResult, Evaluator
-from april.driver.llm import RolloutFunction, exact_types, single_turn, wrong_sampling
+from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
 from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
@@ -35,7 +34,8 @@ from april.driver.rewards import rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
 from april.driver.update_call import UpdateCall
-from april.driver.user_code import check_function, refuse_inside_user_code
+from april.driver.user_calls import WorkerThreads
+from april.driver.user_code import check_function, is_async, refuse_inside_user_code
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -579,3 +579,101 @@ def check_functions(
         raise ConfigError(
             "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
         )
+
+
+PATIENCE_S = 10.0
+"""How long engines have to close."""
+
+
+class Abandoned:
+    """Engines, threads, exporters and record of a scheduler that nobody has any more.
+
+    The user's functions are not among them, nor the driver, which has them: they may hold the scheduler, which would
+    then never be dropped.
+
+    Args:
+        engines: to be closed.
+        threads: of the user's functions.
+        ends: called when the engines are closed; none of them raises.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], threads: WorkerThreads | None = None, ends: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        self._engines = engines
+        self._threads = threads
+        self._ends = ends
+
+    async def dropped(self) -> None:
+        """:meth:`end`, and a log that says why."""
+        log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
+        await self.end()
+
+    async def end(self) -> None:
+        """Close them; nothing else is left on the loop."""
+        if self._threads is not None:
+            self._threads.close()
+        closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
+        if closing:
+            await asyncio.wait(closing, timeout=PATIENCE_S)
+        for engine, done in zip(self._engines, closing, strict=True):
+            if not done.done():
+                done.cancel()
+            elif not done.cancelled() and (error := done.exception()) is not None:
+                log.error("engine %s could not be closed", engine.name, exc_info=error)
+        for end in self._ends:
+            end()
+
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class PartialRollout(Protocol[P, R]):
+    """A rollout function that can make its own scheduler."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function itself."""
+        ...
+
+    def scheduler(self, config: Config, **arguments: Any) -> RolloutScheduler:
+        """A scheduler for this function; takes everything that :class:`RolloutScheduler` takes, apart from rollout."""
+        ...
+
+
+def partial_rollout(function: Callable[P, R]) -> PartialRollout[P, R]:
+    """Decorator for ``(prompt, llm)``, async, or plain (then ``llm.generate`` blocks)::
+
+        @april.partial_rollout
+        async def rollout(prompt, llm): ...
+
+        with rollout.scheduler(config, prompts=prompts, reward=reward, model=model) as rollouts:
+            batch = rollouts.next_batch()
+
+    The function can be called as before, and given to a scheduler as ``rollout=``.
+
+    Raises:
+        ConfigError: what is decorated cannot be called with (prompt, llm).
+    """
+    check_function("partial_rollout", function, ("prompt", "llm"))
+    wrapper: Any
+    if is_async(function):
+
+        async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await cast(Any, function(*args, **kwargs))
+
+        wrapper = call_async
+    else:
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return function(*args, **kwargs)
+
+        wrapper = call
+    functools.update_wrapper(wrapper, function)
+
+    def scheduler(config: Config, **arguments: Any) -> RolloutScheduler:
+        return RolloutScheduler(config, rollout=wrapper, **arguments)
+
+    scheduler.__doc__ = PartialRollout.scheduler.__doc__
+    wrapper.scheduler = scheduler
+    return cast("PartialRollout[P, R]", wrapper)

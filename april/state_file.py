@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,3 +58,76 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} is no plain value")
+
+
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""What file systems say that cannot sync a directory."""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` by a file of mode 0600 with ``data``, also after a crash of the machine; the last writer wins.
+
+    Missing directories are made, with mode 0700. Raises OSError; then ``path`` is as it was, and nothing is left over.
+    A device or a pipe is written to.
+    """
+    make_directory(path.parent)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    _remove_left_over(path)
+    file, part = _open_part(path)
+    try:
+        with os.fdopen(file, "wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(file)
+            part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _open_part(path: Path) -> tuple[int, Path]:
+    """A new file beside ``path``, locked as long as it is open: somebody is writing it."""
+    while True:
+        file, name = tempfile.mkstemp(".part", f"{path.name}.", path.parent)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file, Path(name)
+        os.close(file)  # taken for left over, in the moment before it was locked
+
+
+def _remove_left_over(path: Path) -> None:
+    """Parts of writers that were killed: nobody holds their lock."""
+    for part in path.parent.iterdir():
+        if not (part.name.startswith(f"{path.name}.") and part.suffix == ".part"):
+            continue
+        with suppress(OSError):  # it is being written, or gone by now
+            file = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(file)
+
+
+def make_directory(directory: Path) -> None:
+    """Of mode 0700, with those above it that are missing."""
+    if directory.exists():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _sync(directory.parent)
+
+
+def _sync(directory: Path) -> None:
+    """What was renamed or made in it is on the disk."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(file)

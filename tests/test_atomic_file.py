@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from april.atomic_file import write_atomic
+from april.state_file import write_atomic
 
 
 def mode(path: Path) -> int:

@@ -17,7 +17,7 @@ from real_schedulers import assert_nothing_is_left, check, config, scheduler
 import april
 from april.core.types import DropReason, FinishReason
 from april.driver.rewards import Response
-from april.driver.worker_threads import WorkerThreads
+from april.driver.user_calls import WorkerThreads
 from april.engines.protocol import Request
 from april.errors import RolloutError, SchedulerClosed, UsageError
 
@@ -477,7 +477,7 @@ import april, logging, sys, threading
 sys.path.insert(0, "tests")
 from gate_engine import GateEngine
 import april.driver.local_host as host
-import april.exit_wait as end
+import april.daemon_pool as end
 host.CLOSE_PATIENCE_S = end.EXIT_PATIENCE_S = end.TELL_S = end.INTERRUPT_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)
 hung, scored = threading.Barrier(3), threading.Event()

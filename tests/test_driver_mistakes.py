@@ -12,10 +12,9 @@ import pytest
 from virtual_rollouts import Rollouts, table, virtual
 
 from april.core.types import Prompt, SampleId
-from april.driver.failure_kind import kind_of, place_of
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.driver.user_code import outcome_of
+from april.driver.user_code import kind_of, outcome_of, place_of
 from april.errors import RolloutError
 
 

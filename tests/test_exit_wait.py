@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from april import exit_wait
+from april import daemon_pool
 from april.daemon_pool import DaemonPool
 
 CHILD = """
 import atexit, sys, threading, time
-from april import exit_wait
+from april import daemon_pool
 from april.daemon_pool import DaemonPool
-exit_wait.EXIT_PATIENCE_S, exit_wait.TELL_S, exit_wait.INTERRUPT_S = {patience}, 0.0, 60.0
+daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S, daemon_pool.INTERRUPT_S = {patience}, 0.0, 60.0
 begun, go_on = threading.Event(), threading.Event()
 def judge():
     begun.set()
@@ -48,22 +48,22 @@ def test_what_has_ended_is_not_waited_for() -> None:
     """Whether it returned or raised; and names are those of the user's own functions."""
 
     def fails() -> None:
-        assert exit_wait._names().endswith("fails")
+        assert daemon_pool._names().endswith("fails")
         raise ValueError
 
     pool = DaemonPool("test")
     with pytest.raises(ValueError, match=r"^$"):
         pool.submit(partial(lambda function: function(), fails)).result()
     pool.shutdown()
-    assert not exit_wait._running
+    assert not daemon_pool._running
 
 
 QUEUE = """
 import asyncio, sys, threading, time
 from contextvars import copy_context
-from april import exit_wait
-from april.driver.worker_threads import WorkerThreads
-exit_wait.EXIT_PATIENCE_S, exit_wait.TELL_S = 0.0, 0.0
+from april import daemon_pool
+from april.driver.user_calls import WorkerThreads
+daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S = 0.0, 0.0
 begun, threads = threading.Event(), WorkerThreads()
 def judge(name):
     print(name, flush=True)

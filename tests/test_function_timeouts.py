@@ -17,9 +17,7 @@ import april
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.driver.time_limits import TimeLimits
-from april.driver.user_calls import UserCalls
-from april.driver.worker_threads import WorkerThreads
+from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
 from april.errors import ConfigError, RolloutError
 
 # ---------------------------------------------------------------- async functions, on virtual time

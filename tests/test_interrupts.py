@@ -14,7 +14,7 @@ from interrupting import interrupt, with_a_signal
 from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, scheduler
 
 import april
-from april.driver import loop_reply
+from april.driver import loop_thread
 from april.engines.protocol import Capabilities
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import EngineError, RolloutError
@@ -242,7 +242,7 @@ def test_a_batch_asked_for_before_a_transfer_broke_off_is_not_waited_for(
     mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its call was interrupted; the next one is told how the weights are now, and is not left waiting."""
-    monkeypatch.setattr(loop_reply, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(loop_thread, "LOOK_AGAIN_S", 0.001)
     go_on = threading.Event()
 
     def held(prompt: Any, response: Any) -> float:

@@ -18,12 +18,9 @@ import pytest
 from awaited_calls import awaited
 
 from april.daemon_pool import DaemonPool
-from april.driver.loop_reply import Reply
-from april.driver.loop_thread import LoopThread, result_of
-from april.driver.time_limits import TimeLimits
-from april.driver.user_calls import UserCalls
+from april.driver.loop_thread import LoopThread, Reply, result_of
+from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
 from april.driver.user_code import inside_user_code
-from april.driver.worker_threads import WorkerThreads
 from april.errors import RolloutError, SchedulerClosed
 
 

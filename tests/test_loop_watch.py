@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from april.driver import loop_watch
-from april.driver.loop_watch import LoopWatch
+from april.driver import loop_thread
+from april.driver.loop_thread import LoopWatch
 
 
 class Clock:
@@ -56,8 +56,8 @@ def watched(
 @pytest.fixture
 def blocking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., LoopWatch]:
     """The watch of a loop that ``block`` blocks, called by an async function, until it has been seen a few times."""
-    monkeypatch.setattr(loop_watch, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(loop_watch, "EVERY_S", 0.0)
+    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loop_thread, "EVERY_S", 0.0)
 
     def run(**clock: Any) -> LoopWatch:
         inside, enough = threading.Event(), threading.Event()
@@ -118,7 +118,7 @@ def test_a_loop_with_a_clock_of_its_own_is_not_blocked(
 
 def test_a_loop_that_turns_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers; and a loop that is closed ends the look."""
-    monkeypatch.setattr(loop_watch, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(loop_thread, "PATIENCE_S", 30.0)
 
     async def nothing() -> None:
         """The loop goes on turning."""

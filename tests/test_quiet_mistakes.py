@@ -12,7 +12,7 @@ from real_schedulers import config, engine
 
 import april
 from april.core.types import Prompt
-from april.driver import equal_rollouts
+from april.driver import prompt_source
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, store: Store | None, world_size: in
         distributed_c10d=SimpleNamespace(_get_default_store=default_store),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
-    monkeypatch.setattr(equal_rollouts, "_said", set())
+    monkeypatch.setattr(prompt_source, "_said", set())
 
 
 def look(seed: int, *token_ids: int) -> bool:
     """Whether there was something to look up; it has been when this returns."""
-    thread = equal_rollouts.warn_of_equal_rollouts(seed, Prompt(np.array(token_ids, np.int32)))
+    thread = prompt_source.warn_of_equal_rollouts(seed, Prompt(np.array(token_ids, np.int32)))
     if thread is not None:
         thread.join(30)
     return thread is not None

@@ -19,7 +19,7 @@ from april.core import engine_table
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.driver.evaluation import Evaluator
-from april.driver.time_limits import TimeLimits
+from april.driver.user_calls import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing.servers.openai.server import FakeOpenAIServer

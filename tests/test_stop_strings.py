@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import END, KINDS, ids_of, tokenizer
 
 from april.core.sampling import GAP, wrong_stop_strings
-from april.driver.detokenizer import Detokenizer
-from april.driver.stop_strings import StopMatcher
+from april.driver.detokenizer import Detokenizer, StopMatcher
 from april.errors import ConfigError, RolloutError
 
 Decode = Callable[[list[int]], str]

@@ -22,10 +22,10 @@ from tiny_models import tiny_model
 import april
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.driver.failure_log import FailureLog
 from april.driver.llm import LLM
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import checked_reward
+from april.driver.user_code import FailureLog
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError, RolloutError

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from april.atomic_file import write_atomic
 from april.core.types import Prompt
 from april.demo import figure
 from april.demo.arm import EVALUATION_SEED, Arm, ArmResult, held_out_prompts, score
@@ -22,6 +21,7 @@ from april.demo.stage import set_up
 from april.demo.summary import summarise
 from april.demo.warmup import warm_up
 from april.scheduler import RolloutScheduler
+from april.state_file import write_atomic
 
 
 class Watcher(Protocol):

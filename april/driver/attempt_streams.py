@@ -15,12 +15,10 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import Attempt, AttemptFailure
-from april.driver.detokenizer import Detokenizer
-from april.driver.failure_log import FailureLog
+from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
 from april.driver.host_view import HostView
-from april.driver.stop_strings import StopMatcher, matcher_of
-from april.driver.time_limits import TimeLimits
-from april.driver.user_code import describe, own_cancellation
+from april.driver.user_calls import TimeLimits
+from april.driver.user_code import FailureLog, describe, own_cancellation
 from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import BufferedStream, Chunk, Engine, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError

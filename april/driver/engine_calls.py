@@ -16,8 +16,8 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, describe, own_cancellation
-from april.driver.worker_threads import WorkerThreads
 from april.engines.http.weight_directories import content_of, why_unloadable
 from april.engines.protocol import Engine, ReadsPaths
 from april.errors import ConfigError, EngineBusy, EngineUnreachable, RolloutError, WeightsGone

@@ -19,14 +19,12 @@ from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Group, SampleId
 from april.driver.attempt_streams import AttemptStreams
-from april.driver.blocking_llm import as_coroutine
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_calls import EngineCalls
 from april.driver.host_view import HostView
+from april.driver.llm import as_coroutine
 from april.driver.sample_functions import SampleFunctions, UserFunctions
-from april.driver.time_limits import TimeLimits
-from april.driver.user_calls import UserCalls
-from april.driver.worker_threads import WorkerThreads
+from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
 from april.engines.protocol import Capabilities, Engine, SharesModel
 
 log = logging.getLogger("april")

@@ -14,16 +14,17 @@ import logging
 import os
 import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from april.daemon_pool import DaemonPool
-from april.driver.loop_reply import Reply
-from april.driver.loop_watch import LoopWatch
-from april.driver.user_code import refuse_inside_user_code
+from april.driver.user_code import is_users, refuse_inside_user_code
 from april.errors import RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
@@ -293,3 +294,184 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
     if last is not None:
         await last()
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+OUTCOME = "outcome"
+LOOK_AGAIN_S = 1.0
+"""A thread that waits looks by itself as often: its wake-up call may have gone to a wait that was interrupted."""
+
+
+class Reply(Generic[T]):
+    """A result or an error, given once, by whoever is first; any number of threads may wait, and give.
+
+    ``heard`` is called when it is there.
+    """
+
+    def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
+        self._heard = heard
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._given: dict[str, tuple[Any, BaseException | None]] = {}
+        """Empty, or with one entry, which ``setdefault`` puts there in one step."""
+        self._task: asyncio.Task[T] | None = None
+        self._unwanted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---------------------------------------------------------------- any thread
+
+    def done(self) -> bool:
+        """Whether it has been given."""
+        return bool(self._given)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is given; False: it has taken longer than ``timeout`` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._given:
+            left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - time.monotonic())
+            if left <= 0.0:
+                return False
+            self._gate.acquire(timeout=left)
+        self._open()  # for the next one who waits
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for it. Raises its error; CancelledError of concurrent.futures if it was cancelled; TimeoutError."""
+        if not self.wait(timeout):
+            raise TimeoutError
+        value, error = self._given[OUTCOME]
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def error(self) -> BaseException | None:
+        """Of one that is given."""
+        return self._given[OUTCOME][1] if self._given else None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: what would give it is cancelled, or does not begin."""
+        self._unwanted = True
+        if self._loop is not None and not self._given:
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(self._cancel_task)
+
+    def give(self, value: T | None, error: BaseException | None = None) -> None:
+        """It is there; what comes second is not heard."""
+        mine = value, error
+        if self._given.setdefault(OUTCOME, mine) is mine:
+            self._open()
+            for heard in self._heard:
+                heard(self)
+
+    # ---------------------------------------------------------------- on the loop
+
+    def run(self, function: Callable[[], T]) -> None:
+        """Give what a plain function returns or raises."""
+        if self._unwanted:
+            self.give(None, CancelledError())
+            return
+        try:
+            value = function()
+        except BaseException as error:
+            self.give(None, error)
+        else:
+            self.give(value)
+
+    def follow(self, task: asyncio.Task[T]) -> None:
+        """Give what becomes of a task."""
+        self._task, self._loop = task, task.get_loop()
+        task.add_done_callback(self._take)
+        if self._unwanted:
+            task.cancel()
+
+    def _take(self, task: asyncio.Task[T]) -> None:
+        error = CancelledError() if task.cancelled() else task.exception()
+        self.give(None if error is not None else task.result(), error)
+
+    def _cancel_task(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _open(self) -> None:
+        with suppress(RuntimeError):  # it is open
+            self._gate.release()
+
+
+EVERY_S = 0.25
+PATIENCE_S = 0.05
+"""A loop that is not blocked answers sooner."""
+WARN_S = 1.0
+"""A function that has blocked the loop for so long is told of, once."""
+
+
+class LoopWatch:
+    """Of the loop that ``thread`` runs. Nothing is seen on a loop with a clock of its own, as tests have them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+        self._loop = loop
+        self._thread = thread
+        self._closed = threading.Event()
+        self._answered = threading.Event()
+        self._looked_s = loop.time()
+        self._blocked: defaultdict[str, float] = defaultdict(float)
+        """Seconds by function since they were last taken."""
+        self._in_all: defaultdict[str, float] = defaultdict(float)
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Watch, in a thread of its own."""
+        if abs(self._loop.time() - time.monotonic()) < 1.0:
+            threading.Thread(target=self._main, name=f"{self._thread.name}-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """At once; from any thread."""
+        self._closed.set()
+
+    def take(self) -> tuple[float, str]:
+        """Seconds for which functions have blocked the loop since this was last called, and the one that did most."""
+        blocked, self._blocked = self._blocked, defaultdict(float)
+        longest = max(blocked, key=lambda name: blocked[name], default="")
+        return sum(blocked.values()), longest
+
+    def _main(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            self.look()
+
+    def look(self) -> None:
+        """Ask the loop, until it answers; what it is in meanwhile has blocked it since the last look."""
+        self._answered.clear()
+        try:
+            self._loop.call_soon_threadsafe(self._answered.set)
+        except RuntimeError:  # closed
+            return
+        patience = PATIENCE_S
+        while not self._answered.wait(patience) and not self._closed.is_set():
+            found, patience = self._function(), EVERY_S
+            now = self._loop.time()
+            passed = now - self._looked_s
+            self._looked_s = now
+            if found:
+                self._add(*found, passed)
+        self._looked_s = self._loop.time()
+
+    def _add(self, name: str, line: str, seconds: float) -> None:
+        self._blocked[name] += seconds
+        self._in_all[name] += seconds
+        if self._in_all[name] >= WARN_S and name not in self._told:
+            self._told.add(name)
+            log.warning(
+                "%s blocks april's event loop, %.1f s so far (%s): nothing else of april runs meanwhile; make it a "
+                "plain def, which april runs in a thread, or await what it waits for",
+                name, self._in_all[name], line,
+            )  # fmt: skip
+
+    def _function(self) -> tuple[str, str] | None:
+        """The user's function that the loop is in, by name and place, and the line it is at; None: there is none."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        line, code = "", None
+        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # below is who runs the loop
+            if is_users(frame.f_code.co_filename):
+                code, line = frame.f_code, line or f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+            frame = frame.f_back
+        if frame is None or code is None:  # the loop waits, or does april's own work
+            return None
+        return f"{code.co_qualname} (line {code.co_firstlineno} of {Path(code.co_filename).name})", line

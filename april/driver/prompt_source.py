@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import tee
@@ -461,3 +463,42 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
         if not whole:
             raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")
     return item[name], {k: v for k, v in item.items() if k not in taken}
+
+
+_said: set[str] = set()
+"""What this process has put into the store: its own second scheduler is no other rank."""
+
+
+def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
+    """Log a warning if another rank has drawn the same first prompt under the same seed; looked up beside the caller.
+
+    None: this process is no rank of several, as far as ``torch.distributed`` knows.
+    """
+    torch_ranks = sys.modules.get("torch.distributed")
+    if torch_ranks is None or not (torch_ranks.is_available() and torch_ranks.is_initialized()):
+        return None
+    if torch_ranks.get_world_size() < 2:
+        return None
+    digest = hashlib.sha256(f"{seed}/".encode() + first.token_ids.tobytes()).hexdigest()[:32]
+    if digest in _said:
+        return None
+    _said.add(digest)
+
+    def compare() -> None:
+        try:
+            store = torch_ranks.distributed_c10d._get_default_store()
+            equal = store.add(f"april/first_rollouts/{digest}", 1)
+        except Exception as error:  # a warning that cannot be looked up is none
+            log.debug("the ranks' store could not be asked: %s", error)
+            return
+        if equal > 1:
+            log.warning(
+                "another rank of this trainer began with the same prompt and seed=%d: ranks with a scheduler each "
+                "generate the same responses then. Give all ranks shares of the same batches (april.RankScheduler), or "
+                "each its own share of the prompts (prompts[rank::world_size]) and a seed of its own",
+                seed,
+            )
+
+    thread = threading.Thread(target=compare, name="april-ranks", daemon=True)
+    thread.start()
+    return thread

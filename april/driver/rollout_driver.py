@@ -32,13 +32,12 @@ from april.core.types import DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_calls import directory_for
-from april.driver.equal_rollouts import warn_of_equal_rollouts
 from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.driver.pending_updates import PendingUpdates
-from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way
+from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way, warn_of_equal_rollouts
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import Outcome, describe, inside_user_code

@@ -16,14 +16,12 @@ from april.core.mistakes import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import Group, Sample, SampleId
-from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
-from april.driver.failure_kind import kind_of, place_of, told_of
-from april.driver.failure_log import FailureLog
 from april.driver.host_view import HostView
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
+    BlockingRolloutFunction,
     Completion,
     RolloutFunction,
     check_mismatch,
@@ -34,6 +32,7 @@ from april.driver.llm import (
 )
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
+from april.driver.user_code import FailureLog, kind_of, place_of, told_of
 from april.errors import RolloutError
 
 

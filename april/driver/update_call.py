@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from april.core.versions import PolicyVersion
-from april.driver.loop_reply import Reply
-from april.driver.loop_thread import LoopThread, result_of
+from april.driver.loop_thread import LoopThread, Reply, result_of
 from april.driver.user_code import call_user_code, describe
 from april.errors import RolloutError
 

@@ -7,16 +7,19 @@ that (a thread, a coroutine that ignores its cancellation) is left behind, and n
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextvars import copy_context
-from typing import Any
+from contextvars import Context, copy_context
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
 
-from april.driver.time_limits import TimeLimits
-from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of
-from april.driver.worker_threads import WorkerThreads
+from april.daemon_pool import stay_if_over, waited_for
+from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
 from april.errors import RolloutError
 
 log = logging.getLogger("april")
@@ -228,3 +231,158 @@ class UserCalls:
 def _marked(function: Callable[..., Any], *args: Any) -> Any:
     with inside_user_code():
         return function(*args)
+
+
+class Timed(Protocol):
+    """Something that can be late."""
+
+    def late(self) -> float | None:
+        """Its time is over; called on the loop. Returns the seconds that it has left after all (None: it was late)."""
+
+
+class TimeLimits:
+    """Runs ``late`` of everything that was started and not stopped within ``seconds`` (None: never).
+
+    ``early_s``: where it is less, ``late`` is run then for the first time, and may return what is left.
+    """
+
+    def __init__(self, seconds: float | None, early_s: float | None = None) -> None:
+        self.seconds = seconds
+        self.early_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
+        self._first = seconds if self.early_s is None else self.early_s
+        self._deadlines: OrderedDict[Timed, float] = OrderedDict()
+        """In the order of their deadlines."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._given_more: dict[Timed, asyncio.TimerHandle] = {}
+        """Those that had time left when they were late, each with a timer of its own."""
+        self._closed = False
+
+    def start(self, what: Timed) -> None:
+        """Its time begins now; nothing happens if it is running already."""
+        if self._first is None or self._closed or what in self._deadlines or what in self._given_more:
+            return
+        loop = asyncio.get_running_loop()
+        self._deadlines[what] = deadline = loop.time() + self._first
+        if self._timer is None:
+            self._timer = loop.call_at(deadline, self._check)
+
+    def stop(self, what: Timed) -> None:
+        """It does not run any more; its next start begins from zero."""
+        self._deadlines.pop(what, None)
+        if (timer := self._given_more.pop(what, None)) is not None:
+            timer.cancel()
+
+    def restart(self, what: Timed) -> None:
+        """Its time begins again, if it was running."""
+        if what in self._deadlines and self._first is not None:
+            self._deadlines[what] = asyncio.get_running_loop().time() + self._first
+            self._deadlines.move_to_end(what)
+
+    def close(self) -> None:
+        """Nothing is late any more, and nothing starts."""
+        self._closed = True
+        self._deadlines.clear()
+        for timer in self._given_more.values():
+            timer.cancel()
+        self._given_more.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        """The timer of the oldest has run out, or of one that has been stopped since."""
+        loop = asyncio.get_running_loop()
+        # until the end this timer counts as running: what late() starts needs no second one
+        while self._deadlines:
+            what, deadline = next(iter(self._deadlines.items()))
+            if deadline > loop.time():
+                self._timer = loop.call_at(deadline, self._check)
+                return
+            del self._deadlines[what]
+            self._call_late(what)
+        self._timer = None
+
+    def _call_late(self, what: Timed) -> None:
+        self._given_more.pop(what, None)
+        left = what.late()
+        if left is not None and not self._closed:
+            self._given_more[what] = asyncio.get_running_loop().call_later(left, self._call_late, what)
+
+
+_Job = tuple[Callable[[], Any], Callable[[Outcome], None]]
+"""What to call, and what to do with its outcome."""
+
+
+class WorkerThreads:
+    """As many threads as functions run at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[_Job | None]] = []
+        """The letter box of each idle thread."""
+        self._numbers = itertools.count(1)
+        self._closed = False
+
+    def run(
+        self, context: Context, function: Callable[..., Any], args: tuple[Any, ...], heard: Callable[[Outcome], None]
+    ) -> None:
+        """Call ``function(*args)`` in a thread, in ``context``; then ``heard(outcome)`` on this loop, if it lives.
+
+        Raises:
+            RolloutError: the system gives no more threads.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            box = self._idle.pop() if self._idle else None
+
+        def called() -> Any:
+            try:
+                with waited_for(partial(function, *args)):
+                    stay_if_over()
+                    return context.run(function, *args)
+            finally:
+                stay_if_over()
+
+        (box or self._new_thread()).put((called, lambda o: tell(loop, heard, o)))
+
+    def _new_thread(self) -> SimpleQueue[_Job | None]:
+        box: SimpleQueue[_Job | None] = SimpleQueue()
+        name = f"april-worker-{next(self._numbers)}"
+        try:
+            threading.Thread(target=self._work, args=(box,), name=name, daemon=True).start()
+        except RuntimeError as error:
+            raise RolloutError(
+                f"the system gives no more threads ({error}; this process has {threading.active_count()}); plain "
+                "functions need one each: start fewer samples at a time, or write async functions"
+            ) from None
+        return box
+
+    def _work(self, box: SimpleQueue[_Job | None]) -> None:
+        ends = False
+        while not ends and (job := box.get()) is not None:
+            function, heard = job
+            outcome = outcome_of(function)
+            with self._lock:
+                # idle before anybody hears of it, so that who comes next needs no new thread
+                ends = self._closed
+                if not ends:
+                    self._idle.append(box)
+            heard(outcome)
+            del job, function, heard, outcome  # they must not live on in an idle thread
+
+    def close(self) -> None:
+        """Idle threads end now, the others after the function that they run; none is waited for."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for box in idle:
+            box.put(None)
+
+
+def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call on the loop, from a thread; a loop that has ended is not interested."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
+import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from april.errors import AprilError, ConfigError, RolloutError
+from april.errors import AprilError, ConfigError, RolloutError, UsageError
 from april.model_turns import refuse_while_held
 
 T = TypeVar("T")
@@ -181,3 +185,90 @@ def describe(error: BaseException) -> str:
     if message and isinstance(error, AprilError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+_HOUSE = str(Path(__file__).parent.parent) + os.sep
+_PLACES = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+_LIBRARIES = tuple(place + os.sep for place in _PLACES)
+MOST_CAUSES = 16
+"""Of an error that are looked at; some are their own cause."""
+
+
+def is_users(file: str) -> bool:
+    """Whether code is the user's: neither april's nor an installed library's."""
+    return not file.startswith((_HOUSE, "<frozen", *_LIBRARIES))
+
+
+def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """``line 7 of rewards.py``: where the user's code raised it, or else where ``function`` is; or nothing."""
+    place, library, trace = "", "", error.__traceback__
+    while trace is not None:
+        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        here = f"line {line} of {Path(file).name}"
+        if is_users(file):
+            place = here
+        elif not file.startswith(_HOUSE):
+            library = here
+        trace = trace.tb_next
+    if (found := place or library) or (code := code_of(function)) is None:
+        return found
+    return f"line {code.co_firstlineno} of {Path(code.co_filename).name}"
+
+
+def told_of(error: BaseException, place: str) -> str:
+    """What it says, and where."""
+    said = f"{describe(error)} ({place})" if place else describe(error)
+    if isinstance(error, ValueError) and "main thread" in str(error):  # signal.signal, and what is built on it
+        said += (
+            "; plain functions run in threads, which have no signals: set function_timeout_s, or let what needs an "
+            "alarm run in a process of its own"
+        )
+    return said
+
+
+def kind_of(error: BaseException, place: str) -> str:
+    """Type and place of a failure that no other try mends; empty for what may pass, as an outage of a judge does.
+
+    Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away,
+    and so may what is raised because of them.
+    """
+    if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # as which they cannot be passed on
+        error = error.__cause__
+    mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
+    return f"{type(error).__name__}, {place}" if mistaken or not _passes(error) else ""
+
+
+def _passes(error: BaseException, deep: int = MOST_CAUSES) -> bool:
+    """It, or what it was raised for, may pass; of a group, any of its errors."""
+    if isinstance(error, (OSError, EOFError, MemoryError)) or type(error).__module__ != "builtins":
+        return True
+    if isinstance(error, BaseExceptionGroup):
+        return any(_passes(member, deep) for member in error.exceptions)
+    by_hand = not isinstance(error, (LookupError, ArithmeticError, AssertionError))
+    context = error.__context__ if by_hand and not error.__suppress_context__ else None
+    before = error.__cause__ or context
+    return before is not None and deep > 0 and _passes(before, deep - 1)
+
+
+log = logging.getLogger("april")
+
+
+class FailureLog:
+    """Warns of failures. Of one kind are failures of the same type that were raised in the same line."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[object, ...]] = set()
+
+    def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
+        """``what % where``, and what is wrong, in the words ``told``; ``once``: the first of its kind only."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
+        first = kind not in self._seen
+        self._seen.add(kind)
+        if isinstance(error, UsageError):  # its sentence says all; what follows would be april's own lines
+            trace = None
+        if first or not once:
+            traced = error if first and trace is not None else None
+            log.warning(f"{what}: %s", *where, told or describe(error), exc_info=traced)

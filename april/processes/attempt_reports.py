@@ -10,8 +10,7 @@ from april.core.engine_table import EngineTable
 from april.core.tape import NO_LOGPROBS, NO_TOKENS, Int32
 from april.core.types import Attempt, EngineFinish
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.driver.detokenizer import Detokenizer
-from april.driver.stop_strings import completes_a_stop
+from april.driver.detokenizer import Detokenizer, completes_a_stop
 from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk
 from april.errors import RolloutError, WireError

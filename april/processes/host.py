@@ -10,9 +10,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from april.driver.blocking_llm import BlockingRolloutFunction
 from april.driver.detokenizer import Detokenizer
-from april.driver.llm import RolloutFunction, single_turn
+from april.driver.llm import BlockingRolloutFunction, RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread
 from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function

@@ -7,8 +7,7 @@ import itertools
 from functools import partial
 from typing import Any
 
-from april.driver.loop_reply import Reply
-from april.driver.loop_thread import LoopThread
+from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.processes import rank_messages as say

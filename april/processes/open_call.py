@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from april.driver.loop_reply import Reply
+from april.driver.loop_thread import Reply
 from april.errors import RolloutError
 
 

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from april.config.settings import Config
 from april.core.types import Prompt
-from april.driver.loop_reply import Reply
-from april.driver.loop_thread import LoopThread, Work, result_of
+from april.driver.loop_thread import LoopThread, Reply, Work, result_of
 from april.errors import ConfigError, RankError, RolloutError
 from april.processes.content import refuse_not_plain
 from april.scheduler import RolloutScheduler

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from april.atomic_file import make_directory
 from april.errors import ConfigError
 from april.record.lines import BATCH, is_head
+from april.state_file import make_directory
 
 log = logging.getLogger("april")
 

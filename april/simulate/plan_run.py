@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from april.atomic_file import write_atomic
 from april.extras import install
 from april.record.lines import is_record
 from april.server_text import printable
@@ -20,6 +19,7 @@ from april.simulate.plan import Plan, plan
 from april.simulate.plan_show import as_plain, draw_plan, notes, plan_table, settings
 from april.simulate.trainer import Placement
 from april.simulate.workload import Workload
+from april.state_file import write_atomic
 
 ENGINE = ("model", "gpu", "tensor_parallel")
 """Arguments that say what an engine costs; the record of a run has that measured."""

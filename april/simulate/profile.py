@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from april.atomic_file import write_atomic
 from april.core.request_log import Ran
 from april.core.sampling import SamplingParams
 from april.core.types import SampleId
@@ -26,6 +25,7 @@ from april.engines.protocol import Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted_s
 from april.errors import EngineError
+from april.state_file import write_atomic
 
 FORMAT = 1
 ROUNDS = 4

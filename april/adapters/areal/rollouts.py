@@ -15,7 +15,6 @@ from typing import Any
 
 from april.adapters.areal.plain_values import plain, restored
 from april.adapters.areal.prompts import Prompts
-from april.atomic_file import write_atomic
 from april.config.settings import Config
 from april.core.settings import EngineLimits
 from april.driver.loop_thread import LoopThread
@@ -24,7 +23,7 @@ from april.processes.coordinator.calls import Session, run_sample
 from april.processes.coordinator.coordinator import Coordinator
 from april.processes.coordinator.messages import Delivery
 from april.processes.coordinator.run import Run
-from april.state_file import pack, unpack
+from april.state_file import pack, unpack, write_atomic
 
 log = logging.getLogger("april")
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from april.atomic_file import write_atomic
 from april.core.types import SampleId
 from april.errors import CheckpointError
-from april.state_file import pack, unpack
+from april.state_file import pack, unpack, write_atomic
 
 KIND = "slime"
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from april.atomic_file import write_atomic
 from april.errors import CheckpointError
-from april.state_file import checksum_of, pack, unpack
+from april.state_file import checksum_of, pack, unpack, write_atomic
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 """The first holds april's state, what decides the order of prompts, steps into a generation batch, and checksums of

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from april.core.tape import Int32
-from april.driver.failure_kind import kind_of, place_of, told_of
-from april.driver.failure_log import FailureLog
+from april.driver.user_code import FailureLog, kind_of, place_of, told_of
 from april.errors import RolloutError
 from april.processes.coordinator.messages import Done, GivenUp, Go, Result, Settled, Span, Start
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from april.atomic_file import write_atomic
 from april.errors import CheckpointError, RolloutError, SchedulerClosed
 from april.processes.coordinator.messages import Delivery, Order
-from april.state_file import pack, unpack
+from april.state_file import pack, unpack, write_atomic
 
 log = logging.getLogger("april")
 
