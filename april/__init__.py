@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from april.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from april.config.flags import add_april_arguments, config_from_arguments
     from april.config.settings import Config, SamplingConfig
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from april.record.file import RunRecord
     from april.scheduler import RolloutScheduler, partial_rollout
     from april.torch_arrays import to_torch
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "april.config.flags": ("add_april_arguments", "config_from_arguments"),

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from april import __version__
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.commands import Command
@@ -29,6 +28,7 @@ from april.record.file import RecordFile, RunRecord
 from april.record.lines import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE
 from april.record.plain import bare, plain, what_raised
 from april.record.standing import standing_of
+from april.version import __version__
 
 log = logging.getLogger("april")
 

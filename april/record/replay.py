@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from april import __version__
 from april.core import events as ev
 from april.core import snapshot
 from april.core.bottleneck import bottleneck
@@ -34,6 +33,7 @@ from april.record.lines import (
 )
 from april.record.plain import back, filled
 from april.record.recorder import Decisions
+from april.version import __version__
 
 Watch = Callable[[float, ev.Event, list[Command]], object]
 END = 1

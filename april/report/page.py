@@ -8,7 +8,6 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from april import __version__
 from april.auto.question import InWork
 from april.core.bottleneck import bottleneck
 from april.core.idle import Idle
@@ -18,6 +17,7 @@ from april.report.limit import Limit, limit_of
 from april.report.run_data import RunData
 from april.report.svg import Ink, css
 from april.server_text import printable
+from april.version import __version__
 
 STYLE = """
 *{box-sizing:border-box}
