@@ -34,7 +34,7 @@ from april.engines.protocol import EngineFinish, Request
 from april.engines.simulated.decode_cost import DecodeCost, roofline
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
-from april.testing.servers.sglang.server import FakeSglangServer
+from tests.fake_servers.sglang import FakeSglangServer
 
 VOCAB_SIZE, EOS, CONTEXT = 32_000, 1, 1 << 16
 PER_UPDATE = 1.0 / 1024

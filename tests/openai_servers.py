@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from fake_servers.openai import FakeOpenAIServer, serving_openai
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import SamplingParams
@@ -16,7 +17,6 @@ from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_end
 from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import EngineFinish, Request
-from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
 
 PATIENCE_S = 60.0
 """Only reached when a test fails: turns a hang into an error."""
@@ -76,9 +76,7 @@ async def ask(
             answer.versions.add(chunk.version)
         if answer.tokens:
             limits = engine.capabilities
-            check_end(
-                chunk, request, len(answer.tokens), answer.tokens[-1], limits.max_context, limits.eos_token_ids
-            )
+            check_end(chunk, request, len(answer.tokens), answer.tokens[-1], limits.max_context, limits.eos_token_ids)
     except Exception as error:
         answer.error, answer.finish = error, None
     return answer

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.sglang import FakeSglangServer
 from steady_loop import turn_of_all
 
 from april.config.engines import SglangEngineConfig
@@ -18,8 +20,6 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish, Request
 from april.engines.sglang.engine import SglangEngine, connect_sglang
-from april.testing.servers.request_faults import PlannedFault, RequestFault
-from april.testing.servers.sglang.server import FakeSglangServer
 
 PROMPT = [11, 12, 13]
 PATIENCE_S = 60.0

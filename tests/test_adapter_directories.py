@@ -10,14 +10,14 @@ import pytest
 import sglang_fixtures
 import vllm_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import ServerThread, read, request, run
 
 import april
 from april.core.versions import PolicyVersion
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineError
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 SECOND = PolicyVersion(0, 1)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.openai import FakeOpenAIServer
 from real_schedulers import endless, reward
 from test_openai_scheduler import Served, config
 from virtual_rollouts import EOS, RecordingEngine, Rollouts, table, virtual
@@ -16,8 +18,6 @@ from april.core.versions import FIRST_VERSION
 from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
-from april.testing.servers.openai.server import FakeOpenAIServer
-from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 LIES = [
     RequestFault.DOUBLED_EVENT,

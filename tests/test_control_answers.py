@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import sglang_fixtures
 import vllm_fixtures
+from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
 from sglang_fixtures import read, request, run, until
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.engines.vllm import engine as vllm_engine
 from april.errors import EngineError
-from april.testing.servers.control_faults import SAYS_NOTHING, ControlFault, PlannedControlFault
 
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
 LONG = 10**6

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.openai import FakeOpenAIServer, serving_openai
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from raw_servers import Answer, http, raw_server
 from typer.testing import CliRunner
 
@@ -20,9 +23,6 @@ from april.core.sampling import LogprobKind
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
 from april.engines.openai.wire import TokenShape
-from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 PATIENT = Patience(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""

@@ -10,6 +10,8 @@ import pytest
 import sglang_fixtures
 import vllm_fixtures
 from core_machine import settings
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from hash_engine import START, HashEngine, Server, conversation, longer, next_token, save
 from sglang_fixtures import read, request, run
 
@@ -27,8 +29,6 @@ from april.processes.link import Link, memory_links
 from april.processes.remote_hosts import HostDoor
 from april.processes.roster import Roster
 from april.testing import rollouts, run_virtual
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 SECOND = PolicyVersion(0, 1)
 SERVERS: dict[str, tuple[Any, Any]] = {

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.openai import FakeOpenAIServer, FakeTrtllmServer, serving_openai
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engine_limits import CAUSES, Limit, LimitCode
@@ -19,10 +22,6 @@ from april.engines.kinds.factory import open_servers
 from april.engines.kinds.probe import probe
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 from april.testing.conformance import Outcome, Subject, check_named
-from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
-from april.testing.servers.openai.trtllm import FakeTrtllmServer
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 
 @asynccontextmanager

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.openai import FakeOpenAIServer
 from openai_servers import PROMPT, ask, connected, greedy, logprobs_of
 from responses import chunks_of, openai_reader
 
@@ -17,8 +19,6 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.openai.server import FakeOpenAIServer
-from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 SHAPES = list(TokenShape)
 

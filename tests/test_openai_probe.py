@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from fake_servers.openai import MODEL, FakeOpenAIServer, serving_openai
 from openai_servers import config_for
 
 from april.core.sampling import LogprobKind
@@ -15,7 +16,6 @@ from april.engines.http.http_client import HttpClient
 from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import TokenShape
 from april.errors import ConfigError
-from april.testing.servers.openai.server import MODEL, FakeOpenAIServer, serving_openai
 
 
 def probed(server: FakeOpenAIServer, **changes: Any) -> OpenAIFacts:

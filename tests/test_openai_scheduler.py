@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.openai import FakeOpenAIServer, serving_openai
 from openai_servers import PATIENCE_S
 from real_schedulers import assert_nothing_is_left, endless, reward
 
 import april
 from april.driver.rewards import Response
 from april.engines.openai.wire import TokenShape
-from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
-from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 
 class Served:

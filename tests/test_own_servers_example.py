@@ -8,13 +8,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_servers.openai import FakeOpenAIServer, serving_openai
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import ServerThread
 
 import april
 from april.engines.openai.wire import TokenShape
-from april.testing.servers.openai.server import FakeOpenAIServer, serving_openai
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_servers.py"
 KNOWN = ["--vocab-size", "512", "--eos-token-ids", "2"]

@@ -20,6 +20,7 @@ from typing import Any
 import page_trainers as trainers
 import pytest
 import typer
+from fake_servers.vllm import FakeVllmServer
 from page_blocks import COMMANDS, ROOT, Block, block, blocks, command_lines
 from sglang_fixtures import ServerThread
 from torch.distributed.run import get_args_parser
@@ -32,7 +33,6 @@ from april.report import pictures
 from april.simulate import plan, plan_run, profile_run, workload
 from april.simulate.profile import Profile
 from april.simulate.simulation import Simulation
-from april.testing.servers.vllm.server import FakeVllmServer
 from tests.adapters.environments import TRL_VERSION
 
 MAKE = (ROOT / "Makefile").read_text("utf-8")

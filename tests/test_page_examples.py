@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from core_machine import CoreMachine, settings
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import ServerThread
 from tiny_models import VOCAB_SIZE, tiny_model
 
 import april
-from april.testing.servers.vllm.server import FakeVllmServer
 
 DOCS = Path(__file__).parent.parent / "docs"
 

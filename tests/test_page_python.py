@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import real_schedulers
 import torch
+from fake_servers.vllm import FakeVllmServer
 from page_blocks import Block, block
 from ray_stand_in import CONFIG as RAY_CONFIG
 from ray_stand_in import World, beside
@@ -31,7 +32,6 @@ import april.ray
 from april.adapters import trl
 from april.adapters.slime.samples import finish
 from april.record.replay import replay
-from april.testing.servers.vllm.server import FakeVllmServer
 from tests.adapters import stand_in_areal, stand_in_trl
 
 PROMPTS = [[1, 2 + i] for i in range(60)]

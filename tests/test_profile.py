@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import ServerThread
 from typer.testing import CliRunner
 
@@ -17,7 +18,6 @@ from april.engines.simulated.engine import SimulatedEngine
 from april.errors import EngineError
 from april.simulate.profile import PROMPTS, ROUNDS, Profile, points, profile, read_cost
 from april.testing import FakeEngine, run_virtual
-from april.testing.servers.vllm.server import FakeVllmServer
 
 COST = DecodeCost(8e-3, 1.2e-4, 2e-7, 3e-5)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import next_token
+from fake_servers.vllm import FakeVllmServer
 from rank_threads import CONFIG, drain, names_of, raised, run_ranks
 from sglang_fixtures import ServerThread
 from vllm_fixtures import KNOWN
@@ -17,8 +19,6 @@ import april
 from april.engines.kinds.factory import dealt
 from april.processes.rank_scheduler import RankScheduler
 from april.processes.remote_hosts import HostDoor
-from april.testing.servers.fake_request import next_token
-from april.testing.servers.vllm.server import FakeVllmServer
 
 MEAN_LENGTH = 12
 
@@ -158,9 +158,7 @@ def test_a_server_that_one_rank_cannot_reach() -> None:
         config = config_for(here)
         away = config.engine.model_copy(update={"urls": (here[0].url, "http://127.0.0.1:1")})
         config = config.model_copy(update={"engine": away})
-        first, second = run_ranks(
-            lambda rollouts, rank: None, config=config, engines=lambda rank: None, spread=True
-        )
+        first, second = run_ranks(lambda rollouts, rank: None, config=config, engines=lambda rank: None, spread=True)
     assert str(raised(first)).startswith("the joining of rank 1 raised GET http://127.0.0.1:1/")
     assert first.ranks == (1,)
     assert isinstance(second, april.EngineError)
@@ -168,9 +166,7 @@ def test_a_server_that_one_rank_cannot_reach() -> None:
 
 def test_hosts_are_brought_or_are_the_ranks() -> None:
     """Not both."""
-    (outcome,) = run_ranks(
-        lambda rollouts, rank: None, 1, spread=True, hosts=HostDoor()
-    )
+    (outcome,) = run_ranks(lambda rollouts, rank: None, 1, spread=True, hosts=HostDoor())
     assert type(outcome) is april.ConfigError
     assert "give hosts= or spread=True" in str(outcome)
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_servers.vllm import FakeVllmServer, fake_vllm_response
 from sglang_fixtures import ServerThread
 from tiny_models import tiny_model
 
 import april
-from april.testing.servers.vllm.runs import fake_vllm_response
-from april.testing.servers.vllm.server import FakeVllmServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

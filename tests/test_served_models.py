@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from fake_async_llm import FakeAsyncLLM, install_vllm
+from fake_servers.openai import MODEL, FakeOpenAIServer, serving_openai
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import read, request, run
 
 import april
@@ -22,10 +25,6 @@ from april.doctor.findings import Level, Verdict
 from april.engines.http.server_probe import chosen
 from april.engines.kinds.factory import open_servers
 from april.errors import ConfigError, EngineError
-from april.testing.servers.openai.server import MODEL, FakeOpenAIServer, serving_openai
-from april.testing.servers.sglang.router import FakeSglangRouter
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 
 KINDS: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "vllm": (FakeVllmServer, VllmEngineConfig, "fake"),
@@ -159,9 +158,7 @@ def test_a_name_that_no_server_lists(kind: str) -> None:
         async with listening(first) as one, listening(second) as two:
             with pytest.raises(ConfigError) as caught:
                 await open_servers(settings(kind, one, two, model="policy"))
-            assert str(caught.value) == (
-                f"engine.model: {two} has no model 'policy'; it serves: {KINDS[kind][2]}"
-            )
+            assert str(caught.value) == (f"engine.model: {two} has no model 'policy'; it serves: {KINDS[kind][2]}")
             with pytest.raises(ConfigError, match=f"engine.model: {one} serves .* the adapters"):
                 await open_servers(settings(kind, two, one))
 
@@ -231,7 +228,8 @@ def test_workers_of_a_router_that_differ_in_their_adapters() -> None:
             workers[1].adapters.clear()
             health = await engine.health()
             assert (health.ok, health.detail) == (
-                False, f"engine.model: {two} has no model 'policy'; it serves: fake/model"
+                False,
+                f"engine.model: {two} has no model 'policy'; it serves: fake/model",
             )
             await engine.close()
             await router.close()
@@ -364,7 +362,8 @@ def test_the_doctor_says_it(kind: str) -> None:
         base = KINDS[kind][2]
         async with listening(server) as url:
             for report in (
-                await examine_urls([url], None, Patience()), await examine_config(config(kind, url), Patience())
+                await examine_urls([url], None, Patience()),
+                await examine_config(config(kind, url), Patience()),
             ):
                 assert report.verdict is Verdict.UNUSABLE
             assert "set it to policy to train that adapter" in report.servers[0].findings[-1].sentence

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import run, until
 
 from april.config.engines import VllmEngineConfig
@@ -14,7 +15,6 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import connect_all
 from april.engines.vllm.engine import connect_vllm
 from april.errors import EngineError
-from april.testing.servers.vllm.server import FakeVllmServer
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])

@@ -10,13 +10,13 @@ from typing import Any
 import openai_servers
 import pytest
 import vllm_fixtures
+from fake_servers.base import ControlFault, PlannedControlFault
+from fake_servers.openai import FakeOpenAIServer
 from sglang_fixtures import read, request, run, until
 
 from april.core.versions import PolicyVersion
 from april.engines.http import server_process
 from april.errors import EngineError
-from april.testing.servers.control_faults import ControlFault, PlannedControlFault
-from april.testing.servers.openai.server import FakeOpenAIServer
 
 FIRST, SECOND, THIRD = (PolicyVersion(0, n) for n in range(3))
 SILENT = [ControlFault.HTML, ControlFault.NULL, ControlFault.EMPTY, ControlFault.ERROR, ControlFault.FAILS]

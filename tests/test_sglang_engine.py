@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.sglang import FakeSglangServer, fake_sglang_response
 from sglang_fixtures import PROMPT, Got, connected, read, request, run, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.engines.sglang.engine import SglangEngine
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.request_faults import PlannedFault, RequestFault
-from april.testing.servers.sglang.runs import fake_sglang_response
-from april.testing.servers.sglang.server import FakeSglangServer
 
 MODES: list[dict[str, Any]] = [
     {"incremental": True},

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fake_servers.base import ControlFault, PlannedControlFault
+from fake_servers.sglang import FakeSglangServer
 from sglang_fixtures import read, request, run, served, until
 
 from april.config.engines import SglangEngineConfig
@@ -18,8 +20,6 @@ from april.engines.sglang import probe as sglang_probe
 from april.engines.sglang.engine import connect_sglang
 from april.engines.sglang.probe import SglangFacts, probe_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
-from april.testing.servers.control_faults import ControlFault, PlannedControlFault
-from april.testing.servers.sglang.server import FakeSglangServer
 
 
 async def offer(server: FakeSglangServer, **config: Any) -> SglangFacts:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
 from sglang_fixtures import PROMPT, read, request, run, until
 
 from april.config.engines import SglangEngineConfig
@@ -15,9 +16,6 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.engines.sglang.engine import SglangEngine, connect_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
-from april.testing.servers.sglang.router import FakeSglangRouter
-from april.testing.servers.sglang.runs import fake_sglang_response
-from april.testing.servers.sglang.server import FakeSglangServer
 
 V1 = PolicyVersion(0, 1)
 
@@ -44,9 +42,7 @@ async def connect(servers: list[FakeSglangServer], router: FakeSglangRouter) -> 
     return engine
 
 
-def fleet_test(
-    test: Callable[[list[FakeSglangServer], FakeSglangRouter, SglangEngine], Any], **options: Any
-) -> None:
+def fleet_test(test: Callable[[list[FakeSglangServer], FakeSglangRouter, SglangEngine], Any], **options: Any) -> None:
     async def program() -> None:
         async with fleet(**options) as (servers, router):
             engine = await connect(servers, router)

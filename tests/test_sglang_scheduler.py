@@ -6,16 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fake_servers.base import KEEPS_ALIVE, SGLANG_FAULTS, PlannedFault, RequestFault
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
 from sglang_fixtures import ServerThread
 
 import april
 from april.core import engine_table
 from april.core.batch import Batch
 from april.driver.rewards import Response
-from april.testing.servers.request_faults import KEEPS_ALIVE, SGLANG_FAULTS, PlannedFault, RequestFault
-from april.testing.servers.sglang.router import FakeSglangRouter
-from april.testing.servers.sglang.runs import fake_sglang_response
-from april.testing.servers.sglang.server import FakeSglangServer
 
 MAX_LEN = 80
 STEPS = 6

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.sglang import fake_sglang_response
 from sglang_fixtures import PROMPT, Got, beside, connected, read, request, run, served, until
 
 from april.core.versions import PolicyVersion
@@ -12,8 +14,6 @@ from april.engines.protocol import EngineFinish
 from april.engines.sglang import engine as sglang
 from april.engines.sglang.worker import HalfUpdated
 from april.errors import EngineError, EngineUnreachable
-from april.testing.servers.request_faults import PlannedFault, RequestFault
-from april.testing.servers.sglang.runs import fake_sglang_response
 
 V1 = PolicyVersion(0, 1)
 LONG = 10**6

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from fake_servers.sglang import FakeSglangRun, answer, fake_sglang_response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from responses import chunks_of, sglang_reader
@@ -16,8 +17,6 @@ from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import Chunk, EngineFinish
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
-from april.testing.servers.sglang.answers import answer
-from april.testing.servers.sglang.runs import FakeSglangRun, fake_sglang_response
 
 RID = "0" * 32
 V0 = PolicyVersion(0, 0)

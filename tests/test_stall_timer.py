@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import KEEPS_ALIVE, PlannedFault, RequestFault
+from fake_servers.openai import FakeOpenAIServer
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from real_schedulers import reward
 from sglang_fixtures import ServerThread
 from test_openai_scheduler import Served
@@ -22,10 +26,6 @@ from april.driver.evaluation import Evaluator
 from april.driver.user_calls import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
-from april.testing.servers.openai.server import FakeOpenAIServer
-from april.testing.servers.request_faults import KEEPS_ALIVE, PlannedFault, RequestFault
-from april.testing.servers.sglang.server import FakeSglangServer
-from april.testing.servers.vllm.server import FakeVllmServer
 from april.testing.virtual_clock import run_virtual
 
 STALL_S = 10.0

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.openai import PAUSED, VERSION, FakeTrtllmServer, serving_openai
 from openai_servers import PROMPT, ask, config_for, connected, greedy, logprobs_of
 from real_schedulers import assert_nothing_is_left, endless, reward
 from responses import chunks_of, openai_reader
@@ -27,9 +29,6 @@ from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused
 from april.scheduler import RolloutScheduler
-from april.testing.servers.openai.server import serving_openai
-from april.testing.servers.openai.trtllm import PAUSED, VERSION, FakeTrtllmServer
-from april.testing.servers.request_faults import PlannedFault, RequestFault
 
 EXCHANGE = (
     b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'

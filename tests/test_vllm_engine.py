@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer, fake_vllm_response
 from sglang_fixtures import PROMPT, read, request, run, until
 from vllm_fixtures import connected, served
 
@@ -17,10 +19,6 @@ from april.engines.http import response_stream
 from april.engines.openai.engine import OpenAIEngine, connect_openai
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
-from april.testing.servers.request_faults import PlannedFault, RequestFault
-from april.testing.servers.vllm.faults import HARMLESS
-from april.testing.servers.vllm.runs import FakeVllmRun, fake_vllm_response
-from april.testing.servers.vllm.server import COMPLETIONS, TOKENS, FakeVllmServer
 
 MODES: list[dict[str, Any]] = [
     {},

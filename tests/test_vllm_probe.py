@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import read, request, run, until
 from vllm_fixtures import KNOWN, connected, served
 
@@ -22,7 +23,6 @@ from april.engines.protocol import AbortMeans
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
-from april.testing.servers.vllm.server import FakeVllmServer
 
 
 async def probed(server: FakeVllmServer, key: str | None = None, **config: Any) -> VllmFacts:
@@ -153,9 +153,10 @@ def test_tied_embeddings_on_a_cpu(
 
     async def program() -> None:
         without = ("/server_info",) if device is None else ()
-        async with served(
-            root=str(tmp_path), device=device or "cpu", developer=developer, without=without
-        ) as (server, engine):
+        async with served(root=str(tmp_path), device=device or "cpu", developer=developer, without=without) as (
+            server,
+            engine,
+        ):
             for notes in ((await probed(server, **KNOWN)).capabilities.notes, engine.capabilities.notes):
                 said = [note for note in notes if "tied embeddings" in note]
                 assert len(said) == (words is not None)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.base import KEEPS_ALIVE, VLLM_FAULTS, ControlFault, PlannedControlFault, PlannedFault, RequestFault
+from fake_servers.vllm import FakeVllmServer, fake_vllm_response
 from sglang_fixtures import ServerThread
 from vllm_fixtures import KNOWN
 
@@ -16,10 +18,6 @@ from april.core import engine_table
 from april.core.batch import Batch
 from april.driver.rewards import Response
 from april.engines.http import server_process
-from april.testing.servers.control_faults import ControlFault, PlannedControlFault
-from april.testing.servers.request_faults import KEEPS_ALIVE, VLLM_FAULTS, PlannedFault, RequestFault
-from april.testing.servers.vllm.runs import fake_vllm_response
-from april.testing.servers.vllm.server import FakeVllmServer
 
 MAX_LEN = 80
 STEPS = 5

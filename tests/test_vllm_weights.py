@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.vllm import fake_vllm_response
 from sglang_fixtures import PROMPT, read, request, run, until
 from vllm_fixtures import beside, served
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.errors import EngineError
-from april.testing.servers.vllm.runs import fake_vllm_response
 
 SECOND = PolicyVersion(0, 1)
 

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.vllm import FakeVllmServer
+
 from april.config.engines import VllmEngineConfig
 from april.engines.vllm.engine import connect_vllm
-from april.testing.servers.request_faults import PlannedFault, RequestFault
-from april.testing.servers.vllm.server import FakeVllmServer
 
 KNOWN: dict[str, Any] = {"vocab_size": 512, "eos_token_ids": (2,)}
 """Settings that no files of a model tell here."""

@@ -13,15 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
 from real_schedulers import assert_nothing_is_left
 from sglang_fixtures import PATIENCE_S, ServerThread
 
 from adapters.slime_stand_in import DataSource, Sample, installed, namespace
 from april.adapters.slime import make_generate_rollout
 from april.errors import ConfigError
-from april.testing.servers.sglang.router import FakeSglangRouter
-from april.testing.servers.sglang.runs import fake_sglang_response
-from april.testing.servers.sglang.server import FakeSglangServer
 
 USER = "adapters.slime_functions_of_a_user"
 CAP = 100

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from real_schedulers import assert_nothing_is_left
 from sglang_fixtures import ServerThread
 
 from adapters.slime_stand_in import DataSource, Sample, Status, installed, namespace
 from april.adapters.slime import make_generate_rollout
 from april.errors import ConfigError, EngineError
-from april.testing.servers.sglang.router import FakeSglangRouter
-from april.testing.servers.sglang.server import FakeSglangServer
 
 USER = "adapters.slime_functions_of_a_user"
 EOS = 2

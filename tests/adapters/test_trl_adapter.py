@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_servers.vllm import FakeVllmServer
 from sglang_fixtures import ServerThread
 from tiny_models import tiny_model
 from vllm_fixtures import KNOWN
@@ -24,7 +25,6 @@ from april.adapters import trl as adapter
 from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE
 from april.adapters.trl.checks import require_trl
 from april.adapters.trl.data import ROW, DatasetPasses
-from april.testing.servers.vllm.server import FakeVllmServer
 
 from . import stand_in_trl as trl
 

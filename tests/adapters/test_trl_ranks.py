@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_servers.vllm import FakeVllmServer
 from rank_threads import OnePlace
 from sglang_fixtures import ServerThread
 from tiny_models import tiny_model
@@ -23,7 +24,6 @@ import april
 from april.adapters import trl as adapter
 from april.adapters.trl import trainer as trainers
 from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE, buffer_file
-from april.testing.servers.vllm.server import FakeVllmServer
 
 from . import stand_in_trl as trl
 from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks

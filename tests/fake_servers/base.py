@@ -1,19 +1,310 @@
-"""What fake inference servers have in common: a port that opens and breaks, requests in a queue and in places."""
+"""What the fake servers share: requests in a queue, tokens by hash, faults on purpose, and a port that breaks.
+
+The same prefix under the same weights gives the same token, so a request that is cut and continued says what the uncut
+one says. There is no randomness and no clock.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from april.testing.servers.control_faults import ControlFault, PlannedControlFault, wrong_answer
-from april.testing.servers.fake_request import FakeRequest
-from april.testing.servers.request_faults import KEEPS_ALIVE, PlannedFault, RequestFault
+
+class RequestFault(StrEnum):
+    """What goes wrong with one request."""
+
+    SERVER_DIES = "server_dies"
+    """All connections break and the port closes, when the request has ``after_tokens`` tokens."""
+    BREAK_OFF = "break_off"
+    """The request's connection breaks when it has ``after_tokens`` tokens; the server goes on."""
+    ENGINE_DIES = "engine_dies"
+    """At ``after_tokens`` a stream gets an error line and then its mark, with status 200; a plain request a 500."""
+    ABORT_NEVER_ENDS = "abort_never_ends"
+    """Aborts are acknowledged, generation stops, and the answer never comes."""
+    ABORT_UNSEEN = "abort_unseen"
+    """The first abort does nothing, as if the request were not known yet."""
+    LOST_PARTIAL = "lost_partial"
+    """The answer to an aborted request has no tokens that were not sent before (SGLang before October 2025)."""
+    UNASKED_ABORT = "unasked_abort"
+    """The server aborts the request itself when it has ``after_tokens`` tokens."""
+    TIMED_OUT = "timed_out"
+    """The same with status 503: a plain answer is an HTTP error without the tokens."""
+    RETRACTED = "retracted"
+    """Out of memory: at ``after_tokens`` the request goes back to the queue, and stays there."""
+    EXTRA_LOGPROBS = "extra_logprobs"
+    WRONG_COUNT = "wrong_count"
+    """It counts one token more than came."""
+    NULL_LOGPROB = "null_logprob"
+    NAN_LOGPROB = "nan_logprob"
+    POSITIVE_LOGPROB = "positive_logprob"
+    CLAMPED_LOGPROB = "clamped_logprob"
+    """As which the server writes minus infinity: -9999 by vLLM, the smallest number of the type by SGLang."""
+    OTHER_IDS = "other_ids"
+    """Log-probabilities of other tokens than those of the answer (vLLM: only the token route says of which)."""
+    UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
+    TRUNCATED = "truncated"
+    """The JSON ends in the middle."""
+    OTHER_RID = "other_rid"
+    """The answer is that of another request."""
+    GAP_IN_SPANS = "gap_in_spans"
+    FOREIGN_LABEL = "foreign_label"
+    """The weights have a name that april did not give them."""
+    REPEATED_LAST = "repeated_last"
+    """The last answer of an aborted request repeats the last token, and does not count it."""
+    UNCOUNTED_LAST = "uncounted_last"
+    """The answer to an aborted request has one token more than it counts."""
+    SHRINKS = "shrinks"
+    """The last event counts fewer tokens than came before."""
+    NO_FINISH = "no_finish"
+    """The request ends without a finish reason."""
+    EARLY_LENGTH = "early_length"
+    """It ends with "length" at ``after_tokens`` (at least 1), and there is room."""
+    EARLY_STOP = "early_stop"
+    """It ends with "stop" at ``after_tokens`` (at least 1), and not by a stop token."""
+    ENDS_TWICE = "ends_twice"
+    """The end of a stream comes twice, the second time without tokens."""
+    DOUBLED_EVENT = "doubled_event"
+    """An event of a stream comes twice; a plain answer has its last token twice."""
+    SILENCE = "silence"
+    """Nothing comes any more; the connection stays."""
+    COMMENTS = "comments"
+    """From ``after_tokens`` on a stream has comment lines and no token, a plain answer spaces; an abort ends it."""
+    PINGS = "pings"
+    """The same with events that have a name and no data."""
+    EMPTY_EVENTS = "empty_events"
+    """The same with events that have no token, and usage alone."""
+    OTHER_PROMPT = "other_prompt"
+    """It says that the prompt has one token less than were sent."""
+    NAN_STOP = "nan_stop"
+    """The model gave NaN: the last token is EOS, and it has stopped at a text that says so."""
+    NO_DONE = "no_done"
+    """The stream ends without its mark; nothing is lost."""
+    TRICKLE = "trickle"
+    """A stream comes byte by byte, each in a packet of its own; nothing is wrong with it."""
+    BUSY = "busy"
+    """Status 503."""
+    LIMITED = "limited"
+    """Status 429 with Retry-After."""
+    REFUSED = "refused"
+    """Status 400."""
+    FAILS = "fails"
+    """Status 500; by vLLM the connection is closed."""
+    GIANT = "giant"
+    """Status 500 with a body of 16 MiB."""
+    REDIRECT = "redirect"
+
+
+_NOT_BY_SGLANG = (RequestFault.ENGINE_DIES, RequestFault.SILENCE, RequestFault.TRICKLE, RequestFault.LIMITED,
+                  RequestFault.REFUSED, RequestFault.GIANT)  # fmt: skip
+_NOT_BY_VLLM = (RequestFault.TIMED_OUT, RequestFault.RETRACTED, RequestFault.OTHER_RID, RequestFault.UNCOUNTED_LAST,
+                RequestFault.SHRINKS, RequestFault.SILENCE, RequestFault.NAN_STOP)  # fmt: skip
+SGLANG_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_SGLANG)
+VLLM_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_VLLM)
+"""What the fake servers of that kind can do."""
+AT_ONCE = (RequestFault.BUSY, RequestFault.LIMITED, RequestFault.REFUSED, RequestFault.FAILS, RequestFault.GIANT,
+           RequestFault.REDIRECT)  # fmt: skip
+"""The request is answered without being run."""
+KEEPS_ALIVE = (RequestFault.COMMENTS, RequestFault.PINGS, RequestFault.EMPTY_EVENTS)
+"""Signs of life without tokens."""
+
+
+@dataclass(slots=True)
+class PlannedFault:
+    """``kind`` hits request number ``request`` (from 0, in the order of arrival; None: the next), ``times`` times."""
+
+    kind: RequestFault
+    request: int | None = None
+    after_tokens: int = 0
+    times: int = 1
+
+
+class ControlFault(StrEnum):
+    """What goes wrong with one call. All but the restarts are answers in place of the server's own."""
+
+    HTML = "html"
+    """Status 200 and a page, as a proxy answers."""
+    NULL = "null"
+    """Status 200 and ``null``."""
+    EMPTY = "empty"
+    """Status 200 and nothing."""
+    ERROR = "error"
+    """Status 200 and an error in JSON."""
+    NO_SUCCESS = "no_success"
+    """Status 200 and ``{"success": false}``."""
+    ECHOED = "echoed"
+    """Status 422, and a text that repeats the request, as FastAPI does it."""
+    FAILS = "fails"
+    """Status 500, and a text that repeats the request."""
+    SILENT = "silent"
+    """The call is obeyed, and no answer comes."""
+    RESTARTS_BEFORE = "restarts_before"
+    """The process dies just before the call, and a new one with the weights of the start takes it."""
+    RESTARTS_AFTER = "restarts_after"
+    """The process obeys, answers and dies; a new one with the weights of the start takes the next call."""
+
+
+SAYS_NOTHING = (
+    ControlFault.HTML, ControlFault.NULL, ControlFault.EMPTY, ControlFault.ERROR, ControlFault.NO_SUCCESS,
+)  # fmt: skip
+"""Status 200 without a word of success."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannedControlFault:
+    """``kind`` hits the calls of ``route`` after the next ``later``, ``times`` times; ``obeyed``: done all the same."""
+
+    kind: ControlFault
+    route: str
+    times: int = 1
+    later: int = 0
+    obeyed: bool = False
+
+
+async def wrong_answer(kind: ControlFault, request: web.Request) -> web.Response:
+    """The answer in place of the server's own."""
+    match kind:
+        case ControlFault.HTML:
+            return web.Response(text="<html><body>It works</body></html>", content_type="text/html")
+        case ControlFault.NULL:
+            return web.json_response(None)
+        case ControlFault.ERROR:
+            return web.json_response({"error": {"message": "worker died", "code": 500}})
+        case ControlFault.NO_SUCCESS:
+            return web.json_response({"success": False})
+        case ControlFault.ECHOED:
+            asked = json.loads(await request.read() or b"null")
+            return web.json_response({"detail": [{"msg": "Field required", "input": asked}]}, status=422)
+        case ControlFault.FAILS:
+            asked = (await request.read()).decode()
+            return web.json_response({"error": {"message": f"died while handling {asked}"}}, status=500)
+        case _:
+            return web.Response()
+
+
+@dataclass(slots=True, eq=False)
+class FakeRequest:
+    """One request at the server. Subclasses say it in the words of their server."""
+
+    MIN_TOKENS: ClassVar[str]
+    MAX_TOKENS: ClassVar[str]
+    """Names of these parameters."""
+
+    name: str
+    """As the engine knows it; an abort names exactly this."""
+    prompt: list[int]
+    params: dict[str, Any]
+    stream: bool
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """(label, start, end) of the tokens."""
+    flushed: int = 0
+    """Tokens that have left the scheduler."""
+    sent: int = 0
+    """Tokens that have left the server."""
+    running: bool = False
+    started: bool = False
+    """It was given a place at least once."""
+    finish: Any = None
+    """Why it ended, as the server says it."""
+    frozen: bool = False
+    dead: bool = False
+    """The caller's connection is gone, or breaks now."""
+    failed: bool = False
+    """The engine died under it."""
+    fault: PlannedFault | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hit(self, *kinds: RequestFault) -> RequestFault | None:
+        """The fault of the request, if it is one of these."""
+        return self.fault.kind if self.fault is not None and self.fault.kind in kinds else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.dead or self.failed or (self.finish is not None and not self.running)
+
+    @property
+    def due(self) -> bool:
+        """Whether the scheduler hands over what it has."""
+        return True
+
+    def flush(self) -> None:
+        """From the scheduler to the part that talks to the client."""
+        self.flushed = len(self.ids)
+        self.news.set()
+
+    def make_token(self, weights: str, label: str, vocab_size: int, eos: int, mean_length: int) -> None:
+        """One token more; EOS and stop tokens are in the ids."""
+        token, logprob = next_token(weights, self.prompt + self.ids, vocab_size, eos, mean_length)
+        stops = {eos, *(self.params.get("stop_token_ids") or ())}
+        count = len(self.ids) + 1
+        if token in stops and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
+            token = next(t for t in range(token + 1, token + vocab_size) if t % vocab_size not in stops) % vocab_size
+        self.ids.append(token)
+        self.logprobs.append(self.as_said(logprob))
+        if self.spans and self.spans[-1][0] == label:
+            self.spans[-1] = (label, self.spans[-1][1], count)
+        else:
+            self.spans.append((label, count - 1, count))
+        if token in stops:
+            self.finish = self.stopped()
+        elif count >= self.params[self.MAX_TOKENS]:
+            self.finish = self.used_up()
+
+    def lose_unsent(self) -> None:
+        """Drop the tokens that have not left the server."""
+        del self.ids[self.sent :], self.logprobs[self.sent :]
+        self.spans = [(name, a, min(b, self.sent)) for name, a, b in self.spans if a < self.sent]
+
+    def whole(
+        self, weights: str, label: str, vocab_size: int, eos: int, mean_length: int
+    ) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities when nobody cuts it."""
+        while self.finish is None:
+            self.make_token(weights, label, vocab_size, eos, mean_length)
+        return self.ids, self.logprobs
+
+    # ---------------------------------------------------------------- in the words of the server
+
+    def as_said(self, logprob: float) -> float:
+        """What is said of a log-probability at temperature 1."""
+        raise NotImplementedError
+
+    def stopped(self) -> Any:
+        """The finish of a request that has stopped at its last token."""
+        raise NotImplementedError
+
+    def used_up(self) -> Any:
+        """The finish of a request whose budget is used."""
+        raise NotImplementedError
+
+    def aborted(self) -> Any:
+        """The finish of a request that was aborted."""
+        raise NotImplementedError
+
+
+def next_token(weights: str, prefix: list[int], vocab_size: int, eos: int, mean_length: int) -> tuple[int, float]:
+    """(id, log-probability at temperature 1) of what follows ``prefix`` under ``weights``."""
+    digest = hashlib.blake2b(np.array(prefix, np.int32).tobytes(), digest_size=24, key=weights.encode()[:64]).digest()
+    if int.from_bytes(digest[:8], "big") / 2**64 < 1 / mean_length:
+        token = eos
+    else:
+        token = int.from_bytes(digest[8:16], "big") % (vocab_size - 1)
+        token += token >= eos
+    return token, float(np.float32(-0.5 - 3 * int.from_bytes(digest[16:], "big") / 2**64))
+
 
 KEEP_ALIVE_S = 0.01
 """Between two signs of life of a stream without tokens."""

@@ -1,23 +1,158 @@
-"""A fake SGLang server on a real loopback socket: the protocol with its quirks, faults on purpose, no model, no clock.
+"""A fake SGLang server, and a fake sglang-router, on real loopback sockets: quirks of the protocol, faults on purpose.
 
-Generation goes one token per so many turns of the event loop, or by :meth:`FakeSglangServer.step` alone. What was asked
-and must not be asked is in ``violations``; every request is in ``runs``.
+There is no model and no clock: generation goes one token per so many turns of the event loop, or by ``step`` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import PurePath
 from typing import Any
 
+import aiohttp
+import numpy as np
 from aiohttp import web
 
-from april.testing.servers.fake_server import FakeServer, event_stream
-from april.testing.servers.request_faults import AT_ONCE, RequestFault
-from april.testing.servers.sglang.answers import answer
-from april.testing.servers.sglang.faults import spoiled
-from april.testing.servers.sglang.runs import FakeSglangRun
+from april.core.versions import PolicyVersion
+
+from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
+
+FORCED_INTERVAL = 50
+"""Tokens after which the scheduler hands over what a plain request has."""
+
+
+@dataclass(slots=True, eq=False)
+class FakeSglangRun(FakeRequest):
+    """One request at the server."""
+
+    MIN_TOKENS, MAX_TOKENS = "min_new_tokens", "max_new_tokens"
+
+    queue_abort: bool = False
+    """It was aborted in the queue: its last answer is put together in another way."""
+    abort_seen: bool = False
+    """The server passes one abort per request on and no more."""
+
+    @property
+    def interval(self) -> int:
+        return int(self.params.get("stream_interval") or 1) if self.stream else FORCED_INTERVAL
+
+    @property
+    def due(self) -> bool:
+        """Whether the scheduler hands over what it has."""
+        if self.finish is not None:
+            return True
+        fresh = len(self.ids) - self.flushed
+        if not self.stream:
+            return fresh > 0 and len(self.ids) % FORCED_INTERVAL == 0
+        return fresh >= self.interval or (self.flushed == 0 and fresh > 0)
+
+    def as_said(self, logprob: float) -> float:
+        """The log-probability as a server says it, which scales by the temperature before the softmax."""
+        return logprob if self.params["temperature"] in (0.0, 1.0) else float(np.float32(logprob * 0.8))
+
+    def stopped(self) -> dict[str, Any]:
+        return {"type": "stop", "matched": self.ids[-1]}
+
+    def used_up(self) -> dict[str, Any]:
+        return {"type": "length", "length": len(self.ids)}
+
+    def aborted(self) -> dict[str, Any]:
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def fake_sglang_response(
+    prompt: list[int], *, weights: str = "w0", max_tokens: int = 64, min_tokens: int = 0, vocab_size: int = 512,
+    eos: int = 2, mean_length: int = 24,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """What the server says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
+    params = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens, "temperature": 1.0}
+    run = FakeSglangRun("", list(prompt), params, stream=False)
+    return run.whole(weights, str(PolicyVersion(0, 0)), vocab_size, eos, mean_length)
+
+
+def answer(run: FakeSglangRun, *, label: str, incremental: bool, spans: bool) -> dict[str, Any]:
+    """The next event of a stream, or the answer at the end: what has left the scheduler and not the server."""
+    total = run.flushed
+    start = run.sent if run.stream and incremental else 0
+    meta: dict[str, Any] = {
+        "id": run.name,
+        "finish_reason": run.finish,
+        "weight_version": label,
+        "output_token_logprobs": scored(run, start, total),
+        "output_token_logprobs_length": total,
+        "completion_tokens": total,
+    }
+    ids = run.ids[start:total]
+    if run.finish is not None and run.queue_abort:
+        # the tokenizer answers: the last token once more, and all log-probabilities
+        if run.stream and incremental and total:
+            meta["output_token_logprobs"] += scored(run, 0, total)
+            ids = [*ids, run.ids[total - 1]]
+    else:
+        meta |= {"prompt_tokens": len(run.prompt), "cached_tokens": 0, "num_retractions": 0, "dp_rank": None}
+    if run.finish is not None and spans and total:
+        meta["weight_versions"] = [
+            {"version": name, "start": first, "end": min(end, total)} for name, first, end in run.spans if first < total
+        ]
+    return {"text": "", "output_ids": ids, "meta_info": meta}
+
+
+def scored(run: FakeSglangRun, start: int, end: int) -> list[list[Any]]:
+    return [[logprob, token, None] for logprob, token in zip(run.logprobs[start:end], run.ids[start:end], strict=True)]
+
+
+def spoiled(kind: RequestFault, answer: dict[str, Any], vocab_size: int, *, streamed: bool) -> dict[str, Any]:
+    """A copy of an answer with tokens, made wrong."""
+    answer = copy.deepcopy(answer)
+    meta = answer["meta_info"]
+    scored, ids = meta["output_token_logprobs"], answer["output_ids"]
+    last = meta["finish_reason"] is not None
+    match kind:
+        case RequestFault.EXTRA_LOGPROBS:
+            scored.insert(0, list(scored[0]))
+        case RequestFault.WRONG_COUNT:
+            meta["completion_tokens"] += 1
+        case RequestFault.NULL_LOGPROB:
+            scored[-1][0] = None
+        case RequestFault.NAN_LOGPROB:
+            scored[-1][0] = float("nan")
+        case RequestFault.POSITIVE_LOGPROB:
+            scored[-1][0] = 0.5
+        case RequestFault.CLAMPED_LOGPROB:
+            scored[-1][0] = -3.4028234663852886e38
+        case RequestFault.DOUBLED_EVENT if last and not streamed:
+            ids.append(ids[-1])
+            scored.append(list(scored[-1]))
+        case RequestFault.OTHER_PROMPT if "prompt_tokens" in meta:
+            meta["prompt_tokens"] -= 1
+        case RequestFault.OTHER_IDS:
+            scored[-1][1] = (scored[-1][1] + 1) % vocab_size
+        case RequestFault.UNKNOWN_TOKEN:
+            ids[-1] = scored[-1][1] = vocab_size
+        case RequestFault.OTHER_RID:
+            meta["id"] = "another"
+        case RequestFault.GAP_IN_SPANS if last:
+            meta["weight_versions"][0]["start"] = 1
+        case RequestFault.FOREIGN_LABEL:
+            meta["weight_version"] = "step-7"
+            for span in meta.get("weight_versions", []):
+                span["version"] = "step-7"
+        case RequestFault.UNCOUNTED_LAST if last:
+            ids.append(3)
+            scored.append([-1.0, 3, None])
+        case RequestFault.REPEATED_LAST if last:
+            ids.append(ids[-1])
+        case RequestFault.SHRINKS if last:
+            meta["completion_tokens"] -= 1
+        case RequestFault.NO_FINISH if last:
+            meta["finish_reason"] = None
+    return answer
+
 
 KNOWN_PARAMS = frozenset({
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
@@ -344,3 +479,86 @@ def _at_once(kind: RequestFault) -> web.Response:
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/generate"})
         case _:
             return web.json_response({"error": {"message": "Internal error"}}, status=500)
+
+
+class FakeSglangRouter:
+    """Passes ``/generate`` on as it comes; a worker that cannot be reached is left out, and the next one asked.
+
+    Args:
+        workers: addresses of fake servers.
+        late: how many times ``/workers`` is answered with none, as a router does that has just started.
+    """
+
+    def __init__(self, workers: Sequence[str], *, late: int = 0) -> None:
+        self.workers = list(workers)
+        self.late = late
+        self.ready = True
+        self.passed: list[str] = []
+        """Address of the worker that answered, for every request in order."""
+        self._turn = count()
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> str:
+        """Open a port; returns the URL."""
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes([
+            web.post("/generate", self._generate), web.get("/workers", self._workers),
+            web.get("/readiness", self._ready),
+        ])  # fmt: skip
+        # a client that leaves takes its request at the worker along
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        return self.url
+
+    async def close(self) -> None:
+        """Close the port and all connections."""
+        if self._session is not None:
+            await self._session.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        if self.late:
+            self.late -= 1
+            return web.json_response({"workers": [], "total": 0})
+        workers = [{"url": url, "is_healthy": True, "worker_type": "regular", "load": 0} for url in self.workers]
+        return web.json_response({"workers": workers, "total": len(workers)})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.ready else 503)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        assert self._session is not None
+        for _ in range(len(self.workers)):
+            url = self.workers[next(self._turn) % len(self.workers)]
+            try:
+                answer = await self._session.post(
+                    f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
+                )
+            except aiohttp.ClientError:
+                continue  # the next worker gets the same request, rid included
+            self.passed.append(url)
+            return await self._pass_on(request, answer)
+        return web.json_response({"error": {"message": "No available workers"}}, status=503)
+
+    async def _pass_on(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+        async with answer:
+            await response.prepare(request)
+            try:
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+            except (aiohttp.ClientError, asyncio.IncompleteReadError):
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+        await response.write_eof()
+        return response

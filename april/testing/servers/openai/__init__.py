@@ -1,1 +1,0 @@
-"""Fake servers with the OpenAI completions route."""

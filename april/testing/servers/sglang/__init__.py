@@ -1,1 +1,0 @@
-"""A fake SGLang server, and a fake sglang-router."""

@@ -1,0 +1,1 @@
+"""Fake vLLM, SGLang and OpenAI-compatible servers on loopback, for tests of the clients."""
