@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     )
     from april.model_turns import hold_model
     from april.processes.host import Host
+    from april.processes.link import new_token
     from april.processes.rank_scheduler import RankScheduler
     from april.processes.ranks import Ranks
     from april.processes.remote_hosts import HostListener
-    from april.processes.sockets import new_token
     from april.record.file import RunRecord
     from april.scheduler import RolloutScheduler, partial_rollout
     from april.torch_arrays import to_torch
@@ -91,7 +91,7 @@ _HOMES = {
     ),
     "april.processes.remote_hosts": ("HostListener",),
     "april.processes.host": ("Host",),
-    "april.processes.sockets": ("new_token",),
+    "april.processes.link": ("new_token",),
     "april.processes.ranks": ("Ranks",),
     "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),

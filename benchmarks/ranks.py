@@ -24,8 +24,8 @@ from typing import IO
 import msgspec
 
 import april
+from april.processes.link import bound, told_address
 from april.processes.rank_scheduler import RankScheduler
-from april.processes.sockets import bound, told_address
 from benchmarks.bare_client import check_kept
 from benchmarks.canned_replies import VLLM
 from benchmarks.client_arms import Case, engine_config, keep_pace, prompts_of

@@ -22,9 +22,9 @@ from april.processes import rank_messages as say
 from april.processes import rank_scheduler as scheduler
 from april.processes.actor_scheduler import ActorMember
 from april.processes.center import PURPOSE, Center
+from april.processes.link import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
 from april.processes.member import Member
 from april.processes.rank_scheduler import RankScheduler
-from april.processes.sockets import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
 
 TOKEN = new_token()
 ROUND: list[Any] = []
@@ -39,7 +39,7 @@ def cut(rollouts: RankScheduler) -> None:
         links = [seat._link]
     else:
         links = [link for link in seat._links.values() if isinstance(link, SocketLink)]
-    seat._thread.call(lambda: [link._transport.abort() for link in links])
+    seat._thread.call(lambda: [link._ws._writer.transport.abort() for link in links])
 
 
 def test_different_calls() -> None:

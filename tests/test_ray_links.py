@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from april.processes.actor_link import HEARTBEAT_S, CallingLink, ServedLink
-from april.processes.sockets import Hello
+from april.processes.link import Hello
 from april.testing.virtual_clock import run_virtual
 
 

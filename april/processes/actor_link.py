@@ -13,8 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from april.processes.link import OnFrame, OnLost
-from april.processes.sockets import Hello
+from april.processes.link import Hello, Link, OnFrame, OnLost
 from april.server_text import said
 
 T = TypeVar("T")
@@ -23,7 +22,7 @@ HEARTBEAT_S = 5.0
 """After which a question for frames is answered though there are none."""
 
 
-class ServedLink:
+class ServedLink(Link):
     """The core's end, a :class:`april.processes.link.Link`; all on the loop that it is made on.
 
     Whoever uses it notices an end that asks nothing any more: hosts and ranks owe a sign of life.
@@ -127,7 +126,7 @@ class Calls(Protocol):
         """This end has closed the link."""
 
 
-class CallingLink:
+class CallingLink(Link):
     """The end that calls, a :class:`april.processes.link.Link`; all on the loop that it lives on."""
 
     def __init__(self, calls: Calls) -> None:

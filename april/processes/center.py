@@ -16,10 +16,9 @@ from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.processes import rank_messages as say
 from april.processes.heartbeats import Heartbeats
-from april.processes.link import Link
+from april.processes.link import STRANGERS, Link, Listener, SocketLink, close_all
 from april.processes.meeting import Meeting
 from april.processes.ranks import MeetingPoint, Ranks
-from april.processes.sockets import STRANGERS, Listener, SocketLink
 
 log = logging.getLogger("april")
 
@@ -266,10 +265,9 @@ class Center:
     async def _end(self) -> None:
         if self._listener is not None:
             await self._listener.close()
-        for link in self._links.values():
-            link.close()
+        links = list(self._links.values())
         self._links.clear()
-        await asyncio.sleep(0)
+        await close_all(links)
 
     def _send(self, rank: int, message: say.Message) -> None:
         link = self._links.get(rank)

@@ -30,13 +30,12 @@ from april.processes.actor_scheduler import Seat
 from april.processes.center import PURPOSE as RANK
 from april.processes.core_center import CoreCenter
 from april.processes.frames import Packed, pack_frames, unpack_frames
-from april.processes.link import Link
+from april.processes.link import Hello, Link
 from april.processes.own_scheduler import OwnScheduler
 from april.processes.packed_call import unpack_call
 from april.processes.rank_scheduler import look
 from april.processes.ranks import Ranks
 from april.processes.remote_hosts import HOST, HostDoor
-from april.processes.sockets import Hello
 from april.server_text import said
 
 log = logging.getLogger("april")

@@ -17,10 +17,9 @@ from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import check_function
 from april.engines.protocol import Engine
 from april.errors import ConfigError, LinkError
-from april.processes.link import Link
+from april.processes.link import Hello, Link, connect
 from april.processes.remote_hosts import HOST
 from april.processes.serving import HostRefused, Serving
-from april.processes.sockets import Hello, connect
 
 log = logging.getLogger("april")
 

@@ -13,9 +13,8 @@ from april.errors import LinkError, RankError
 from april.processes import rank_messages as say
 from april.processes.center import PURPOSE
 from april.processes.heartbeats import Heartbeats
-from april.processes.link import Link
+from april.processes.link import Hello, Link, close_all, connect
 from april.processes.ranks import MeetingPoint, Ranks
-from april.processes.sockets import Hello, connect
 
 TRY_AGAIN_S = 0.2
 """Between two attempts to reach a rank 0 that does not listen yet."""
@@ -219,10 +218,9 @@ class Member:
 
     async def _end(self, sentence: str) -> None:
         self._send(say.Bye(sentence))
-        if self._link is not None:
-            self._link.close()
         self._gone = "this rank has closed its scheduler"
-        await asyncio.sleep(0)
+        if self._link is not None:
+            await close_all([self._link])
 
     def _send(self, message: say.Message) -> None:
         if self._link is not None and self._gone is None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from april.errors import ConfigError, RankError
-from april.processes.sockets import new_token
+from april.processes.link import new_token
 
 LOOPBACK = "127.0.0.1:0"
 _groups = itertools.count()

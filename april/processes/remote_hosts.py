@@ -22,10 +22,9 @@ from april.driver.local_host import LocalHost
 from april.errors import ConfigError, LinkError
 from april.processes.desk import HostDesk
 from april.processes.joining import BEATS, Guest, guest_of, welcome_of, why_not
-from april.processes.link import Link
+from april.processes.link import Link, Listener, SocketLink, bound, close_all, told_address
 from april.processes.messages import AskQuiet, AskTapes, Goodbye, Now, ProtocolError, Refusal, encode
 from april.processes.roster import Roster
-from april.processes.sockets import Listener, SocketLink, bound, told_address
 from april.server_text import said
 
 log = logging.getLogger("april")
@@ -295,10 +294,10 @@ class RemoteHosts:
         for desk, guest in list(self._guests.items()):
             desk.say(Goodbye("the scheduler is closed"))
             self._send(desk, guest)
-            guest.link.close()
-        for guest in [*self._waiting, *self._first, *(guest for guest, _ in self._rivals.values())]:
-            guest.link.close()
+        rivals = (guest for guest, _ in self._rivals.values())
+        links = [guest.link for guest in (*self._guests.values(), *self._waiting, *self._first, *rivals)]
         self._guests.clear()
+        await close_all(links)
         self._tell_watchers()
         await self._door.close()
 

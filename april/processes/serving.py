@@ -15,7 +15,7 @@ from april.driver.sample_functions import UserFunctions
 from april.engines.protocol import Engine
 from april.errors import LinkError
 from april.processes.joining import joined_frame
-from april.processes.link import Link
+from april.processes.link import Link, close_all
 from april.processes.messages import (
     AskQuiet,
     AskTapes,
@@ -91,7 +91,7 @@ class Serving:
 
     async def end(self) -> None:
         """End all that still runs; the engines stay open."""
-        self._link.close()
+        await close_all([self._link])
         if self._timer is not None:
             self._timer.cancel()
         for task in self._asking:
