@@ -37,7 +37,7 @@ test-engines: $(VENV)/.installed
 test-adapters: $(VENV)/.installed
 	$(BIN)/python -m tests.adapters
 
-# The exporters against the real TensorBoard, W&B, MLflow, trackio and Prometheus client, offline.
+# The exporters against the real TensorBoard and W&B, offline.
 test-exporters: $(VENV)/.installed
 	$(BIN)/python -m tests.real_exporters
 

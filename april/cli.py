@@ -167,8 +167,8 @@ def report(
     if find_spec("matplotlib") is None:
         console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
         raise typer.Exit(1)
-    from april.report.page import page
-    from april.report.run_data import read_run
+    from april.view.report import page
+    from april.view.run_data import read_run
 
     try:
         with console.status("reading") as status:
@@ -199,7 +199,7 @@ def watch(
     Exit code 0: it has ended, or you did. 1: the file is no record, or with --once not there. 2: the command line is
     wrong.
     """
-    from april.watch.show import watch as follow
+    from april.view.watch import watch as follow
 
     console = Console(markup=False, highlight=False)
     try:

@@ -39,9 +39,9 @@ from april.driver.user_code import check_function, is_async, refuse_inside_user_
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
-from april.export.exporter import Exporter
+from april.export import Exporter
 from april.record.file import RunRecord
-from april.watch.onlookers import Onlookers
+from april.view.observers import Observers
 
 log = logging.getLogger("april")
 
@@ -154,7 +154,7 @@ class RolloutScheduler:
             await Abandoned(made).end()
 
         try:
-            self._onlookers = Onlookers(config, progress, exporters, sample_texts, detokenizer, self._thread)
+            self._observers = Observers(config, progress, exporters, sample_texts, detokenizer, self._thread)
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
@@ -176,7 +176,7 @@ class RolloutScheduler:
                     warn_after_s=config.warned_after_s, check=check, draws_beside=self._thread.threads_wake_it,
                     record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                     config=config.to_mapping(), blocked=self._thread.blocked,
-                    hosts=others, delivered=self._onlookers.delivered,
+                    hosts=others, delivered=self._observers.delivered,
                     fits=partial(fits, config, {e.name: e.capabilities for e in self._engines}),
                 )
             )
@@ -184,10 +184,10 @@ class RolloutScheduler:
             self._thread.begin_to_stop(undo)
             self._thread.stop()
             raise
-        self._onlookers.driver = self._driver
+        self._observers.driver = self._driver
         self._evaluator = Evaluator(self._driver)
         recorder = self._driver.recorder
-        ends = [*(() if recorder is None else (recorder.end,)), *self._onlookers.ends]
+        ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
         self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads, ends)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)
         self._dropped.atexit = False
@@ -211,7 +211,7 @@ class RolloutScheduler:
         me = object()
         try:
             self._ask(me)
-            with self._onlookers.waiting():
+            with self._observers.waiting():
                 batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
             # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
             self._driver.handed_out = batch.id
@@ -231,7 +231,7 @@ class RolloutScheduler:
         me = object()
         try:
             self._ask(me)
-            with self._onlookers.waiting():
+            with self._observers.waiting():
                 batch = await self._thread.run_async(self._driver.wait_batch)
             self._driver.handed_out = batch.id
             return batch
@@ -516,7 +516,7 @@ class RolloutScheduler:
             closing = self._thread.submit(self._driver.close)
         except SchedulerClosed:
             self._thread.stop()
-            self._onlookers.close()  # an interrupt may have kept the close before from it
+            self._observers.close()  # an interrupt may have kept the close before from it
             return
         ended = None
         try:
@@ -525,7 +525,7 @@ class RolloutScheduler:
             if not ended:
                 self._thread.begin_to_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
-            self._onlookers.close()
+            self._observers.close()
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error

@@ -13,12 +13,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from april.record.file import RunRecord
-from april.report.page import page
-from april.report.pictures import draw_places
-from april.report.run_data import RunData, read_run
-from april.report.svg import Ink, dress, legend
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Workload
+from april.view.pictures import Ink, draw_places, dress, legend
+from april.view.report import page
+from april.view.run_data import RunData, read_run
 
 OUT = Path("runs/report")
 PICTURE = Path("docs/images/report.png")

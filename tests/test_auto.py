@@ -28,11 +28,11 @@ from april.engines.simulated.response_lengths import LognormalLengths, ResponseL
 from april.errors import ConfigError, RolloutError
 from april.record.file import RunRecord
 from april.record.replay import replay
-from april.report.page import page
-from april.report.run_data import read_run
 from april.simulate.choose import choose, workload_of
 from april.simulate.simulation import Simulation
 from april.testing import FakeEngine, rollouts, run_virtual
+from april.view.report import page
+from april.view.run_data import read_run
 
 # -------------------------------------------------------------------- lengths
 

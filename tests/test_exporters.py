@@ -6,21 +6,24 @@ The real packages are in ``tests/real_exporters``; here their stand-ins, with wh
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from real_schedulers import scheduler
 
 import april
+import april.export
 from april.errors import ConfigError
-from april.export import MLflow, Prometheus, SampleText, TensorBoard, Trackio, WandB, feed, named, sample_texts
-from april.export.texts import COLUMNS
+from april.export import COLUMNS, SampleText, TensorBoard, WandB, named, sample_texts
 from april.testing import FakeEngine, rollouts, run_virtual
+from april.view import observers
 
 
 class Words:
@@ -176,8 +179,8 @@ def test_an_exporter_that_hangs_holds_nothing_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches come, others get theirs, what it does not take is counted, and the end does not wait for ever."""
-    monkeypatch.setattr(feed, "CLOSE_PATIENCE_S", 0.01)
-    monkeypatch.setattr(feed, "MOST_WAITING", 2)
+    monkeypatch.setattr(observers, "CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(observers, "MOST_WAITING", 2)
     logged = threading.Semaphore(0)
 
     class Told(Kept):
@@ -203,7 +206,7 @@ def test_an_interrupted_close_is_gone_on_with(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second Ctrl-C inside it: the next close ends the exporters, and whatever is closed again says nothing new."""
-    monkeypatch.setattr(feed, "CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(observers, "CLOSE_PATIENCE_S", 0.01)
     hanging, well, before = Hanging(), Kept(), threading.enumerate()
     rollouts = scheduler(exporters=[hanging, well])
     batch = rollouts.next_batch()
@@ -321,8 +324,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("make", "package"),
     [
-        (lambda: TensorBoard("runs/none"), "tensorboard"), (WandB, "wandb"), (MLflow, "mlflow"), (Trackio, "trackio"),
-        (lambda: Prometheus(0), "prometheus_client"),
+        (lambda: TensorBoard("runs/none"), "tensorboard"), (WandB, "wandb"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_missing_is_named(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,83 +373,14 @@ def test_wandb(stand_in: Any) -> None:
     assert [(call[0], call[-1]) for call in calls[2:]] == [("log", False)]
 
 
-def test_mlflow_names(stand_in: Any) -> None:
-    """An engine's address becomes a name that MLflow takes, in one call for all metrics of a batch."""
-    sent: list[Any] = []
-
-    class Client:
-        def log_batch(self, run_id: str, metrics: Sequence[Any]) -> None:
-            sent.append((run_id, [(m.key, m.value, m.step) for m in metrics]))
-
-        def set_terminated(self, run_id: str) -> None:
-            sent.append("terminated")
-
-    def metric(key: str, value: float, timestamp: int, step: int) -> Any:
-        assert timestamp > 1e12
-        return types.SimpleNamespace(key=key, value=value, step=step)
-
-    stand_in("mlflow", MlflowClient=Client, entities=types.SimpleNamespace(Metric=metric), active_run=lambda: None)
-    exporter = MLflow("run-7")
-    exporter.log(METRICS, 3)
-    exporter.close()
-    assert sent == [("run-7", [("april/step_s", 2.0, 3), ("april/engine/http_/a_1/cap", 8.0, 3)])]
-
-
-def test_trackio(stand_in: Any) -> None:
-    """A row per batch at its step, and the run is finished."""
-    sent: list[Any] = []
-    run = types.SimpleNamespace(log=lambda data, step: sent.append((data, step)), finish=lambda: sent.append("finish"))
-    stand_in("trackio", init=lambda **options: sent.append(options) or run, Table=dict)
-    exporter = Trackio("p", name="n")
-    exporter.log({"step_s": 2.0}, 3)
-    exporter.log_texts([TEXT], 3)
-    exporter.close()
-    assert sent[0] == {"project": "p", "name": "n"}
-    assert sent[1] == ({"april/step_s": 2.0}, 3)
-    assert sent[2][0]["april/sample_texts"]["columns"] == list(COLUMNS)
-    assert sent[3] == "finish"
-
-
-def test_prometheus_listens_on_this_machine_only(stand_in: Any) -> None:
-    """Unless another address is given; gauges of an engine that has left are taken away."""
-    gauges: dict[str, dict[tuple[str, ...], float]] = {}
-    asked: list[Any] = []
-
-    class Gauge:
-        def __init__(self, name: str, what: str, labels: Sequence[str], registry: Any) -> None:
-            self.values, self.of = gauges.setdefault(name, {}), ()
-
-        def labels(self, *of: str) -> Any:
-            found = Gauge.__new__(Gauge)
-            found.values, found.of = self.values, of
-            return found
-
-        def set(self, value: float) -> None:
-            self.values[self.of] = value
-
-        def remove(self, *of: str) -> None:
-            del self.values[of]
-
-    def start(port: int, addr: str, registry: Any) -> Any:
-        asked.append((port, addr))
-        if port == 1:
-            raise PermissionError(13, "Permission denied")
-        server = types.SimpleNamespace(server_port=7, shutdown=lambda: asked.append("down"), server_close=lambda: None)
-        return server, types.SimpleNamespace(join=lambda: None)
-
-    stand_in("prometheus_client", CollectorRegistry=object, Gauge=Gauge, start_http_server=start)
-    exporter = Prometheus(0)
-    assert exporter.port == 7
-    exporter.log(METRICS, 3)
-    exporter.log_texts([TEXT], 3)
-    assert gauges == {"april_step": {(): 3}, "april_step_s": {(): 2.0}, "april_engine_cap": {("http://a:1",): 8.0}}
-    exporter.log({"engine/b/cap": 4.0}, 4)
-    assert gauges["april_engine_cap"] == {("b",): 4.0}
-    exporter.close()
-    Prometheus(9, host="0.0.0.0")  # noqa: S104
-    assert asked == [(0, "127.0.0.1"), "down", (9, "0.0.0.0")]  # noqa: S104
-    with pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1:1: Permission denied"):
-        Prometheus(1)
+@pytest.mark.parametrize("name", ["MLflow", "Trackio", "Prometheus"])
+def test_an_exporter_that_april_does_not_have_is_one_line(name: str) -> None:
+    """The error says the line, which is that of the page."""
+    with pytest.raises(ImportError, match=f"april.export has no {name}: log with one line") as caught:
+        getattr(april.export, name)
+    line = re.search(r"in your trainer, (.*) \(docs/watch.md\)", str(caught.value))
+    assert line is not None
+    assert line[1] in (Path(__file__).parent.parent / "docs" / "watch.md").read_text("utf-8")
 
 
 def test_names_have_a_prefix() -> None:

@@ -24,7 +24,7 @@ IN_CIRCLES = 37
 """Modules that stand in circles of imports; may only become fewer, until the number and its use go."""
 FLOORS = ("corrections", "core", "record", "config", "engines", "driver")
 """From the ground up; scheduler, simulate, demo, doctor and cli are above them all."""
-ABOVE = ("scheduler", "processes", "export", "watch", "simulate", "report", "demo", "doctor", "cli", "adapters",
+ABOVE = ("scheduler", "processes", "export", "view", "simulate", "demo", "doctor", "cli", "adapters",
          "testing")  # fmt: skip
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets"}
 IMPURE = {"asyncio", "aiohttp", "socket", "threading", "torch", "os", "pathlib"} | CLOCKS_AND_CHANCE

@@ -23,10 +23,10 @@ from april.core.types import Prompt
 from april.driver.evaluation import Evaluator
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.engines.protocol import Capabilities
-from april.export.feed import Feed
 from april.record.standing import waits_for
 from april.testing import FakeEngine, rollouts, run_virtual
-from april.watch.show import Screen
+from april.view.observers import Feed
+from april.view.watch import Screen
 
 
 class Server(RecordingEngine):

@@ -46,7 +46,6 @@ ALLOWED = {
     ("engines/sglang/worker.py", "retract"): "pause modes",
     ("engines/vllm/probe.py", "data"): "keys of an answer",
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
-    ("export/prometheus.py", r"engine/(?P<engine>.*)/(?P<name>\w+)"): "names of metrics",
     ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }
 """(file, what it looks for): in whose words."""

@@ -18,7 +18,7 @@ from page_blocks import COMMANDS, PAGES, ROOT, YAML, Block, block, blocks
 
 import april
 from april.record.standing import Standing, Waits
-from april.watch.line import Line
+from april.view.progress import Line
 
 SMALLEST = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "max_response_len": 400}
 """What april.Config must be given, where a block has a part of the settings only."""
@@ -141,5 +141,5 @@ def test_the_line_is_drawn_as_on_the_page() -> None:
         "engines": {"e": 186}, "waits": Waits.FUNCTIONS.value,
     }  # fmt: skip
     for passed in (0, 24, 34):
-        line.take(float(passed), Standing(observed=12_300 * passed, **moment))
+        line.add(float(passed), Standing(observed=12_300 * passed, **moment))
     assert str(line) == block("watch.md", "step 12").text.strip()

@@ -29,10 +29,10 @@ from typer.testing import CliRunner
 from april import cli
 from april.engines.simulated.decode_cost import DecodeCost
 from april.record.file import RunRecord
-from april.report import pictures
 from april.simulate import plan, plan_run, profile_run, workload
 from april.simulate.profile import Profile
 from april.simulate.simulation import Simulation
+from april.view import pictures
 from tests.adapters.environments import TRL_VERSION
 
 MAKE = (ROOT / "Makefile").read_text("utf-8")

@@ -19,9 +19,8 @@ from april.core.types import Prompt
 from april.errors import ConfigError
 from april.record.standing import Standing, Waits, standing_of
 from april.testing import rollouts, run_virtual
-from april.watch import progress
-from april.watch.line import WINDOW_S, Line, short
-from april.watch.progress import Progress, progress_on
+from april.view import progress
+from april.view.progress import WINDOW_S, Line, Progress, progress_on, short
 
 
 def standing(**changes: Any) -> Standing:
@@ -48,13 +47,13 @@ def test_the_line_says_how_the_step_stands() -> None:
     """The step and what it has, how long, how fast; partials and what it waits for, if there is something to say."""
     line = Line()
     assert str(line) == ""
-    line.take(10.0, standing())
+    line.add(10.0, standing())
     assert str(line) == "step 3  2/8 groups  0 s  40 in flight"
-    line.take(14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=Waits.FUNCTIONS.value))
+    line.add(14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=Waits.FUNCTIONS.value))
     assert str(line) == (
         "step 3  5/8 groups  4 s  2.0k tok/s  0 in flight  1 partial, oldest 1 update  waits for functions and rewards"
     )
-    line.take(15.0, standing(step=4, observed=9000, whole_groups=False, partials=7, oldest=2))
+    line.add(15.0, standing(step=4, observed=9000, whole_groups=False, partials=7, oldest=2))
     assert str(line).startswith("step 4  2/8 samples  0 s")
     assert "7 partial, oldest 2 updates" in str(line)
 
@@ -62,14 +61,14 @@ def test_the_line_says_how_the_step_stands() -> None:
 def test_tokens_per_second_are_those_of_lately() -> None:
     """What was long ago does not count, nor what stood there before another state was loaded."""
     line = Line()
-    line.take(0.0, standing(observed=0))
-    line.take(1.0, standing(observed=1_000_000))
+    line.add(0.0, standing(observed=0))
+    line.add(1.0, standing(observed=1_000_000))
     for second in range(2, 40):
-        line.take(float(second), standing(observed=1_000_000 + 100 * second))
+        line.add(float(second), standing(observed=1_000_000 + 100 * second))
     assert line.tokens_per_s == pytest.approx(100)
-    line.take(41.0, standing(observed=50))
+    line.add(41.0, standing(observed=50))
     assert line.tokens_per_s is None
-    line.take(42.0 + WINDOW_S, standing(observed=50))
+    line.add(42.0 + WINDOW_S, standing(observed=50))
     assert line.tokens_per_s == 0
 
 

@@ -16,10 +16,10 @@ from april.errors import RecordError
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
 from april.record.replay import replay
-from april.report.page import page
-from april.report.run_data import read_run
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Workload
+from april.view.report import page
+from april.view.run_data import read_run
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e[/red]</script>\nmore"
 

@@ -21,14 +21,12 @@ from april.engines.simulated.fitted_cost import fit
 from april.record.file import RunRecord
 from april.record.lines import lines_of
 from april.record.replay import replay
-from april.report import pictures
-from april.report.engines_there import Engine, EnginesThere
-from april.report.limit import distance, limit_of
-from april.report.page import page
-from april.report.pictures import _over_steps
-from april.report.run_data import RunData, mean_busy, read_run
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Workload
+from april.view import pictures
+from april.view.pictures import _over_steps
+from april.view.report import page
+from april.view.run_data import Engine, EnginesThere, RunData, distance, limit_of, mean_busy, read_run
 
 SCRIPT = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 

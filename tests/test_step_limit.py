@@ -25,10 +25,9 @@ from april.processes.host import Host
 from april.processes.link import Link, memory_links
 from april.processes.remote_hosts import HostDoor
 from april.record.file import RunRecord
-from april.report.limit import distance
-from april.report.page import page
-from april.report.run_data import read_run
 from april.testing import rollouts, run_virtual
+from april.view.report import page
+from april.view.run_data import distance, read_run
 
 COST = DecodeCost(0.02, 1e-4, 1e-7, 1e-5)
 LENGTHS = LognormalLengths(120.0, 0.5, 0.5, seed=4, cap=900)

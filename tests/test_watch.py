@@ -19,9 +19,7 @@ from april.cli import app
 from april.errors import RecordError
 from april.record.lines import lines_of
 from april.record.replay import replay
-from april.watch import follow
-from april.watch.follow import KEPT, Follower
-from april.watch.show import SILENT_S, Screen, watch
+from april.view.watch import KEPT, SILENT_S, Follower, Screen, watch
 
 HOSTILE = "[bold red]x[/]\x1b[2J\x1b]0;owned\x07\u202e"
 
@@ -73,7 +71,7 @@ def test_a_record_is_followed_as_it_grows(record: Path, tmp_path: Path, follower
     data, path = record.read_bytes(), tmp_path / "run.jsonl"
     growing = follower(path)
     assert not growing.look()
-    assert not growing.there
+    assert not growing.exists
     with path.open("wb", buffering=0) as file:
         for at in range(0, len(data), 7919):
             file.write(data[at : at + 7919])
@@ -185,13 +183,9 @@ def test_what_is_no_record(record: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (lambda: rewritten(record, path, lambda line: [*line[:2], line[2] | {"format": 9}, line[3]]), "in format 9"),
         (lambda: path.write_bytes(b"x" * 1000), "one of its lines does not end"),
     ]
-    monkeypatch.setattr(follow, "PIECE", 900)
     for make, sentence in cases:
         make()
-        if sentence != "one of its lines does not end":
-            monkeypatch.setattr(follow, "PIECE", 1 << 22)
-        else:
-            monkeypatch.setattr(follow, "PIECE", 900)
+        monkeypatch.setattr("april.view.watch.PIECE", 900 if sentence.startswith("one of") else 1 << 22)
         result = CliRunner().invoke(app, ["watch", "--once", str(path)])
         assert result.exit_code == 1, result.output
         assert sentence in " ".join(result.output.split())

@@ -15,10 +15,9 @@ from april.core.types import GenerationMode, OnFailedSample
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.errors import ConfigError, RecordError
-from april.report.engines_there import Engine
-from april.report.run_data import RunData, read_run
 from april.simulate.trainer import Placement
 from april.simulate.workload import Workload
+from april.view.run_data import Engine, RunData, read_run
 
 FEWEST = 32
 """Finished responses without which a distribution of lengths is a guess."""

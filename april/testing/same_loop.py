@@ -28,7 +28,7 @@ from april.scheduler import RolloutScheduler, check_functions
 from april.testing.auditing import Audit, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.virtual_clock import VirtualClockLoop
-from april.watch.onlookers import Onlookers
+from april.view.observers import Observers
 
 T = TypeVar("T")
 
@@ -121,8 +121,8 @@ class _SameLoopScheduler(RolloutScheduler):
         return self._driver
 
     @property
-    def onlookers(self) -> Onlookers:
-        return self._onlookers
+    def observers(self) -> Observers:
+        return self._observers
 
     @property
     def loop(self) -> _SameLoop:
@@ -236,7 +236,7 @@ class Rollouts:
         self._loop.stop()
         await self._driver.close()
         await self._loop.end()
-        self._scheduler.onlookers.close()
+        self._scheduler.observers.close()
 
     async def __aenter__(self) -> Self:
         return self

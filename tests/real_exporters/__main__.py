@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus-client")
+PACKAGES = ("tensorboard", "wandb")
 TOOLS = ("pytest", "pytest-asyncio")
 
 

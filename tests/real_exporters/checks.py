@@ -6,7 +6,6 @@ import json
 import struct
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.export import Exporter, MLflow, Prometheus, TensorBoard, Trackio, WandB
+from april.export import Exporter, TensorBoard, WandB
 
 HOSTILE = 'http://127.0.0.1:8000/\x1b[31m"x"\n'
 STEPS = 3
@@ -49,11 +48,8 @@ def run(exporter: Exporter) -> list[april.Batch]:
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they write is below a directory of the test's; a failure of an exporter is one of the test."""
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
 @pytest.fixture(autouse=True)
@@ -78,70 +74,6 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.plugins.text.text_plugin import plugin_util
 
     assert "<b>" not in plugin_util.markdown_to_safe_html(said)
-
-
-def test_prometheus() -> None:
-    """What a scrape gets, on this machine only; nothing answers afterwards."""
-    exporter = Prometheus(0)
-    batches = run_open(exporter)
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
-        text = answer.read().decode()
-    assert f"april_reward_mean {batches[-1].metrics['reward_mean']}" in text
-    assert 'april_engine_cap{engine="http://127.0.0.1:8000/\x1b[31m\\"x\\"\\n"} 8.0' in text
-    assert f"april_step {float(STEPS - 1)}" in text
-    exporter.log({"engine/other/cap": 4.0}, 9)
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
-        assert [line for line in answer.read().decode().splitlines() if line.startswith("april_engine_cap{")] == [
-            'april_engine_cap{engine="other"} 4.0'
-        ]
-    with pytest.raises(april.ConfigError, match="cannot listen"):
-        Prometheus(exporter.port)
-    exporter.close()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics")
-
-
-def run_open(exporter: Any) -> list[april.Batch]:
-    """:func:`run`, after which it is still open."""
-
-    class Open:
-        log, log_texts = exporter.log, exporter.log_texts
-
-        def close(self) -> None:
-            pass
-
-    open_one = Open()
-    open_one.log, open_one.log_texts = exporter.log, exporter.log_texts  # type: ignore[method-assign]
-    return run(open_one)
-
-
-def test_mlflow() -> None:
-    """Metrics with their steps, and the table of texts; the run that it has made has ended."""
-    import mlflow
-
-    exporter = MLflow(run_name="one")
-    batches = run(exporter)
-    client = mlflow.MlflowClient()
-    history = client.get_metric_history(exporter.run_id, "april/reward_mean")
-    assert [(m.step, m.value) for m in history] == [(b.id, b.metrics["reward_mean"]) for b in batches]
-    made = client.get_run(exporter.run_id)
-    assert made.info.status == "FINISHED"
-    assert len(made.data.metrics) == len(batches[-1].metrics.keys() | batches[0].metrics.keys())
-    mlflow.set_experiment("april")
-    table = mlflow.load_table("april/sample_texts.json", run_ids=[exporter.run_id])
-    assert len(table) == 2 * STEPS
-
-
-def test_mlflow_in_a_run_of_yours() -> None:
-    """It goes on when april has ended."""
-    import mlflow
-
-    mlflow.set_experiment("mine")
-    with mlflow.start_run() as mine:
-        exporter = MLflow()
-        run(exporter)
-        assert exporter.run_id == mine.info.run_id
-        assert mlflow.MlflowClient().get_run(exporter.run_id).info.status == "RUNNING"
 
 
 def records_of(data: bytes) -> Iterator[bytes]:
@@ -203,20 +135,6 @@ def test_wandb_in_a_run_of_yours(tmp_path: Path, explicit: bool) -> None:
     assert [row["_step"] for row in rows] == [0, 1, 2, 3]
     assert [round(row["loss"], 3) for row in rows] == [1.0, 0.5, 0.333, 0.25]
     assert [row.get("april/step") for row in rows] == ([1, 2, 3, None] if explicit else [0, 1, 2, 3])
-
-
-def test_trackio(tmp_path: Path) -> None:
-    """What it stores on this machine."""
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    batches = run(Trackio("april_test", name="one"))
-    (found,) = list(trackio.Api().runs("april_test"))
-    assert found.name == "one"
-    rows = SQLiteStorage.get_logs("april_test", "one")
-    values = [(row["step"], row["april/reward_mean"]) for row in rows if "april/reward_mean" in row]
-    assert values == [(b.id, b.metrics["reward_mean"]) for b in batches]
-    assert len([row for row in rows if "april/sample_texts" in row]) == STEPS
 
 
 if __name__ == "__main__":

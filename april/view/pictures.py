@@ -1,8 +1,15 @@
-"""The pictures of a report, each in three widths: for a laptop, two runs side by side, and a phone."""
+"""The pictures of a report, each in three widths: for a laptop, two runs side by side, and a phone.
+
+matplotlib draws SVG without a script. It gets a colour of each :class:`Ink`, which nothing else has, and the page's CSS
+says what it looks like: one picture serves a light and a dark page.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
+from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +17,68 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.idle import Idle
-from april.report.run_data import Batch, RunData, mean_busy
-from april.report.svg import AGES, CAUSES, Ink, dress, legend, new_figure, svg_of, whole_numbers
+from april.view.run_data import Batch, RunData, mean_busy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 WIDTHS = {"wide": 9.6, "middle": 6.4, "narrow": 4.2}
 """Inches."""
 POINTS = {"wide": 480, "middle": 320, "narrow": 200}
-"""Of a curve over time; more could not be seen."""
+"""Points of a curve over time; more could not be seen."""
 COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
-"""Of a legend."""
+"""Columns of a legend."""
 DETAIL = 6
-"""Latest steps that are shown from near."""
+"""Number of latest steps that are shown from near."""
+
+
+class Ink(Enum):
+    """A colour: (placeholder, colour on a light page, colour on a dark one)."""
+
+    TEXT = ("#010100", "#1f2328", "#e6e8eb")
+    FAINT = ("#010200", "#d5d9de", "#3a4048")
+    SOFT = ("#010300", "#6a737d", "#9aa4af")
+    AGE0 = ("#020100", "#2f7fb8", "#4fa3dd")
+    AGE1 = ("#020200", "#f2b544", "#f2b544")
+    AGE2 = ("#020300", "#e07b39", "#ea8a4a")
+    AGE3 = ("#020400", "#c1402f", "#dd5a48")
+    AGE4 = ("#020500", "#7d1f4b", "#b0477a")
+    EVALUATION = ("#020600", "#8a8fd1", "#9aa0e8")
+    EMPTY = ("#020700", "#eceff2", "#262b31")
+    CAUSE0 = ("#030100", "#9aa4af", "#77818c")
+    CAUSE1 = ("#030200", "#c58bb8", "#b57aa8")
+    CAUSE2 = ("#030300", "#7fb7a5", "#6aa592")
+    CAUSE3 = ("#030400", "#d9c37a", "#bfa95f")
+    CAUSE4 = ("#030500", "#8f9fd9", "#7d8dca")
+    CAUSE5 = ("#030600", "#d98f7a", "#c97c66")
+    CAUSE6 = ("#030700", "#6f7f99", "#5f6f89")
+    CAUSE7 = ("#030800", "#b5c97a", "#9bb05f")
+    CAUSE8 = ("#030900", "#a98f6f", "#937a5c")
+    CAUSE9 = ("#031000", "#7ab8d9", "#5fa0c4")
+
+    @property
+    def hex(self) -> str:
+        """The placeholder for matplotlib."""
+        return self.value[0]
+
+    @property
+    def variable(self) -> str:
+        """The variable of CSS."""
+        return f"--{self.name.lower().replace('_', '-')}"
+
+
+AGES = (Ink.AGE0, Ink.AGE1, Ink.AGE2, Ink.AGE3, Ink.AGE4)
+CAUSES = (
+    Ink.CAUSE0, Ink.CAUSE1, Ink.CAUSE2, Ink.CAUSE3, Ink.CAUSE4, Ink.CAUSE5, Ink.CAUSE6, Ink.CAUSE7,
+    Ink.CAUSE8, Ink.CAUSE9,
+)  # fmt: skip
+BELOW_AXES = -0.42
+"""Height of the numbers and words of an axis, in inches."""
+_HEX = re.compile("|".join(ink.hex for ink in Ink))
+_BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Ink}
 IDLE = {
     Idle.OVER_SAMPLING: ("N' are in work", CAUSES[0]), Idle.TRAINER: ("no batch asked for", CAUSES[1]),
     Idle.UPDATE: ("new weights", CAUSES[2]), Idle.BOUND: ("max_staleness", CAUSES[3]),
@@ -33,19 +87,19 @@ IDLE = {
     Idle.PROMPTS: ("drawn, or ended", CAUSES[7]), Idle.HELD: ("max_held_tokens", CAUSES[8]),
     Idle.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
-"""What is meant, and the colour, by cause."""
+"""Meaning and colour, by cause."""
 MARKED = 24
-"""Points of a curve up to which each has a mark: a curve of one is none."""
+"""Most points of a curve that have marks: a curve of one point would not be seen."""
 
 
 def words_of(cause: Idle) -> str:
-    """A cause in every picture: the name of its metric without ``idle_``, and what is meant."""
+    """Return the words for a cause: the name of its metric without ``idle_``, and its meaning."""
     meant, _ = IDLE[cause]
     return f"{cause}: {meant}" if meant else str(cause)
 
 
 def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
-    """The picture in all widths, of which the page shows one."""
+    """Return a picture in all widths, of which the page shows one."""
     out = []
     for kind, width in WIDTHS.items():
         figure = new_figure(width, height)
@@ -55,7 +109,7 @@ def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str]
 
 
 def places(run: RunData, name: str) -> str:
-    """Busy places over the whole run, by the age of what they generate."""
+    """Draw busy places over the whole run, by the age of what they generate."""
 
     def draw(figure: Any, kind: str) -> None:
         axes = figure.add_subplot()
@@ -68,7 +122,7 @@ def places(run: RunData, name: str) -> str:
 
 
 def detail(run: RunData, name: str) -> str:
-    """The same for the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
+    """Draw the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
     ends = [batch.time_s for batch in run.batches]
     if len(ends) < 2:
         return ""
@@ -92,7 +146,7 @@ def detail(run: RunData, name: str) -> str:
 
 
 def draw_places(axes: Axes, run: RunData, since: float, until: float, points: int) -> None:
-    """Busy places between two times (s), by the age of what they generate."""
+    """Draw busy places between two times (s), by the age of what they generate."""
     edges = np.linspace(since, max(until, since + 1e-6), points + 1)
     shown, below = _by_age(run), np.zeros(points)
     there = run.there
@@ -108,7 +162,7 @@ def draw_places(axes: Axes, run: RunData, since: float, until: float, points: in
 
 
 def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
-    """(words, colour, requests) by age, evaluations last."""
+    """Return (words, colour, requests) by age, evaluations last."""
     out = []
     for age, ink in enumerate(AGES):
         last = age == len(AGES) - 1
@@ -122,7 +176,7 @@ def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
 
 
 def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Floats, Floats]:
-    """(step numbers, values), averaged where there are more steps than can be seen."""
+    """Return (step numbers, values), averaged where there are more steps than can be seen."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
     steps = np.array([batch.id for batch in batches], np.float64)
     if len(values) <= points:
@@ -133,12 +187,12 @@ def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Flo
 
 
 def _edges(steps: Floats) -> Floats:
-    """Half way between the numbers."""
+    """Return the edges half way between the numbers."""
     return np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
 
 
 def time_shares(run: RunData, name: str) -> str:
-    """Share of places x time, batch by batch: busy, or empty and why."""
+    """Draw the share of places x time, batch by batch: busy, or empty and why."""
     batches = run.batches
 
     def draw(figure: Any, kind: str) -> None:
@@ -166,7 +220,7 @@ def time_shares(run: RunData, name: str) -> str:
 
 
 def rewards(run: RunData, name: str) -> str:
-    """Mean reward of each batch; empty where nothing gave any."""
+    """Draw the mean reward of each batch; empty without rewards."""
     if not run.settings.has_reward or not any("reward_mean" in batch.metrics for batch in run.batches):
         return ""
 
@@ -187,7 +241,7 @@ def rewards(run: RunData, name: str) -> str:
 
 
 def _trailing_mean(values: Floats, window: int) -> Floats:
-    """Of each value and those before it, ``window`` in all; NaN is left out."""
+    """Return the mean of each value and those before it, ``window`` in all; NaN is left out."""
     there = np.isfinite(values)
     sums = np.concatenate(((0.0,), np.cumsum(np.where(there, values, 0.0))))
     counts = np.concatenate(((0,), np.cumsum(there)))
@@ -198,7 +252,7 @@ def _trailing_mean(values: Floats, window: int) -> Floats:
 
 
 def staleness(run: RunData, name: str) -> str:
-    """Off-policy share and staleness, batch by batch."""
+    """Draw off-policy share and staleness, batch by batch."""
 
     def draw(figure: Any, kind: str) -> None:
         wide = kind != "narrow"
@@ -231,7 +285,7 @@ def staleness(run: RunData, name: str) -> str:
 
 
 def lengths(run: RunData, name: str) -> str:
-    """Lengths of the responses that were finished, and of those in batches."""
+    """Draw the lengths of the responses that were finished, and of those in batches."""
     trained = np.array([length for batch in run.batches for length in batch.lengths], np.float64)
     finished = run.finished[run.finished > 0].astype(np.float64)
     both_of = np.concatenate((trained, finished))
@@ -258,3 +312,76 @@ def lengths(run: RunData, name: str) -> str:
 
     return in_all_widths(name, "lengths of the responses generated and of those trained", 2.6, draw)
 
+
+# ---------------------------------------------------------------- figures as SVG
+
+
+def css() -> str:
+    """Return the CSS of the colours on both kinds of page."""
+    light = "".join(f"{ink.variable}:{ink.value[1]};" for ink in Ink)
+    dark = "".join(f"{ink.variable}:{ink.value[2]};" for ink in Ink)
+    return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of so many inches, without a background."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context():
+        figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_visible(False)
+    return figure
+
+
+def dress(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
+    """Give axes words and lines in the page's colours."""
+    axes.patch.set_visible(False)
+    axes.set_title(title, loc="left", fontsize=10, color=Ink.TEXT.hex)
+    axes.set_xlabel(x, fontsize=9, color=Ink.SOFT.hex)
+    axes.set_ylabel(y, fontsize=9, color=Ink.SOFT.hex)
+    axes.tick_params(which="both", labelsize=8, color=Ink.FAINT.hex, labelcolor=Ink.SOFT.hex)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(Ink.FAINT.hex)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Put ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def legend(axes: Axes, columns: int) -> None:
+    """Put the legend below the picture."""
+    handles, _ = axes.get_legend_handles_labels()
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.get_figure()
+    assert figure is not None
+    below = axes.transAxes + ScaledTranslation(0.0, BELOW_AXES, figure.dpi_scale_trans)
+    axes.legend(
+        handles=handles, ncols=columns, loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=below,
+        borderaxespad=0.0, fontsize=8, frameon=False, labelcolor=Ink.TEXT.hex, handlelength=1.1, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def svg_of(figure: Figure, name: str, what: str) -> str:
+    """Return an ``<svg>`` element; ``name`` keeps its ids apart from others, ``what`` describes it to the blind."""
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+    text = _HEX.sub(lambda found: _BY_HEX[found[0]], text)
+    head, _, rest = text.partition(">")
+    box = re.search(r'viewBox="[^"]*"', head)
+    assert box is not None
+    return f'<svg {box[0]} role="img" aria-label="{what}">{rest}'

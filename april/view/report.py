@@ -1,4 +1,4 @@
-"""One self-contained page: no script, no request to anywhere, text of others only as text."""
+"""The page of ``april report``: self-contained, no script, no request to anywhere, text of others only as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from april.auto.question import InWork
 from april.core.bottleneck import bottleneck
 from april.core.idle import Idle
 from april.core.run_times import whole
-from april.report import pictures
-from april.report.limit import Limit, limit_of
-from april.report.run_data import RunData
-from april.report.svg import Ink, css
 from april.server_text import printable
 from april.version import __version__
+from april.view import pictures
+from april.view.pictures import Ink, css
+from april.view.run_data import Limit, RunData, limit_of
 
 STYLE = """
 *{box-sizing:border-box}
@@ -67,7 +66,7 @@ DROPS = {
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The report of one run, or of several side by side."""
+    """Return the report of one run, or of several side by side."""
     runs = _told_apart(runs)
     limits = [limit_of(run) for run in runs]
     title = "april: " + " and ".join(run.name for run in runs)
@@ -86,12 +85,12 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def _text(text: str) -> str:
-    """Text of others: no markup, nothing that turns its direction, nothing that no file can hold."""
+    """Escape text of others: no markup, nothing that turns its direction, nothing that no file can hold."""
     return escape(printable(text))
 
 
 def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Those of the same name by their paths."""
+    """Name runs of the same name by their paths."""
     names = Counter(run.name for run in runs)
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
@@ -220,7 +219,7 @@ def _limit(run: RunData, found: Limit | None) -> str:
 
 
 def _settings(run: RunData) -> str:
-    """What was in force, from which batch on, where anything of it changed or may."""
+    """Return the table of settings over the run, if any of them changed or may change."""
     rows: list[list[str]] = []
     last: tuple[Any, ...] = ()
     for batch in run.batches:

@@ -1,0 +1,240 @@
+"""Exporters: the metrics and a few responses of each batch, in TensorBoard and W&B; see docs/watch.md.
+
+An exporter needs its package when it is made, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from april.core.batch import Batch, DeliveredSample
+from april.core.tape import Int32
+from april.driver.detokenizer import Detokenizer
+from april.extras import require
+
+PREFIX = "april/"
+LONGEST = 1200
+"""Characters that are shown of a prompt or a response."""
+_ONE_LINE = {
+    "MLflow": "mlflow.log_metrics({n.replace('//', ''): v for n, v in named(batch.metrics).items()}, step=batch.id)",
+    "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
+    "Prometheus": "for name, value in batch.metrics.items(): gauge.labels(name).set(value)",
+}
+"""How a trainer logs to what april has no exporter for, as docs/watch.md says it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ONE_LINE:
+        raise ImportError(f"april.export has no {name}: log with one line in your trainer, {_ONE_LINE[name]} "
+                          "(docs/watch.md)")  # fmt: skip
+    raise AttributeError(f"module 'april.export' has no attribute {name!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText:
+    """One response as text.
+
+    Attributes:
+        group, index: name of the sample.
+        reward: reward of the response.
+        tokens: number of response tokens.
+        age: weight updates between its oldest token and its training.
+        cuts: how often it was cut and continued.
+        finish: reason for which it ended.
+        prompt, response: text, special tokens included; the middle of a long text is left out.
+    """
+
+    group: int
+    index: int
+    reward: float
+    tokens: int
+    age: int
+    cuts: int
+    finish: str
+    prompt: str
+    response: str
+
+
+COLUMNS = tuple(field.name for field in fields(SampleText))
+"""Columns of a table of sample texts."""
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """Takes the metrics of batches to where they are looked at; any object with these methods is an exporter."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics of one batch under their own names; ``step`` is the number of the batch."""
+        ...
+
+    def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
+        """Log a few responses of the batch; an exporter without a place for text does nothing."""
+        ...
+
+    def close(self) -> None:
+        """Close what the exporter has opened; nothing more is logged."""
+        ...
+
+
+def named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with april's prefix, so that they stand together."""
+    return {PREFIX + name: float(value) for name, value in metrics.items()}
+
+
+class TensorBoard:
+    """Writes scalars and texts to event files with TensorBoard's own writer; torch is not needed.
+
+    Args:
+        directory: directory of the event files, such as ``runs/tensorboard``.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        require("april.export.TensorBoard", "tensorboard", extra=None)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(os.fspath(directory))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log one scalar per metric."""
+        self._add([{"tag": name, "simple_value": value} for name, value in named(metrics).items()], step)
+
+    def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
+        """Log one text per response, indented so that nothing in it is Markdown."""
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        values = []
+        for number, text in enumerate(texts):
+            words = (
+                f"reward {text.reward:g}, {text.tokens} tokens, age {text.age}, cut {text.cuts} times, ended by "
+                f"{text.finish}\n\nprompt:\n\n{_indented(text.prompt)}\n\nresponse:\n\n{_indented(text.response)}"
+            )
+            shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+            tensor = TensorProto(dtype=DT_STRING, string_val=[words.encode()], tensor_shape=shape)
+            values.append({"tag": f"{PREFIX}sample_{number}", "tensor": tensor, "metadata": kind})
+        self._add(values, step)
+
+    def close(self) -> None:
+        """Complete the event file."""
+        self._writer.close()
+
+    def _add(self, values: list[dict[str, Any]], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(**value) for value in values])
+        now = datetime.now(UTC).timestamp()  # the axis of dates; nothing is decided by it
+        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
+        self._writer.flush()
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+class WandB:
+    """Logs metrics and a table of texts to a run of Weights & Biases.
+
+    In a run of yours the metrics join the row that is written next, so your steps stay as they are, and ``april/step``
+    is the axis of april's charts. If you log with steps of your own (``step=``), log :func:`april.export.named` of
+    ``batch.metrics`` yourself: only you know the row.
+
+    Args:
+        run: run to log to. None means the active one, or else a new one, which ends with the exporter.
+        options: arguments of ``wandb.init`` for a new run: ``project`` and so on.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, run: Any = None, **options: Any) -> None:
+        require("april.export.WandB", "wandb", extra=None)
+        import wandb
+
+        run = wandb.run if run is None else run
+        self._own = run is None
+        self._run = wandb.init(**options) if run is None else run
+        self._table = wandb.Table
+        self._run.define_metric(f"{PREFIX}step")
+        self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one row of its own run, or part of a row of yours."""
+        self._run.log({**named(metrics), f"{PREFIX}step": step}, commit=self._own)
+
+    def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
+        """Log a table per batch."""
+        table = self._table(columns=list(COLUMNS), data=[[getattr(t, name) for name in COLUMNS] for t in texts])
+        self._run.log({f"{PREFIX}sample_texts": table, f"{PREFIX}step": step}, commit=self._own)
+
+    def close(self) -> None:
+        """End the run if it is april's."""
+        if self._own:
+            self._run.finish()
+
+
+# ---------------------------------------------------------------- sample texts
+
+
+def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = LONGEST) -> list[SampleText]:
+    """Return ``k`` responses of a batch as text, from the lowest reward to the highest, the same ones each time.
+
+    Args:
+        batch: whole batch, or a rank's share of it.
+        tokenizer: object with ``decode(ids, skip_special_tokens=False) -> str``.
+        k: number of responses, at most.
+        longest: most characters of a prompt or response; of a longer one, its beginning and its end are shown.
+
+    Raises:
+        ConfigError: the tokenizer has no ``decode`` that fits.
+        RolloutError: it fails.
+    """
+    return texts_of(choose_samples(batch, k), Detokenizer(tokenizer), longest)
+
+
+def choose_samples(batch: Batch, k: int) -> list[DeliveredSample]:
+    """Return ``k`` samples of a batch, evenly spread over all of them in the order of their rewards."""
+    ordered = sorted(batch.samples, key=lambda s: (s.reward, s.id))
+    k = min(k, len(ordered))
+    if k <= 0:
+        return []
+    rows = np.linspace(0, len(ordered) - 1, k).round() if k > 1 else [len(ordered) // 2]
+    return [ordered[int(row)] for row in rows]
+
+
+def texts_of(samples: Sequence[DeliveredSample], detokenizer: Detokenizer, longest: int = LONGEST) -> list[SampleText]:
+    """Return the texts of samples."""
+    return [
+        SampleText(
+            group=s.id.group, index=s.id.index, prompt=_text(s.prompt.token_ids, detokenizer, longest),
+            response=_text(s.tokens, detokenizer, longest), reward=s.reward, tokens=len(s.tokens), age=s.staleness,
+            cuts=s.resumes, finish=s.finish.value,
+        )
+        for s in samples
+    ]  # fmt: skip
+
+
+def _text(tokens: Int32, detokenizer: Detokenizer, longest: int) -> str:
+    """Decode only what may be shown: a token has a character at least, as a rule."""
+    tail = longest // 3
+    head = longest - tail
+    first = last = tokens
+    if len(tokens) > 2 * longest:
+        first, last = tokens[:longest], tokens[len(tokens) - longest :]
+    text = detokenizer.text_of(first, True)
+    if first is tokens and len(text) <= longest:
+        return text
+    end = text if last is first else detokenizer.text_of(last, True)
+    return f"{text[:head]} [... shortened, {len(tokens):,} tokens in all ...] {end[len(end) - tail :]}"

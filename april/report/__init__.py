@@ -1,1 +1,0 @@
-"""What happened in a run, as a page: ``april report``."""

@@ -1,0 +1,177 @@
+"""What observes a scheduler while it works: the progress line and exporters. None of them can hold it up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+from april.config.settings import Config
+from april.core.batch import Batch, DeliveredSample
+from april.driver.detokenizer import Detokenizer
+from april.driver.long_waits import WARN_AFTER_S
+from april.driver.loop_thread import LoopThread
+from april.driver.rollout_driver import RolloutDriver
+from april.driver.user_code import describe
+from april.errors import ConfigError
+from april.export import Exporter, choose_samples, texts_of
+from april.record.standing import standing_of
+from april.view.progress import Tell, progress_on
+
+log = logging.getLogger("april")
+
+MOST_WAITING = 1000
+"""Batches that wait for an exporter that hangs; more are left out."""
+CLOSE_PATIENCE_S = 10.0
+"""Longest wait for an exporter at the end."""
+
+
+class Observers:
+    """The observers of one scheduler; takes the scheduler's own arguments and says what is wrong with them.
+
+    It holds the driver and not the scheduler, which would never be dropped while requests run.
+    """
+
+    driver: RolloutDriver
+    """Set before anybody waits."""
+
+    def __init__(
+        self, config: Config, progress: Any, exporters: Sequence[Exporter], sample_texts: int,
+        detokenizer: Detokenizer | None, thread: LoopThread,
+    ) -> None:  # fmt: skip
+        if isinstance(sample_texts, bool) or not isinstance(sample_texts, int) or sample_texts < 0:
+            raise ConfigError(f"sample_texts must be a number of responses per batch, got {sample_texts!r}")
+        if sample_texts and detokenizer is None:
+            raise ConfigError("sample_texts: responses are shown as text; give the scheduler tokenizer=...")
+        if not isinstance(exporters, Sequence) or not all(isinstance(each, Exporter) for each in exporters):
+            raise ConfigError(
+                "exporters must be a list of exporters such as april.export.TensorBoard, with log(metrics, step), "
+                "log_texts(texts, step) and close()"
+            )
+        self._thread, self._texts = thread, sample_texts
+        self._feeds = [Feed(exporter, detokenizer, config.warned_after_s) for exporter in exporters]
+        self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Show the progress line while the trainer waits for a batch."""
+        return nullcontext() if self._progress is None else self._progress.shown()
+
+    def delivered(self, batch: Batch) -> None:
+        """Hand a batch to the exporters; runs on the loop, so it does only what takes no time."""
+        if self._feeds:
+            samples = choose_samples(batch, self._texts)
+            for feed in self._feeds:
+                feed.put(batch.id, batch.metrics, samples)
+
+    def close(self) -> None:
+        """Wait until everything is logged, for a few seconds at most."""
+        for feed in self._feeds:
+            feed.begin_to_close()
+        for feed in self._feeds:
+            feed.close()
+
+    @property
+    def ends(self) -> list[Callable[[], None]]:
+        """Functions that end the exporters without waiting for them; none of them holds the driver."""
+        return [feed.begin_to_close for feed in self._feeds]
+
+    def _ask(self, tell: Tell) -> None:
+        def look() -> None:
+            driver = self.driver
+            driver.local.streams.catch_up()  # tokens that have arrived and wait to be read
+            tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
+
+        self._thread.call_later(look)
+
+
+class Feed:
+    """The thread of one exporter: nothing waits for it and no failure ends it.
+
+    The first failure is logged as a warning, and the exporter gets the next batch anyway.
+    """
+
+    def __init__(
+        self, exporter: Exporter, detokenizer: Detokenizer | None, warn_after_s: float = WARN_AFTER_S
+    ) -> None:
+        self._exporter, self._detokenizer, self._warn_after_s = exporter, detokenizer, warn_after_s
+        self._name = type(exporter).__name__
+        self._waiting: SimpleQueue[tuple[int, Mapping[str, float], Sequence[DeliveredSample]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = self._warned = self._waited_for = self._slow = False
+        self._left_out = 0
+        self._busy: tuple[int, float] | None = None
+        """The step that the exporter works on, and since when."""
+
+    def put(self, step: int, metrics: Mapping[str, float], samples: Sequence[DeliveredSample]) -> None:
+        """Queue a batch and those of its samples that are to be shown as text; does not wait."""
+        self._warn_if_slow()
+        with self._lock:
+            if self._closing or self._waiting.qsize() >= MOST_WAITING:
+                self._left_out += 1
+            else:
+                self._queue((step, dict(metrics), samples))  # a copy: the trainer may write into the batch's own
+
+    def _queue(self, item: tuple[int, Mapping[str, float], Sequence[DeliveredSample]] | None) -> None:
+        """Queue a batch, or None for the end; the first one starts the thread, which alone uses the exporter."""
+        self._waiting.put(item)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
+            self._thread.start()
+
+    def _warn_if_slow(self) -> None:
+        busy = self._busy
+        if busy is None or self._slow or (seconds := time.monotonic() - busy[1]) < self._warn_after_s:
+            return
+        self._slow = True
+        log.warning(
+            "exporter %s has been at work on step %d for %.0f s; %d batches wait for it, and no more than %d can",
+            self._name, busy[0], seconds, self._waiting.qsize() + 1, MOST_WAITING,
+        )  # fmt: skip
+
+    def begin_to_close(self) -> None:
+        """Take no more batches; the thread logs those that wait and closes the exporter. Does not wait."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._queue(None)
+
+    def close(self) -> None:
+        """Wait until all batches are logged and the exporter is closed, for a few seconds at most."""
+        self.begin_to_close()
+        if self._waited_for:
+            return
+        if self._thread is not None:
+            self._thread.join(CLOSE_PATIENCE_S)
+            if self._thread.is_alive():
+                log.warning("exporter %s does not end and is left behind", self._name)
+        self._waited_for = True  # not before: an interrupted wait is made again
+        if self._left_out:
+            log.warning("exporter %s was too slow: it has not got %d batches", self._name, self._left_out)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            step, metrics, samples = item
+            self._busy = step, time.monotonic()
+            try:
+                self._exporter.log(metrics, step)
+                if samples and self._detokenizer is not None:
+                    self._exporter.log_texts(texts_of(samples, self._detokenizer), step)
+            except BaseException as error:  # SystemExit too: the thread is april's, and the next batch comes
+                self._failed(f"step {step}", error)
+            self._busy = None
+        try:
+            self._exporter.close()
+        except BaseException as error:
+            self._failed("its end", error)
+
+    def _failed(self, where: str, error: BaseException) -> None:
+        log.log(
+            logging.DEBUG if self._warned else logging.WARNING,
+            "exporter %s failed at %s, the run goes on: %s", self._name, where, describe(error),
+        )  # fmt: skip
+        self._warned = True

@@ -1,0 +1,436 @@
+"""A recorded run as arrays for ``april report`` and ``april plan``, without running the core again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.idle import Idle
+from april.core.request_log import Brought
+from april.core.run_times import SECONDS, SHARES
+from april.core.settings import CoreSettings
+from april.core.types import Refill, Work
+from april.driver.limit import Distance, distance_of
+from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
+from april.errors import RecordError
+from april.record.lines import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
+from april.record.plain import back
+
+Floats = NDArray[np.float64]
+Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+KINDS = (
+    BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested", "EnginesJoined",
+    "EnginesLeft", "WorkChanged",
+)  # fmt: skip
+
+MOST = 1e12
+"""Largest time, number of tokens or age in a record; more would be no run."""
+BEYOND = 1 << 64
+"""Bound of the whole numbers among the settings; beyond it no arithmetic of floats works."""
+SURE = 0.1
+"""Largest error of a request's duration, and difference of the limits by two halves, with which a limit is stated."""
+NEARLY = 0.9
+"""Share of busy places from which on the cost of full places was seen."""
+SPREAD = 1.5
+"""Ratio of most to fewest busy places from which on the cost of one more place was seen, if half of them were busy."""
+
+
+class Engine(msgspec.Struct):
+    """An engine as a record names it; None means as many requests as there may be samples in flight."""
+
+    name: str
+    max_in_flight: Slots | None = None
+
+
+class EnginesThere:
+    """The engines that a run had over time, and their places: engines of hosts come and go.
+
+    Changes are added in the order of time; times are seconds of the record.
+
+    Args:
+        engines: engines at the beginning.
+        most: ``max_in_flight`` of the run at its beginning.
+    """
+
+    def __init__(self, engines: Iterable[Engine], most: int) -> None:
+        self._most = most
+        self._there: dict[str, int | None] = {}
+        self.names: dict[str, None] = {}
+        """Names of all engines that ever were there, as they came."""
+        self.since_s: list[float] = []
+        """Times at which the number of places or of engines changed."""
+        self.places: list[int] = []
+        """Number of places from each of these times on."""
+        self._engines: list[int] = []
+        self.joined(0.0, engines)
+
+    def joined(self, time_s: float, engines: Iterable[Engine]) -> None:
+        """Add engines that have joined."""
+        for engine in engines:
+            self._there[engine.name] = engine.max_in_flight
+            self.names.setdefault(engine.name)
+        self._changed(time_s)
+
+    def left(self, time_s: float, names: Iterable[str]) -> None:
+        """Remove engines that have left."""
+        for name in names:
+            self._there.pop(name, None)
+        self._changed(time_s)
+
+    def most_changed(self, time_s: float, most: int) -> None:
+        """Change ``max_in_flight``."""
+        self._most = most
+        self._changed(time_s)
+
+    def _changed(self, time_s: float) -> None:
+        places = min(self._most, sum(slots or self._most for slots in self._there.values()))
+        if not self.since_s or (places, len(self._there)) != (self.places[-1], self._engines[-1]):
+            self.since_s.append(time_s)
+            self.places.append(places)
+            self._engines.append(len(self._there))
+
+    def at(self, time_s: float) -> tuple[int, int]:
+        """Return (engines, places) at a time."""
+        last = max(0, int(np.searchsorted(self.since_s, time_s, "right")) - 1)
+        return self._engines[last], self.places[last]
+
+    def place_s(self, since: float, until: float) -> float:
+        """Return the integral of the places over the time between."""
+        return float(self._passed(since, until) @ np.array(self.places, np.float64))
+
+    def engine_s(self, since: float, until: float) -> float:
+        """Return the integral of the engines over the time between."""
+        return float(self._passed(since, until) @ np.array(self._engines, np.float64))
+
+    def usual(self, until: float) -> int:
+        """Return the median number of engines over the time from the beginning."""
+        engines = np.array(self._engines)
+        order = np.argsort(engines, kind="stable")
+        passed = np.cumsum(self._passed(0.0, until)[order])
+        return int(engines[order][np.searchsorted(passed, passed[-1] / 2)])
+
+    def _passed(self, since: float, until: float) -> Floats:
+        """Return the seconds of the time between, by change."""
+        began = np.array(self.since_s)
+        ended = np.append(began[1:], np.inf)
+        return np.asarray(np.maximum(0.0, np.minimum(ended, until) - np.maximum(began, since)))
+
+
+_Group = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+_Time = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=int(MOST))]
+_Metric = Annotated[float, msgspec.Meta(ge=-1e39, le=1e39)]
+_First = Annotated[list[Engine], msgspec.Meta(min_length=1)]
+_Ran = tuple[str, int, int, bool | int, _Count, _Time, _Count, _Count]
+NEEDED = (
+    *SECONDS, *SHARES, "trained_tokens", "generated_tokens", "reprefill_tokens", "off_policy_share", "staleness_mean",
+    "staleness_max",
+)  # fmt: skip
+"""Metrics that every batch has."""
+
+
+class _Delivered(msgspec.Struct):
+    """The parts of a line of a batch."""
+
+    id: _Count
+    metrics: dict[str, _Metric]
+    lengths: list[_Count]
+    ages: dict[int, _Count]
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in NEEDED if name not in self.metrics]:
+            raise ValueError(f"without the metric {missing[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A delivered batch."""
+
+    id: int
+    time_s: float
+    metrics: dict[str, float]
+    lengths: list[int]
+    ages: dict[int, int]
+    """Number of tokens by their age, in weight updates until their training."""
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """One run out of its record.
+
+    Attributes:
+        path: path of the record, as it was given.
+        name: name of the record.
+        head: first line of the record.
+        settings: settings of the core.
+        there: the engines and places over time.
+        seconds: time of the last line.
+        end: sentence on how the record ends.
+        batches: delivered batches.
+        updates_s: times of the weight updates.
+        engines: names of the engines whose requests ended, as the arrays number them.
+        engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] of every request that ended; see
+            :class:`april.core.request_log.Ran`.
+        finished, finished_group: response tokens of every rollout function that returned, and its group.
+        failures: number of requests that failed, by kind.
+        costs: fitted cost of each engine with enough requests.
+    """
+
+    path: Path
+    name: str
+    head: dict[str, Any]
+    settings: CoreSettings
+    there: EnginesThere
+    seconds: float = 0.0
+    end: str = IN_THE_MIDDLE
+    batches: list[Batch] = field(default_factory=list)
+    updates_s: list[float] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
+    engine: NDArray[np.int64]
+    age: NDArray[np.int64]
+    began_s: Floats
+    ended_s: Floats
+    context: Floats
+    generated: Floats
+    evaluation: NDArray[np.bool_]
+    finished: NDArray[np.int64]
+    finished_group: NDArray[np.int64]
+    failures: Counter[str] = field(default_factory=Counter)
+    costs: dict[str, FittedCost] = field(default_factory=dict)
+
+    @property
+    def places(self) -> int:
+        """The largest number of places at a time."""
+        return max(self.there.places)
+
+    def settings_at(self, batch: Batch) -> CoreSettings:
+        """Return the settings at the delivery of a batch: ``auto`` and a lowered bound change them."""
+        found: dict[str, Any] = {}
+        for name in self.settings.auto:
+            value = batch.metrics.get("auto_refills" if name is Work.REFILL else f"auto_{name}")
+            if value is not None:
+                kind = type(getattr(self.settings, name))
+                found[name] = (Refill.SAMPLE if value else Refill.NONE) if name is Work.REFILL else kind(value)
+        found["max_staleness"] = int(batch.metrics.get("staleness_bound", self.settings.max_staleness))
+        return replace(self.settings, **found)
+
+    @property
+    def engine_count(self) -> int:
+        """The number of engines for most of the run; at least 1."""
+        return max(1, self.there.usual(self.seconds))
+
+    def requests_of(self, engine: int, last: int) -> Requests:
+        """Return the last requests of one engine."""
+        rows = np.flatnonzero(self.engine == engine)[-last:]
+        return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
+
+
+FITTED = 4096
+"""Number of latest requests of an engine to which its cost is fitted."""
+
+
+def read_run(path: Path) -> RunData:
+    """Read a record.
+
+    Raises:
+        RecordError: the file is no record, of another april, or damaged; or it has nothing that could be shown.
+    """
+    lines = lines_of(path, KINDS)
+    line = next(lines)
+    head = line.parts
+    refuse_other_formats(path, head)
+    batches: list[Batch] = []
+    updates: list[float] = []
+    numbers: dict[str, int] = {}
+    failures: Counter[str] = Counter()
+    rows: list[tuple[float, ...]] = []
+    finished: list[tuple[int, int]] = []
+    seconds, end = 0.0, IN_THE_MIDDLE
+    try:
+        settings = back(head["settings"], CoreSettings)
+        if any(abs(value) >= BEYOND for value in asdict(settings).values() if isinstance(value, int)):
+            raise ValueError("a setting is beyond all numbers")
+        there = EnginesThere(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
+        for line in lines:
+            parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
+            match line.what:
+                case "AttemptEnded" | "AttemptFailed":
+                    if line.what == "AttemptFailed":
+                        failures[str(parts.get("kind", "broke_off"))] += 1
+                    if (ran := parts.get("ran")) is not None:
+                        engine, _, _, evaluation, age, began, context, generated = msgspec.convert(ran, _Ran)
+                        number = numbers.setdefault(engine, len(numbers))
+                        rows.append((number, age, began, seconds, context, generated, evaluation))
+                case "SampleReturned":
+                    group, _ = msgspec.convert(parts["sample"], tuple[_Group, int])
+                    finished.append((msgspec.convert(parts.get("generated", 0), _Count), group))
+                case "UpdateRequested":
+                    updates.append(seconds)
+                case "Batch":
+                    found = msgspec.convert(parts, _Delivered, str_keys=True)
+                    batches.append(Batch(found.id, seconds, found.metrics, found.lengths, found.ages))
+                    if (most := found.metrics.get("auto_max_in_flight")) is not None:  # a saved state changes it, too
+                        there.most_changed(seconds, msgspec.convert(int(most), Slots))
+                case "EnginesJoined":
+                    there.joined(seconds, msgspec.convert(parts["engines"], list[Engine]))
+                case "EnginesLeft":
+                    there.left(seconds, msgspec.convert(parts["names"], list[str]))
+                case "WorkChanged":
+                    if (most := parts.get("max_in_flight")) is not None:
+                        there.most_changed(seconds, msgspec.convert(most, Slots))
+                case what:
+                    end = end_of(what, parts) or end
+    except RecordError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+        raise RecordError(f"line {line.number} of {path} cannot be: {kind}: {error}") from None
+    if not batches and not rows:
+        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{_earlier(path)}")
+    columns = np.array(rows, np.float64).reshape(-1, 7).T
+    lengths = np.array(finished, np.int64).reshape(-1, 2).T
+    run = RunData(
+        path=path, name=path.name, head=head, settings=settings, there=there, seconds=seconds, end=end,
+        batches=batches, updates_s=updates, engines=list(numbers),
+        engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
+        context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
+        finished=lengths[0], finished_group=lengths[1], failures=failures,
+    )  # fmt: skip
+    for number, name in enumerate(run.engines):
+        if (cost := fit(run.requests_of(number, FITTED))) is not None:
+            run.costs[name] = cost
+    return run
+
+
+def _earlier(path: Path) -> str:
+    """Name the latest record that was put aside for this one, if there is any."""
+    aside = (Path(f"{path}.{number}") for number in count(1))
+    there = list(takewhile(Path.exists, aside))
+    return f"; the record before it is {there[-1]}" if there else ""
+
+
+def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
+    """Return the mean number of requests in flight between ``edges`` [E] as an array [E - 1]."""
+
+    def passed(at: Floats) -> Floats:
+        """Return the sum of the seconds since each of ``at``, at every edge."""
+        ordered = np.sort(at)
+        before = np.searchsorted(ordered, edges, "right")
+        sums = np.concatenate(((0.0,), np.cumsum(ordered)))
+        return np.asarray(before * edges - sums[before])
+
+    return np.asarray(np.diff(passed(began_s) - passed(ended_s)) / np.diff(edges))
+
+
+# ---------------------------------------------------------------- the limit of the engines
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The distance of a run from the limit of its engines (:mod:`april.driver.limit`), and how far to believe it.
+
+    Attributes:
+        distance: distance by the cost that was fitted to all requests.
+        halves: share of the time that the limit takes, by the costs fitted to the first half of the requests and to the
+            second.
+        doubt: reason for which it is a guess; empty where it is not.
+    """
+
+    distance: Distance
+    halves: tuple[float, float] | None
+    doubt: str
+
+
+def limit_of(run: RunData) -> Limit | None:
+    """Return the limit between the first delivery and the last; None if the engines' cost is unknown."""
+    if len(run.batches) < 2:
+        return None
+    since, until = run.batches[0].time_s, run.batches[-1].time_s
+    found = distance(run, since, until)
+    if found is None:
+        return None
+    halves = [distance(run, since, until, costs) for costs in _costs_of_halves(run)]
+    first, second = halves if len(halves) == 2 else (None, None)
+    both = None if first is None or second is None else (first.at_limit, second.at_limit)
+    return Limit(found, both, _doubt(run, since, until, both))
+
+
+def _costs_of_halves(run: RunData) -> list[dict[str, FittedCost]]:
+    out: list[dict[str, FittedCost]] = [{}, {}]
+    for number, name in enumerate(run.engines):
+        requests = run.requests_of(number, FITTED)
+        middle = len(requests) // 2
+        for costs, half in zip(out, (slice(0, middle), slice(middle, None)), strict=True):
+            if (cost := fit(requests[half])) is not None:
+                costs[name] = cost
+    return out
+
+
+def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float] | None) -> str:
+    error = max(cost.error for cost in run.costs.values())
+    if error > SURE:
+        return f"the fitted cost misses the duration of a request by {error:.0%} on average"
+    edges = np.linspace(since, until, 201)
+    busy = mean_busy(run.began_s, run.ended_s, edges) / max(1, run.places)
+    few, many = np.quantile(busy, [0.1, 0.95])
+    if many < NEARLY and (many < 0.5 or many < SPREAD * few):
+        return (
+            f"between {few:.0%} and {many:.0%} of the places were busy, which does not tell what decoding costs when "
+            "all of them are"
+        )
+    if halves is None:
+        return "too few requests ended to compare two halves of them"
+    if abs(halves[0] - halves[1]) > SURE * max(halves):
+        return (
+            f"by the first half of the requests the limit takes {halves[0]:.0%} of the time, by the second half "
+            f"{halves[1]:.0%}"
+        )
+    return ""
+
+
+def distance(
+    run: RunData, since: float, until: float, costs: Mapping[str, FittedCost] | None = None
+) -> Distance | None:
+    """Return the distance over the time between two deliveries, or None if no cost is known.
+
+    Losses are split up by :class:`.idle.Idle`. An engine whose few requests tell no cost counts with that of another.
+    ``costs`` are those of the run unless given.
+    """
+    costs = run.costs if costs is None else costs
+    inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation
+    engine_s = run.there.engine_s(since, until)
+    if not costs or not inside.any() or engine_s <= 0.0:
+        return None
+    others = next(iter(costs.values()))
+    brought = []
+    for number, name in enumerate(run.engines):
+        rows = inside & (run.engine == number)
+        if not rows.any():
+            continue
+        context, count = run.context[rows], run.generated[rows]
+        resident = float(np.sum(context * count + count * count / 2))
+        cost = costs.get(name, others).cost
+        brought.append((cost, Brought(int(count.sum()), int(context.sum()), resident)))
+    batches = [(batch.time_s, batch.metrics) for batch in run.batches if since < batch.time_s <= until]
+    idle = dict.fromkeys(Idle, 0.0)
+    for time_s, metrics in batches:
+        step_s = metrics["step_s"]
+        places = run.there.place_s(time_s - step_s, time_s) / step_s if step_s > 0.0 else 0.0
+        for cause in Idle:
+            idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
+    again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
+    # engines come and go: so many that were there all the time have the same engine-seconds and place-seconds
+    seconds = engine_s / len(brought)
+    places = run.there.place_s(since, until) / seconds
+    return distance_of(
+        brought, places=places, seconds=seconds, again=again,
+        idle={str(cause): place_s for cause, place_s in idle.items()},
+    )  # fmt: skip

@@ -1,0 +1,276 @@
+"""``april watch``: a record is read as it grows and drawn on a terminal (rich).
+
+Invariant: text in a record is shown as text, never as markup and never as an escape sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from april.errors import RecordError
+from april.record.lines import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
+from april.record.standing import Standing, standing_from
+from april.server_text import said
+from april.view.progress import Line as ProgressLine
+from april.view.progress import short
+
+KEPT = 8
+"""Number of latest batches that are remembered."""
+PIECE = 1 << 22
+"""Bytes that are read at a time."""
+MOST_LINE = 1 << 28
+"""Most bytes of one line; the line of a state is long."""
+LOOK_S = 0.5
+"""Time between two looks at the file."""
+WINDOW_S = 60.0
+"""Window of tokens per second: a record has tokens when their request ends, many at a time."""
+SILENT_S = 30.0
+"""Time after which the screen says that nothing was written."""
+MOST_ENGINES = 16
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("seconds", "step_s", lambda v: f"{v:.1f}"),
+    ("busy", "engines_busy", lambda v: f"{v:.0%}"),
+    ("tokens", "trained_tokens", short),
+    ("off-policy", "off_policy_share", lambda v: f"{v:.0%}"),
+    ("staleness", "staleness_mean", lambda v: f"{v:.2f}"),
+    ("at most", "staleness_max", lambda v: f"{v:.0f}"),
+    ("reward", "reward_mean", lambda v: f"{v:.3g}"),
+)
+"""Heading, metric and format of each column."""
+_ENGINE = "engine/"
+_DROPPED = "_dropped_"
+"""Part of the names of metrics that count what was dropped."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """The run so far, out of its record.
+
+    Attributes:
+        lines: number of lines that were read.
+        seconds: time of the last line.
+        standing: latest state of the run.
+        standings: states since the last look, with their times.
+        batches: latest batches, as (number, metrics, sentence on the bottleneck).
+        dropped: prompts and responses dropped so far, by the name of the metric.
+        end: sentence on how the run has ended; None while it has not.
+    """
+
+    lines: int = 0
+    seconds: float = 0.0
+    standing: Standing | None = None
+    standings: list[tuple[float, Standing]] = field(default_factory=list)
+    batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    dropped: Counter[str] = field(default_factory=Counter)
+    end: str | None = None
+
+
+class Follower:
+    """Reads what was added to a record since the last look. A new run in the same file is read from its start.
+
+    Args:
+        path: path of the record, which need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reader = LineReader(self._path, (BATCH, OVER, CLOSED, STANDING))
+        self._rest = b""
+        self.seen = Seen()
+
+    def look(self) -> bool:
+        """Read the next lines, if there are any; return whether there may be more at once.
+
+        Raises:
+            RecordError: the file is no record, of another april, damaged, or cannot be read.
+        """
+        self.seen.standings.clear()
+        try:
+            if self._file is None or self._was_replaced():
+                self.close()
+                self._file = self._path.open("rb")
+                self._begin()
+            piece = self._file.read(PIECE)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise RecordError(f"{self._path} cannot be read: {error.strerror}") from None
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > (MOST_LINE if self._reader.number else PIECE):
+            raise RecordError(f"{self._path} is no record of april's: one of its lines does not end")
+        for raw in lines:
+            if (line := self._reader.read(raw + b"\n")) is not None:
+                self._add(line)
+        self.seen.lines = self._reader.number
+        return len(piece) == PIECE
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _was_replaced(self) -> bool:
+        """Whether a new run has put the file aside, or it is shorter than what was read of it."""
+        assert self._file is not None
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        here = os.fstat(self._file.fileno())
+        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or there.st_size < self._file.tell()
+
+    def _add(self, line: Line) -> None:
+        seen, parts = self.seen, line.parts
+        seen.seconds = line.time_s
+        try:
+            if line.number == 1:
+                refuse_other_formats(self._path, parts)
+            elif line.what == STANDING:
+                seen.standing = standing_from(parts)
+                seen.standings.append((line.time_s, seen.standing))
+            elif line.what == BATCH:
+                metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
+                seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
+                seen.dropped.update({n: int(v) for n, v in metrics.items() if _DROPPED in n and v})
+            else:
+                seen.end = end_of(line.what, parts)
+        except RecordError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise RecordError(
+                f"line {line.number} of {self._path} cannot be: {type(error).__name__}: {error}"
+            ) from None
+
+
+class Screen:
+    """A run as its record shows it."""
+
+    def __init__(self, path: Path) -> None:
+        self.follower = Follower(path)
+        self._path = path
+        self._line = ProgressLine(WINDOW_S)
+        self._seen = self.follower.seen
+
+    def look(self) -> bool:
+        """Read on and return whether there may be more at once. Raises RecordError."""
+        more = self.follower.look()
+        seen = self.follower.seen
+        if seen is not self._seen:  # another run, in a file of the same name
+            self._seen, self._line = seen, ProgressLine(WINDOW_S)
+        for time_s, standing in seen.standings:
+            self._line.add(time_s, standing)
+        return more
+
+    def drawn(self, silent_s: float = 0.0) -> RenderableType:
+        """Return the whole screen; nothing was written for ``silent_s`` seconds."""
+        seen = self._seen
+        if not self.follower.exists:
+            return Text(f"{said(self._path)} is not there yet")
+        # a run that waits writes nothing
+        parts: list[RenderableType] = [Text(self._line.at(seen.seconds + silent_s) or "nothing was generated yet")]
+        if seen.end is not None:
+            parts = [_one_line(f"{said(seen.end)}, after {seen.seconds:.0f} s")]
+        elif silent_s > SILENT_S:
+            parts.append(_one_line(f"nothing was written for {silent_s:.0f} s: the run stands still, or its process "
+                                   "has died"))  # fmt: skip
+        if seen.batches:
+            parts.append(_steps(seen))
+            if why := seen.batches[-1][2]:
+                parts.append(Text(said(why)))
+        if seen.dropped:
+            dropped = ", ".join(f"{said(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
+            parts.append(Text(f"so far: {dropped}"))
+        if seen.standing is not None and seen.standing.engines:
+            parts.append(_engines(seen, seen.standing.engines))
+        return Group(*parts)
+
+
+def _one_line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _steps(seen: Seen) -> Table:
+    """Return the latest batches, one row each."""
+    out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    out.add_column("step", justify="right")
+    for heading, _, _ in COLUMNS:
+        out.add_column(heading, justify="right", no_wrap=True)
+    for number, metrics, _ in seen.batches:
+        cells = [show(metrics[name]) if name in metrics else "" for _, name, show in COLUMNS]
+        out.add_row(str(number), *map(Text, cells))
+    return out
+
+
+def _engines(seen: Seen, in_flight: dict[str, int]) -> Table:
+    """Return the requests in flight now and the last batch's metrics of each engine."""
+    metrics = seen.batches[-1][1] if seen.batches else {}
+    out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in ("engine", "in flight", "cap", "memory", "weights"):
+        out.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=heading != "engine")
+    names = sorted(in_flight)
+    for name in names[:MOST_ENGINES]:
+        cap, memory = metrics.get(f"{_ENGINE}{name}/cap"), metrics.get(f"{_ENGINE}{name}/kv_usage")
+        unverified = metrics.get(f"{_ENGINE}{name}/unverified_weights")
+        out.add_row(
+            Text(said(name, 60)), f"{in_flight[name]}", "" if cap is None else f"{cap:.0f}",
+            "" if memory is None else f"{memory:.0%}", "unverified" if unverified else "",
+        )  # fmt: skip
+    if len(names) > MOST_ENGINES:
+        out.add_row(f"and {len(names) - MOST_ENGINES} more")
+    return out
+
+
+def watch(
+    path: Path, console: Console, *, once: bool = False,
+    now: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
+) -> bool:  # fmt: skip
+    """Follow a record until its end or Ctrl-C, or with ``once`` show it and return; return whether there is a record.
+
+    Raises:
+        RecordError: the file is no record, or damaged.
+    """
+    screen = Screen(path)
+    try:
+        if once:
+            while screen.look():
+                pass
+            console.print(screen.drawn())
+            return screen.follower.exists
+        with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+            wrote, lines = now(), 0
+            while True:
+                more = screen.look()
+                seen = screen.follower.seen
+                if seen.lines != lines:
+                    wrote, lines = now(), seen.lines
+                live.update(screen.drawn(now() - wrote), refresh=True)
+                if seen.end is not None and not more:
+                    return True
+                if not more:
+                    sleep(LOOK_S)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        screen.follower.close()
