@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from april.corrections.advantages import group_advantages, loss_weights
     from april.corrections.importance import masked_weights, truncated_weights
     from april.corrections.off_policy import off_policy_report
-    from april.driver.evaluation import EvaluationResult
     from april.driver.llm import LLM, BlockingLLM, Completion
-    from april.driver.rewards import Response, rewards_differ
+    from april.driver.rewards import EvaluationResult, Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
     from april.engines.transformers.engine import TransformersEngine
@@ -66,9 +65,8 @@ _HOMES = {
     "april.corrections.advantages": ("group_advantages", "loss_weights"),
     "april.corrections.importance": ("masked_weights", "truncated_weights"),
     "april.corrections.off_policy": ("off_policy_report",),
-    "april.driver.evaluation": ("EvaluationResult",),
     "april.driver.llm": ("LLM", "BlockingLLM", "Completion"),
-    "april.driver.rewards": ("Response", "rewards_differ"),
+    "april.driver.rewards": ("EvaluationResult", "Response", "rewards_differ"),
     "april.engine_limits": ("Limit", "LimitCode"),
     "april.model_turns": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),

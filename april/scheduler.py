@@ -25,17 +25,16 @@ from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
-from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
 from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
-from april.driver.rewards import rewards_differ
+from april.driver.rewards import EvaluationResult, rewards_differ
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import UserFunctions
-from april.driver.update_call import UpdateCall
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import check_function, is_async, refuse_inside_user_code
+from april.driver.weight_update import TrainerUpdate
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -143,7 +142,7 @@ class RolloutScheduler:
         )
         functions = UserFunctions(rollout, reward, group_reward, filter)
         self._asking: object | None = None  # the call that waits for a batch
-        self._update: UpdateCall | None = None  # the last weight update, until a call has heard its end
+        self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
         others: OtherHosts | None = None
         made: Sequence[Engine] = ()
@@ -185,7 +184,6 @@ class RolloutScheduler:
             self._thread.stop()
             raise
         self._observers.driver = self._driver
-        self._evaluator = Evaluator(self._driver)
         recorder = self._driver.recorder
         ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
         self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads, ends)
@@ -282,8 +280,8 @@ class RolloutScheduler:
         batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
         docs/signals.md.
         """
-        update = partial(self._driver.update_weights, trained=trained)
-        return self._with_weights("weight_update", update, path, transfer, trained)
+        run = partial(self._driver.update_weights, trained=trained)
+        return self._with_weights("weight_update", run, path, transfer, trained)
 
     async def aweight_update(
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
@@ -367,7 +365,7 @@ class RolloutScheduler:
         checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
-        return partial(self._evaluator.evaluate, checked, n_samples, exact_types(sampling), seed)
+        return partial(self._driver.evaluate, checked, n_samples, exact_types(sampling), seed)
 
     # ---------------------------------------------------------------- data and restarts
 
@@ -433,10 +431,10 @@ class RolloutScheduler:
         return await asyncio.to_thread(self.load_state_dict, state, path, transfer)
 
     def _with_weights(
-        self, what: str, method: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
+        self, what: str, run: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
         named: int | None,
     ) -> PolicyVersion:  # fmt: skip
-        """``method(path, transfer)`` of the driver, where ``transfer`` runs here, in the caller's thread.
+        """``run(path, update=...)`` of the driver, where ``transfer`` runs here, in the caller's thread.
 
         An interrupted call that is made again is waited for: it has the same arguments, and the same ``named``, which
         says what it is for; None: before the next batch.
@@ -452,10 +450,10 @@ class RolloutScheduler:
         self._thread.refuse_waiting()
         asked = (what, path, transfer is not None, named, self._driver.handed_out if named is None else None)
         call = self._update
-        if call is None or not call.goes_on_for(asked):
-            call = UpdateCall(self._thread, partial(method, path), transfer, asked)
+        if call is None or not call.is_for(asked):
+            call = TrainerUpdate(self._thread, transfer, asked)
             self._update = call
-        version = call.carry_out()
+        version = call.carry_out(lambda update: run(path, update=update))
         if self._update is call:
             self._update = None
         return version

@@ -15,7 +15,6 @@ from virtual_rollouts import EOS, RecordingEngine, Rollouts, table, virtual
 import april
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
 
@@ -95,7 +94,7 @@ def test_an_evaluation_is_not_deceived(what: str) -> None:
         prompt = april.Prompt(np.array([1, 2], np.int32))
         for lies in (2, 10**6):
             rollouts = Rollouts(table({}, 8), n=1, engines=[_Liar(chunks, lies)])
-            evaluator = Evaluator(rollouts.driver)
+            evaluator = rollouts.driver
             if lies == 2:
                 result = await evaluator.evaluate([prompt], 1, SamplingParams(100), 1)
                 assert len(result.responses[0][0].tokens) == 8

@@ -19,9 +19,8 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt, Refill
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import EvaluationResult, Evaluator
 from april.driver.llm import LLM
-from april.driver.rewards import Response
+from april.driver.rewards import EvaluationResult, Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.testing.virtual_clock import VirtualClockLoop
 
@@ -254,7 +253,7 @@ def test_evaluate(running: bool) -> None:
 
     async def program(scissors: Scissors) -> Seen:
         rollouts = new(over=2 if running else 4)
-        evaluator = Evaluator(rollouts.driver)
+        evaluator = rollouts.driver
         waiter = None
         if running:
             waiter = asyncio.create_task(rollouts.driver.next_batch())

@@ -18,7 +18,6 @@ from april.core.engine_table import EngineHealth
 from april.core.sampling import SamplingParams
 from april.core.types import CallState, DropReason, Prompt
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import Evaluator
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
 from april.errors import EngineError, RolloutError
 
@@ -336,7 +335,7 @@ def test_evaluations_stay_away_from_quarantined_engines() -> None:
         rollouts = Rollouts(lengths, n=1, over=4, engines=[good, bad], abort_deadline_s=4.0)
         await rollouts.step()
         assert rollouts.core.engines.states["bad"].quarantined
-        evaluator = Evaluator(rollouts.driver)
+        evaluator = rollouts.driver
         prompts = [Prompt(np.array([i], np.int32)) for i in range(1, 7)]
         sent = len(bad.requests)
         await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)

@@ -15,7 +15,6 @@ from virtual_rollouts import Rollouts, now, prompt_ids, table, virtual
 import april
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill, SampleId
-from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM
 from april.driver.rewards import Response, rewards_differ
 from april.engines.simulated.response_lengths import LognormalLengths
@@ -174,7 +173,7 @@ def test_evaluations_are_not_filtered() -> None:
 
     async def program() -> None:
         rollouts = Rollouts(table({}), n=1, samples=2, filter=only(lambda g: pytest.fail("not training")))
-        result = await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=9), 0)
+        result = await rollouts.driver.evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=9), 0)
         assert result.rewards.shape == (1, 2)
         await rollouts.close()
 

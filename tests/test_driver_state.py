@@ -15,7 +15,6 @@ from april.core.sampling import SamplingParams
 from april.core.tape import SegmentKind
 from april.core.types import DropReason, OnDataEnd, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.errors import CheckpointError, DataExhausted
@@ -173,7 +172,7 @@ def test_a_state_may_be_taken_at_any_time(what: str) -> None:
             async with old.driver.paused():
                 await asyncio.sleep(10)
 
-        evaluation = Evaluator(old.driver).evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0)
+        evaluation = old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0)
         update = old.driver.update_weights(None, transfer)
         meanwhile = {"pause": pause(), "evaluation": evaluation, "weight update": update}
         task = asyncio.create_task(meanwhile.pop(what))  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, 
 from april.core.sampling import SamplingParams
 from april.core.types import GenerationMode, Prompt
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import Evaluator
 from april.engines.protocol import Capabilities
 from april.errors import EngineError
 
@@ -349,7 +348,7 @@ def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() ->
         await asyncio.sleep(50)
         assert sum(e.tokens for e in engines) == made == 4 * 7
         with pytest.raises(EngineError, match="reached engines"):
-            await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
+            await rollouts.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
         await rollouts.driver.update_weights("weights")
         batch = await rollouts.driver.next_batch()
         rollouts.check(batch)
@@ -462,7 +461,7 @@ def test_an_evaluation_has_the_engines_to_itself() -> None:
         await asyncio.sleep(7.5)
         training = set(engine.requests)
         evaluation = asyncio.create_task(
-            Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=10), 0)
+            rollouts.driver.evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=10), 0)
         )
         await asyncio.sleep(5)
         assert engine.open_streams == 2

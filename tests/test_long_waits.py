@@ -20,7 +20,6 @@ from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
-from april.driver.evaluation import Evaluator
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.engines.protocol import Capabilities
 from april.record.standing import waits_for
@@ -183,7 +182,7 @@ def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureF
 
     async def program() -> None:
         run = Rollouts(table({}, 5), n=1, reward=judge)
-        await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
+        await run.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
         assert any("judge has been at work on " in text for text in said(caplog))
         await run.close()
 
@@ -330,7 +329,7 @@ def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureF
     async def program() -> None:
         run = Rollouts(table({}, 200), n=1)
         prompts = [Prompt(prompt_ids(i)) for i in range(3)]
-        await Evaluator(run.driver).evaluate(prompts, 1, SamplingParams(200), 0)
+        await run.driver.evaluate(prompts, 1, SamplingParams(200), 0)
         await run.close()
 
     virtual(program)

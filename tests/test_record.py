@@ -30,7 +30,6 @@ import april
 from april.cli import app
 from april.core import events as ev
 from april.core.types import Prompt, SampleId
-from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request
 from april.errors import ConfigError, InvariantError, RecordError, RolloutError
@@ -95,7 +94,7 @@ async def eventful(path: Path, seed: int = 0, steps: int = 4, **changes: Any) ->
         await rollouts.driver.update_weights()
         if step == 1:
             with suppress(RolloutError):
-                await Evaluator(rollouts.driver).evaluate(prompts()[:2], 1, rollouts.driver.sampling, 0)
+                await rollouts.driver.evaluate(prompts()[:2], 1, rollouts.driver.sampling, 0)
     await rollouts.close()
     return rollouts
 

@@ -18,7 +18,6 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, 
 from april.core.batch import Batch
 from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, pace, whole
 from april.core.types import GenerationMode, Prompt, Refill
-from april.driver.evaluation import Evaluator
 from april.errors import EngineError
 from april.record.file import RunRecord
 from april.record.replay import replay
@@ -168,7 +167,7 @@ def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
         run.engines[0].inner._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
         waiter = asyncio.create_task(run.driver.next_batch())
         await asyncio.sleep(4)
-        await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
+        await run.driver.evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
         batch = await waiter
         check(batch.metrics)
         assert times(batch) == pytest.approx(
@@ -302,7 +301,7 @@ def test_the_times_add_up_whatever_happens(seed: int) -> None:
                 dice.choice(engines).broken_until = now() + 6 if count > 1 else 0.0
             if dice.random() < 0.3:
                 await asyncio.sleep(dice.choice([0, 1, 7]))
-                await Evaluator(run.driver).evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
+                await run.driver.evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
             if dice.random() < 0.3:
                 async with run.driver.paused():
                     await asyncio.sleep(2.5)

@@ -16,7 +16,6 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
 import april
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import Evaluator
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.errors import EngineError, RolloutError, WeightsInUse
@@ -259,7 +258,7 @@ def test_weights_written_during_an_evaluation_are_told_and_training_waits() -> N
         rollouts = Rollouts(lengths, n=1, engines=[Torn(lengths)])
         prompt = april.Prompt(token_ids=np.array([5, 6], np.int32))
         for call in (
-            lambda: Evaluator(rollouts.driver).evaluate([prompt], 1, SamplingParams(5), 0),
+            lambda: rollouts.driver.evaluate([prompt], 1, SamplingParams(5), 0),
             rollouts.driver.next_batch,
         ):
             with pytest.raises(EngineError, match="written meanwhile"):

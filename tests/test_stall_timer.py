@@ -22,7 +22,6 @@ import april
 from april.core import engine_table
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.driver.evaluation import Evaluator
 from april.driver.user_calls import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
@@ -164,7 +163,7 @@ def test_an_evaluation_counts_tokens_too() -> None:
         rollouts = Rollouts(table({}, 8), n=1, engines=[engine], stall_timeout_s=STALL_S)
         prompt = april.Prompt(np.array([1, 2], np.int32))
         with pytest.raises(EngineError, match="was silent for 10 s"):
-            await Evaluator(rollouts.driver).evaluate([prompt], 1, SamplingParams(8), 1)
+            await rollouts.driver.evaluate([prompt], 1, SamplingParams(8), 1)
         await rollouts.driver.close()
 
     virtual(program)

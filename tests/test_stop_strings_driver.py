@@ -18,7 +18,6 @@ from april.config.unsupported_options import UNSUPPORTED
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
-from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
@@ -402,7 +401,7 @@ def test_evaluations_stop_too() -> None:
         engine = RecordingEngine(lengths, stream_interval_s=4.0)
         rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles())
         sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
-        result = await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+        result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
         (answer,) = result.responses[0]
         assert answer.tokens.tolist() == response(0, 6)
         assert answer.finish is FinishReason.STOP
@@ -425,7 +424,7 @@ def test_evaluation_of_an_engine_that_answers_at_once() -> None:
     async def program() -> None:
         rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
         sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
-        result = await Evaluator(rollouts.driver).evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+        result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
         assert result.responses[0][0].tokens.tolist() == response(0, 6)
         assert rollouts.engines[0].aborts == []
         await rollouts.close()

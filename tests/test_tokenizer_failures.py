@@ -13,7 +13,6 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt
 from april.driver.detokenizer import TRIES, Detokenizer
-from april.driver.evaluation import Evaluator
 from april.driver.llm import LLM
 from april.errors import RolloutError
 
@@ -130,7 +129,7 @@ def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
         rollouts = Rollouts(lengths, n=1, tokenizer=Borrowed(lambda: True))
         prompt = Prompt(np.array([1, 2], np.int32))
         with pytest.raises(RolloutError, match="the tokenizer failed: RuntimeError"):
-            await Evaluator(rollouts.driver).evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
+            await rollouts.driver.evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
         assert not rollouts.core.engines.states["e0"].quarantined
         await rollouts.close()
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,9 @@ from april.core import commands as do
 from april.core import events as ev
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, describe, own_cancellation
-from april.engines.http.weight_directories import content_of, why_unloadable
+from april.engines.http.weight_directories import content_of
 from april.engines.protocol import Engine, ReadsPaths
-from april.errors import ConfigError, EngineBusy, EngineUnreachable, RolloutError, WeightsGone
+from april.errors import EngineBusy, EngineUnreachable, RolloutError, WeightsGone
 
 log = logging.getLogger("april")
 
@@ -206,36 +205,3 @@ def _result(error: Exception | None) -> ev.CallResult:
     if isinstance(error, EngineUnreachable):
         return ev.CallResult.UNREACHABLE
     return ev.CallResult.BUSY if isinstance(error, EngineBusy) else ev.CallResult.REFUSED
-
-
-UNCHANGED = {
-    "weight_update": "would keep the old weights under the new version",
-    "load_state_dict": "would keep the weights that they have now, whatever they are, under the checkpoint's version",
-}
-"""What servers do if nobody gives them weights, by the call that changes the version."""
-
-
-def directory_for(
-    servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update"
-) -> str | None:
-    """The path of an update as all engines understand it: absolute for servers, which run in another directory.
-
-    Raises:
-        ConfigError: neither a path nor a transfer (``written``), and there are servers: theirs would be other weights
-            than those that the version means; or the path is one of an adapter. ``what``: the call that was made.
-    """
-    if path is not None and (why := why_unloadable(path)) is not None:
-        raise ConfigError(f"{what}: {why}")
-    if servers and path is None and not written:
-        raise ConfigError(
-            f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "
-            "transfer=, a function that hands the weights over (one that does nothing says that the servers have them "
-            "already)"
-        )
-    return absolute(path) if servers and path is not None else path
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """What other processes find too; an address (``s3://...``), which some engines take, is that already."""
-    path = os.fspath(path)
-    return path if "://" in path else os.path.abspath(path)

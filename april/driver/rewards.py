@@ -48,6 +48,27 @@ class Response:
         return self.detokenizer.text_of(self.tokens, special_tokens)
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Responses and rewards of an evaluation, prompt by prompt."""
+
+    responses: tuple[tuple[Response, ...], ...]
+    """``[prompts][n]``"""
+    rewards: NDArray[np.float64]
+    """float64 [prompts, n]"""
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean over everything."""
+        return float(self.rewards.mean())
+
+    @property
+    def reward_standard_error(self) -> float:
+        """Standard error of the mean, over prompts."""
+        means = self.rewards.mean(axis=1)
+        return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+
+
 RewardFunction = Callable[[Prompt, Response], float | Awaitable[float]]
 GroupRewardFunction = Callable[[Prompt, Sequence[Response]], Sequence[float] | Awaitable[Sequence[float]]]
 

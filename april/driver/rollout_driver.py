@@ -10,11 +10,13 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from april.auto.auto_run import AutoRun, Chooser
 from april.core import commands as do
@@ -28,19 +30,19 @@ from april.core.run_times import RunTimes
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import DropReason, Prompt
+from april.core.types import AttemptFailure, DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
-from april.driver.engine_calls import directory_for
 from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
-from april.driver.pending_updates import PendingUpdates
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way, warn_of_equal_rollouts
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
+from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import UserFunctions
 from april.driver.user_code import Outcome, describe, inside_user_code
+from april.driver.weight_update import Transfer, WeightUpdate, WeightUpdates, directory_for
 from april.engines.protocol import Engine
 from april.errors import (
     AprilError,
@@ -48,8 +50,10 @@ from april.errors import (
     ConfigError,
     DataExhausted,
     EngineError,
+    RequestRefused,
     RolloutError,
     SchedulerClosed,
+    WireError,
 )
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
@@ -59,6 +63,11 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
+EVALUATION_ERRORS = {
+    None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
+    AttemptFailure.NO_TEXT: RolloutError,
+}  # fmt: skip
+"""What a failed evaluation raises, by what is to blame; for all else it is an EngineError."""
 
 
 @dataclass(slots=True)
@@ -127,7 +136,7 @@ class RolloutDriver:
         self._asking = asyncio.Lock()
         """Held until an update is asked for: they come in the order of their calls."""
         self._closing: asyncio.Task[None] | None = None
-        self.updates = PendingUpdates(self.post)
+        self.updates = WeightUpdates(self.post)
         self.local = LocalHost(
             CoreView(self.core), engines, functions, sampling,
             vocab_size=self.core.engines.vocab_size,
@@ -152,9 +161,9 @@ class RolloutDriver:
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
-            do.HandOver: self.updates.hand_over,
+            do.HandOver: self.updates.transfer_now,
             do.Restore: self.updates.restore,
-            do.UpdateEnded: self.updates.update_ended,
+            do.UpdateEnded: self.updates.end,
             do.Warn: self._warn,
             do.Deliver: self._deliver,
             do.EndOfData: self._end_of_data,
@@ -229,37 +238,70 @@ class RolloutDriver:
             finally:
                 self.post(ev.Resumed())
 
-    def begin_evaluation(
+    async def evaluate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
-    ) -> tuple[int, asyncio.Future[EvaluationEnd]]:
-        """Number and end of an evaluation that begins once training's requests have ended."""
+    ) -> EvaluationResult:
+        """Generate ``n_samples`` responses to each prompt and score them by the training's reward function.
+
+        Training's requests end first, stepwise; no carry and no count of training is touched.
+
+        Raises:
+            RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
+            EngineError: no engine is left; a request that breaks off begins again on another one, with the same seed.
+        """
+        local, samples = self.local, self.local.samples
+        if local.functions.reward is None and local.functions.group_reward is None:
+            raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
+        await self.ask_engines()
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
-        future = self._pending.evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = self.local.plain_rollout  # a thread each is dear: no more than can generate
+        end = self._pending.evaluations[number] = asyncio.get_running_loop().create_future()
+        plain = local.plain_rollout  # a thread each is dear: no more than can generate
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
                 functions_at_once=self.core.settings.max_in_flight if plain else None,
             )
         )  # fmt: skip
-        return number, future
+        try:
+            ended = await asyncio.shield(end)
+            groups = () if isinstance(ended, do.EvaluationFailed) else ended.groups
+            responses = samples.evaluated(number, groups)
+        except asyncio.CancelledError:
+            self.post(ev.EvaluationCancelled(number))
+            await asyncio.wait([end])  # its requests end, within the deadline for aborts
+            await samples.cleaned_up()
+            raise
+        finally:
+            raised = samples.raised.pop(number, None)
+            samples.elsewhere.pop(number, None)
+        if isinstance(ended, do.EvaluationFailed):
+            await samples.cleaned_up()
+            error = EVALUATION_ERRORS.get(ended.kind, EngineError)
+            raise error(ended.error) from (raised if error is RolloutError else None)
+        if self._pending.batch is None:  # no batch is being made: the trainer has its model again
+            await self.quiet()
+        return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))
 
     async def update_weights(
-        self, path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None, trained: int | None = None
-    ) -> PolicyVersion:
+        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None, *,
+        update: WeightUpdate | None = None,
+    ) -> PolicyVersion:  # fmt: skip
         """Pause the engines, await ``transfer``, give them the next version, commit what was trained, go on.
 
         An update that is asked for while another one runs comes after it.
 
-        ``trained``: the last batch that these weights were trained on; None: the oldest one that is out, of those that
-        no update commits which was asked for before, if there are such.
+        Args:
+            trained: the last batch that these weights were trained on. None means the oldest one that is out, of those
+                that no update commits which was asked for before, if there are such.
+            update: the update itself, where a thread of the trainer has made it; in place of ``transfer``.
 
         Raises ConfigError, before anything happens, if servers would get nothing or there is no such batch; and
-        whatever ``transfer`` or an engine raises: the version stays then. See ``april.core.weight_updates``.
+        whatever the transfer or an engine raises: the version stays then. See ``april.core.weight_updates``.
         """
         self._raise_if_broken()
-        path = directory_for(self._servers(), path, written=transfer is not None)
+        update = update or WeightUpdate(transfer)
+        path = directory_for(self._servers(), path, written=update.transfers)
         self._out("weight_update", trained)
         async with self._asking:
             content = await self._content_of(path)
@@ -267,8 +309,8 @@ class RolloutDriver:
             if trained is None:
                 out = self._out("weight_update", trained)
                 trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
-            update = self.updates.begin(path=path, content=content, transfers=transfer is not None, trained=trained)
-        return await self.updates.end(update, transfer)
+            self.updates.begin(update, path=path, content=content, trained=trained)
+        return await update.ended(self.updates)
 
     async def _content_of(self, path: str | None) -> str:
         return "" if path is None else await self.local.engine_calls.content_of(path)
@@ -347,13 +389,15 @@ class RolloutDriver:
         return state_of(core, prompts, self.sampling)
 
     async def load_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Awaitable[None]] | None = None
-    ) -> PolicyVersion:
+        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
+        update: WeightUpdate | None = None,
+    ) -> PolicyVersion:  # fmt: skip
         """Go on from a state, under the first version of a new incarnation, whose weights the engines are given.
 
-        Raises as :meth:`update_weights` does, and CheckpointError.
+        Arguments and errors are those of :meth:`update_weights`, and CheckpointError.
         """
-        path = directory_for(self._servers(), path, written=transfer is not None, what="load_state_dict")
+        update = update or WeightUpdate(transfer)
+        path = directory_for(self._servers(), path, written=update.transfers, what="load_state_dict")
         core, prompts, sampling = parts_of(state)
         async with self.paused():
             # tried out first: a state that is refused leaves everything as it is
@@ -370,19 +414,17 @@ class RolloutDriver:
                 refuse_undrawn(trial, way.stand)
                 log_changes(trial, core)
 
-                def loaded() -> None:
+                def restore() -> None:
                     self._source.take(way)
                     snapshot.restore(self.core, core)
                     if self.recorder is not None:
                         self.recorder.restored(core)
 
+                update.restore = restore
                 content = await self._content_of(path)
                 self._raise_if_broken()
-                update = self.updates.begin(
-                    loaded, path=path, content=content, transfers=transfer is not None, version=trial.clock.current,
-                    restores=True,
-                )  # fmt: skip
-                await self.updates.end(update, transfer)
+                self.updates.begin(update, path=path, content=content, version=trial.clock.current, restores=True)
+                await update.ended(self.updates)
             finally:
                 self._loading = False
         return self.core.clock.current

@@ -21,8 +21,7 @@ from april.core.tape import Segment
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
-from april.driver.evaluation import EvaluationResult
-from april.driver.rewards import Response
+from april.driver.rewards import EvaluationResult, Response
 from april.errors import RolloutError
 from april.processes.messages import plain_bytes
 

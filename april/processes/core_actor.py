@@ -20,7 +20,7 @@ from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.batch_shares import SplitBy
 from april.daemon_pool import DaemonPool
-from april.driver.evaluation import EvaluationResult
+from april.driver.rewards import EvaluationResult
 from april.engines.protocol import Engine
 from april.errors import LinkError, RankError, SchedulerClosed
 from april.processes import content

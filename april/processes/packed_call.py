@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from april.core.types import Prompt
-from april.driver.engine_calls import absolute
 from april.driver.prompt_source import as_prompt
+from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError
 from april.processes import rank_messages as say
 from april.processes.content import refuse_not_plain

@@ -22,8 +22,8 @@ from april.core.batch_shares import SplitBy
 from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
-from april.driver.evaluation import EvaluationResult
 from april.driver.prompt_source import as_prompt
+from april.driver.rewards import EvaluationResult
 from april.driver.user_code import call_user_code, describe, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed

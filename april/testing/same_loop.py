@@ -17,9 +17,9 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.request_log import RequestLog
 from april.core.versions import PolicyVersion
-from april.driver.evaluation import EvaluationResult
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread, Reply, Work
+from april.driver.rewards import EvaluationResult
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import inside_user_code, is_async, name_of, refuse_inside_user_code
 from april.engines.protocol import Engine
