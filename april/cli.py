@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -51,45 +50,23 @@ def main(
     """Active partial rollouts for LLM reinforcement learning."""
 
 
-class DemoEngine(StrEnum):
-    """What generates in the demo."""
-
-    TRANSFORMERS = "transformers"
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for summary.json and demo.png.")] = Path("runs/demo"),
-    engine: Annotated[DemoEngine, typer.Option(help="Embedded, or a server.")] = DemoEngine.TRANSFORMERS,
-    url: Annotated[
-        str | None, typer.Option(help="Address of the server; it must have been started with the demo's model.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps per mode and seed: 40, on a server 12.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Each with its own warm-up: 3, on a server 1.")] = None,
-    held_out: Annotated[
-        int | None, typer.Option(min=2, help="Held-out prompts at start and end: 2048, on a server 256.")
-    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per mode and seed.")] = 40,
+    seeds: Annotated[int, typer.Option(min=1, help="Each with its own warm-up.")] = 3,
+    held_out: Annotated[int, typer.Option(min=2, help="Held-out prompts at start and end.")] = 2048,
 ) -> None:
     """Train a tiny language model on this CPU four times: sync, april (N' = 2N), refill, and quorum (N' = 1.5N)."""
-    from april.demo.run import run_demo
-    from april.demo.settings import DemoSettings
-    from april.demo.show import LiveProgress, table, verdict
+    from april.demo.arm import DemoSettings
+    from april.demo.show import run_and_show
 
-    console = Console()
-    settings = DemoSettings.on(engine, url, steps=steps, seeds=seeds, held_out=held_out)
     try:
-        with LiveProgress(console) as watcher:
-            summary = run_demo(settings, out, watcher)
+        holds = run_and_show(DemoSettings(steps=steps, seeds=seeds, held_out=held_out), out)
     except AprilError as error:
-        console.print(f"the demo failed: {error}", markup=False, highlight=False)
+        Console().print(f"the demo failed: {error}", markup=False, highlight=False)
         raise typer.Exit(1) from None
-    console.print(table(summary))
-    for line in verdict(summary):
-        console.print(line, highlight=False)
-    console.print(f"wrote {out / 'summary.json'} and {out / 'demo.png'}", highlight=False, soft_wrap=True)
-    if not summary["all_checks_hold"]:
+    if not holds:
         raise typer.Exit(1)
 
 

@@ -17,10 +17,9 @@ from april.core.batch import Batch
 from april.core.idle import Idle
 from april.demo import figure
 from april.demo import run as demo_run
-from april.demo.arm import Arm, ArmResult, why_empty
+from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, why_empty
 from april.demo.exactness import logprob_error
 from april.demo.run import run_demo
-from april.demo.settings import MODES, DemoSettings
 from april.demo.show import table, verdict
 from april.demo.summary import against_sync
 from april.demo.warmup import build_model

@@ -1,4 +1,7 @@
-"""One arm of the demo: one mode, one seed, from the warmed-up weights to the last training step."""
+"""One arm of the demo: one mode, one seed, from the warmed-up weights to the last training step.
+
+The modes are four ways to schedule the same rollouts, from the same start.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,137 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from april.config.settings import Config, SamplingConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.idle import Idle
 from april.core.ledger import Ledger
-from april.core.types import Prompt
+from april.core.types import Prompt, Refill
 from april.demo import task
-from april.demo.exactness import StateDict, logprob_error, snapshot
+from april.demo.exactness import StateDict, Witness, logprob_error, snapshot
 from april.demo.grpo import GrpoBatch, GrpoTrainer
-from april.demo.settings import DemoSettings
-from april.demo.stage import set_up
-from april.demo.witness import Witness
 from april.driver.rewards import Response
+from april.engines.protocol import Engine
+from april.engines.transformers.engine import TransformersEngine
 from april.scheduler import RolloutScheduler
 
 EVALUATION_SEED = 20_000
+MAX_LEN = task.PROMPT_LENGTH + task.RESPONSE_CAP
 BETWEEN = (Idle.TRAINER, Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION)
-"""Places are empty because of these between two batches, not while one is generated."""
+"""Causes of empty places between two batches, not while one is generated."""
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with (steps done, figures of the last one)."""
 
 
+MODES = ("sync", "april", "refill", "quorum")
+"""Wait for all; N' = 2N as in the paper; a constant number of samples in flight; N' = 1.5N with a group quorum."""
+OVER_SAMPLING = {"april": 2.0, "quorum": 1.5}
+"""N' / N where it is not 1."""
+EMBEDDED = "transformers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """Sizes of the demo."""
+
+    groups: int = 8
+    """N: prompt groups per step."""
+    samples: int = 8
+    """n: responses per prompt."""
+    steps: int = 40
+    """Training steps per mode and seed."""
+    seeds: int = 3
+    held_out: int = 2048
+    """Held-out prompts at the start and at the end."""
+    held_out_between: int = 256
+    """Held-out prompts every ``evaluate_every`` steps, for the picture."""
+    evaluate_every: int = 10
+    group_quorum: float = 0.5
+    """Quorum of the mode ``quorum``; the others wait for whole groups."""
+    learning_rate: float = 7e-4
+    """Peak learning rate; it falls linearly to zero over the steps."""
+    engine: str = EMBEDDED
+    """The embedded engine, or a kind of server: vllm or sglang."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the engine is in this process."""
+        return self.engine == EMBEDDED
+
+    @property
+    def slots(self) -> int:
+        """Number of decode slots, the same in every mode: as many as sync has in flight."""
+        return self.groups * self.samples
+
+    def config(self, mode: str, seed: int) -> Config:
+        """Return april's configuration of one mode."""
+        return Config(
+            rollout_batch_size=self.groups,
+            n_samples_per_prompt=self.samples,
+            over_sampling_batch_size=int(OVER_SAMPLING.get(mode, 1.0) * self.groups),
+            partial_rollout=mode != "sync",
+            group_quorum=self.group_quorum if mode == "quorum" else 1.0,
+            refill=Refill.SAMPLE if mode == "refill" else Refill.NONE,
+            max_in_flight=self.slots,
+            max_response_len=task.RESPONSE_CAP,
+            sampling=SamplingConfig(temperature=1.0),
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work between two moments."""
+
+    decode_steps: int
+    generated_tokens: int
+    occupancy: list[int]
+    """Busy slots over time, in equal parts of it."""
+
+
+class Stage:
+    """The engine of one arm and the way of new weights there: here embedded, it reads the trainer's model in place.
+
+    Time is counted in decode steps. A stage on a server overrides all methods.
+    """
+
+    engine: Engine
+    """Generates from the weights that were published last."""
+
+    def __init__(self, settings: DemoSettings, model: PreTrainedModel, seed: int) -> None:
+        self.engine = self._embedded = TransformersEngine(model, slots=settings.slots, max_len=MAX_LEN, seed=seed)
+        self._before: dict[str, float] = {}
+
+    def publish(self) -> str | None:
+        """Return the directory with the trainer's new weights, or None where they are read in place."""
+        return None
+
+    def begin(self) -> None:
+        """Begin to count the work of a step."""
+        self._before = self._embedded.stats.counters()
+        self._embedded.stats.trace = []
+
+    def end(self) -> Work:
+        """Return the work since the step began."""
+        stats = self._embedded.stats
+        after, trace, stats.trace = stats.counters(), stats.trace or [], None
+        steps, tokens = (int(after[name] - self._before[name]) for name in ("decode_steps", "generated_tokens"))
+        return Work(steps, tokens, [busy for _, busy in trace])
+
+    def close(self) -> None:
+        """End the arm; the scheduler has closed the engine."""
+
+
+MakeStage = Callable[[DemoSettings, PreTrainedModel, int], Stage]
+
+
 @dataclass(slots=True, kw_only=True)
 class ArmResult:
-    """Everything measured in one arm; CPU seconds are those of this process, a server's own are not in them."""
+    """Everything measured in one arm; CPU seconds are those of this process, without those of a server."""
 
     mode: str
     seed: int
@@ -51,7 +156,7 @@ class ArmResult:
     train_cpu_s: float = 0.0
     stale_tokens: float = 0.0
     staleness: list[int] = field(default_factory=list)
-    """of every delivered sample"""
+    """staleness of every delivered sample"""
     lengths: list[list[int]] = field(default_factory=list)
     """response lengths of each step"""
     group_spread: list[float] = field(default_factory=list)
@@ -62,12 +167,11 @@ class ArmResult:
     held_out: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     """reward of each held-out prompt at the end"""
     occupancy: list[int] = field(default_factory=list)
-    """busy slots over time: of every decode step, on a server of every tick"""
+    """busy slots over time: at every decode step, on a server at every tick"""
     step_ends: list[int] = field(default_factory=list)
     """entries of ``occupancy`` at the end of each training step"""
     idle: list[str] = field(default_factory=list)
-    """why slots were empty in most of the rollouts of each step, as :class:`april.core.idle.Idle` names it; "" if none
-    were"""
+    """main cause of empty slots in the rollouts of each step, an :class:`april.core.idle.Idle`; "" if none were"""
     max_abs_logprob_error: float = 0.0
     compared_tokens: int = 0
     tokens: Ledger = field(default_factory=Ledger)
@@ -81,28 +185,25 @@ class ArmResult:
 
 
 def held_out_prompts(seed: int, count: int) -> list[Prompt]:
-    """The first ``count`` held-out prompts of a seed."""
+    """Return the first ``count`` held-out prompts of a seed."""
     return [Prompt(task.prompt_ids(seed, i, held_out=True)) for i in range(count)]
 
 
 async def score(prompt: Prompt, response: Response) -> float:
-    """The verifiable reward."""
+    """Return the verifiable reward."""
     return task.reward(prompt.token_ids, response.tokens)
 
 
 class Arm:
-    """Builds its own copy of the model, its stage and its scheduler; :meth:`run` does the rest.
-
-    ``out`` is where weights for servers go.
-    """
+    """Builds its own copy of the model, its stage and its scheduler; :meth:`run` does the rest."""
 
     def __init__(
-        self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel, out: Path = Path()
+        self, settings: DemoSettings, mode: str, seed: int, start: PreTrainedModel, make_stage: MakeStage = Stage
     ) -> None:
         self.settings = settings
         self.result = ArmResult(mode=mode, seed=seed, slots=settings.slots)
         self.model = copy.deepcopy(start)
-        self.stage = set_up(settings, self.model, seed, out)
+        self.stage = make_stage(settings, self.model, seed)
         self.witness = Witness(self.stage.engine)
         self.trainer = GrpoTrainer(
             self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2,
@@ -137,7 +238,7 @@ class Arm:
         return r
 
     def evaluate(self, rollouts: RolloutScheduler, count: int) -> NDArray[np.float64]:
-        """Held-out rewards float64 [count], the same prompts and seeds in every mode."""
+        """Return held-out rewards float64 [count], of the same prompts and seeds in every mode."""
         self.witness.recording = False
         try:
             found = rollouts.evaluate(held_out_prompts(self.result.seed, count), seed=EVALUATION_SEED)
@@ -188,14 +289,14 @@ class Arm:
 
 
 def why_empty(metrics: Mapping[str, float]) -> str:
-    """What kept the most places empty while a batch was generated; "": nothing."""
+    """Return the cause that kept the most places empty while a batch was generated; "" if none did."""
     shares = {cause.value: metrics[f"idle_{cause}"] for cause in Idle if cause not in BETWEEN}
     cause = max(shares, key=lambda name: shares[name])
     return cause if shares[cause] > 0 else ""
 
 
 def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:
-    """Coefficient of variation of the lengths of each group with two or more of ``samples``."""
+    """Return the coefficient of variation of the lengths of each group with two or more of ``samples``."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for sample in samples:
         lengths[sample.id.group].append(len(sample.tokens))
@@ -203,7 +304,7 @@ def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:
 
 
 def grpo_batch(batch: Batch) -> GrpoBatch:
-    """A delivered batch as the trainer's plain arrays."""
+    """Return a delivered batch as the trainer's plain arrays."""
     return GrpoBatch(
         prompts=[s.prompt.token_ids for s in batch.samples],
         responses=[s.tokens for s in batch.samples],

@@ -1,4 +1,6 @@
-"""Is every delivered token's log-probability that of the version it is stamped with?
+"""Is every delivered token as the engine handed it over, with the log-probability of its version?
+
+A witness keeps the tokens of each attempt where they leave the engine; the scheduler never touches its copy.
 
 The weights of every version are kept; each delivered token is recomputed by a full forward pass of the model
 under the weights of its stamp. A wrong stamp, a stale KV cache or a lost token shows as a difference.
@@ -8,28 +10,32 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from april.core.batch import DeliveredSample
-from april.core.tape import SegmentKind
+from april.core.batch import Batch, DeliveredSample
+from april.core.tape import Float32, Int32, SegmentKind
+from april.core.versions import PolicyVersion
 from april.demo.grpo import response_logprobs
+from april.engines.protocol import Chunk, Engine, Request
+from april.testing.wrapped_engine import WrappedEngine
 
 StateDict = Mapping[str, torch.Tensor]
 
 
 def snapshot(model: PreTrainedModel) -> StateDict:
-    """A copy of the weights as they are now."""
+    """Return a copy of the present weights."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def logprob_error(
     model: PreTrainedModel, samples: Sequence[DeliveredSample], weights: Mapping[int, StateDict]
 ) -> tuple[float, int]:
-    """(largest absolute difference in nats, tokens compared) over all generated tokens of ``samples``.
+    """Return (largest absolute difference in nats, tokens compared) over all generated tokens of ``samples``.
 
     ``weights[n]`` are the weights of version n; ``model`` gives the architecture and is not changed.
     """
@@ -49,3 +55,48 @@ def logprob_error(
                 largest = float(np.max([largest, np.abs(sample.logprobs[stamped] - fresh[stamped]).max()]))
                 compared += int(stamped.sum())
     return largest, compared
+
+
+class Witness(WrappedEngine):
+    """An engine that keeps a copy of what passes through it; recording can be switched off for evaluations."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.recording = True
+        self.tokens = 0
+        """Number of tokens handed over while recording."""
+        self._attempts: dict[str, list[tuple[Int32, Float32, PolicyVersion]]] = {}
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Pass the engine's chunks through."""
+        async with aclosing(self.engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                if self.recording:
+                    self.tokens += len(chunk.tokens)
+                    self._attempts.setdefault(request.attempt_id, []).append(
+                        (chunk.tokens.copy(), chunk.logprobs.copy(), chunk.version)
+                    )
+                yield chunk
+
+    def disagreements(self, batch: Batch) -> int:
+        """Return the number of delivered tokens whose attempt handed over another token, log-probability or version."""
+        wrong = 0
+        for sample in batch.samples:
+            used: dict[str, int] = {}
+            for segment in sample.segments:
+                if segment.kind is not SegmentKind.GENERATED:
+                    continue
+                rows = self._attempts[segment.attempt_id]
+                tokens = np.concatenate([r[0] for r in rows])
+                logprobs = np.concatenate([r[1] for r in rows])
+                versions = np.concatenate([np.full(len(r[0]), r[2].n) for r in rows])
+                start = used.get(segment.attempt_id, 0)
+                used[segment.attempt_id] = stop = start + segment.count
+                here = slice(segment.start, segment.start + segment.count)
+                equal = (
+                    (sample.tokens[here] == tokens[start:stop])
+                    & (sample.logprobs[here] == logprobs[start:stop])
+                    & (sample.versions[here, 1] == versions[start:stop])
+                )
+                wrong += int(segment.count - equal.sum())
+        return wrong

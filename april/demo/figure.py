@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from april.core.idle import Idle
-from april.demo.arm import ArmResult
-from april.demo.settings import DemoSettings
+from april.demo.arm import ArmResult, DemoSettings
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}
 LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill", "quorum": "april, N' = 1.5N, quorum"}

@@ -15,9 +15,17 @@ from transformers import PreTrainedModel
 
 from april.core.types import Prompt
 from april.demo import figure
-from april.demo.arm import EVALUATION_SEED, Arm, ArmResult, held_out_prompts, score
-from april.demo.settings import MODES, DemoSettings
-from april.demo.stage import set_up
+from april.demo.arm import (
+    EVALUATION_SEED,
+    MODES,
+    Arm,
+    ArmResult,
+    DemoSettings,
+    MakeStage,
+    Stage,
+    held_out_prompts,
+    score,
+)  # fmt: skip
 from april.demo.summary import summarise
 from april.demo.warmup import warm_up
 from april.scheduler import RolloutScheduler
@@ -28,12 +36,14 @@ class Watcher(Protocol):
     """Hears of the demo's progress."""
 
     def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
-        """A phase of ``total`` steps begins; the result is called with (steps done, figures)."""
+        """Begin a phase of ``total`` steps; the result is called with (steps done, figures)."""
         ...
 
 
-def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, Any]:
-    """Warm up, train in every mode with every seed, check, draw; returns what ``summary.json`` holds.
+def run_demo(
+    settings: DemoSettings, out: Path, watcher: Watcher, make_stage: MakeStage = Stage
+) -> dict[str, Any]:
+    """Warm up, train in every mode with every seed, check and draw; return the content of ``summary.json``.
 
     torch runs on one thread meanwhile: with models this small a second one costs more than it gives.
     """
@@ -48,10 +58,10 @@ def run_demo(settings: DemoSettings, out: Path, watcher: Watcher) -> dict[str, A
             cpu = time.process_time()
             model = _warm_up(settings, seed, watcher)
             warm_up_cpu_s += time.process_time() - cpu
-            starts.append(_start_rewards(settings, model, seed, out))
+            starts.append(_start_rewards(settings, model, seed, make_stage))
             for mode in MODES:
                 on_step = watcher.begin(f"seed {seed}: {mode}", settings.steps)
-                arms[mode].append(Arm(settings, mode, seed, model, out).run(starts[-1], on_step))
+                arms[mode].append(Arm(settings, mode, seed, model, make_stage).run(starts[-1], on_step))
     finally:
         torch.set_num_threads(threads)
     summary = summarise(settings, arms, starts, warm_up_cpu_s, time.perf_counter() - began)
@@ -72,9 +82,11 @@ def _warm_up(settings: DemoSettings, seed: int, watcher: Watcher) -> PreTrainedM
     return warm_up(seed, progress, for_servers=not settings.embedded)
 
 
-def _start_rewards(settings: DemoSettings, model: PreTrainedModel, seed: int, out: Path) -> NDArray[np.float64]:
-    """Held-out rewards of the common start, by the same evaluation that judges the ends."""
-    stage = set_up(settings, model, seed, out)
+def _start_rewards(
+    settings: DemoSettings, model: PreTrainedModel, seed: int, make_stage: MakeStage
+) -> NDArray[np.float64]:
+    """Return held-out rewards of the common start, by the same evaluation that judges the ends."""
+    stage = make_stage(settings, model, seed)
     nothing: list[Prompt] = []
     config = settings.config("sync", seed)
     with RolloutScheduler(config, prompts=nothing, reward=score, engines=[stage.engine]) as rollouts:

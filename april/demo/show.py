@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from april.demo.settings import MODES
+from april.demo.arm import MODES, DemoSettings, MakeStage, Stage
+from april.demo.run import run_demo
 
 GAIN = 0.98
 """Ratio to sync's CPU time that every seed must be below for a gain."""
@@ -35,6 +37,18 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
+def run_and_show(settings: DemoSettings, out: Path, make_stage: MakeStage = Stage) -> bool:
+    """Run the demo and print its figures; return whether all checks hold. Raises AprilError."""
+    console = Console()
+    with LiveProgress(console) as watcher:
+        summary = run_demo(settings, out, watcher, make_stage)
+    console.print(table(summary))
+    for line in verdict(summary):
+        console.print(line, highlight=False)
+    console.print(f"wrote {out / 'summary.json'} and {out / 'demo.png'}", highlight=False, soft_wrap=True)
+    return bool(summary["all_checks_hold"])
+
+
 class LiveProgress:
     """A :class:`april.demo.run.Watcher` that draws one bar per phase."""
 
@@ -56,7 +70,7 @@ class LiveProgress:
         self._progress.stop()
 
     def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
-        """A new bar."""
+        """Begin a bar."""
         bar = self._progress.add_task(what, total=total, note="")
 
         def update(done: int, figures: dict[str, float]) -> None:
@@ -74,7 +88,7 @@ class LiveProgress:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The figures of every mode side by side."""
+    """Return the figures of every mode side by side."""
     out = Table(title="The same training, scheduled four ways (means over seeds)")
     out.add_column("", min_width=len("log-probability"))
     for mode in MODES:
@@ -85,7 +99,7 @@ def table(summary: dict[str, Any]) -> Table:
 
 
 def verdict(summary: dict[str, Any]) -> list[str]:
-    """What the figures say, in sentences."""
+    """Return sentences on the figures."""
     lines = []
     for mode, versus in summary["against_sync"].items():
         share = summary["modes"][mode]["off_policy_share"]
@@ -107,7 +121,7 @@ def verdict(summary: dict[str, Any]) -> list[str]:
 
 
 def _difference(versus: dict[str, Any]) -> str:
-    """In held-out reward, with its standard error over the seeds: prompts of one seed have one training in common."""
+    """Word the difference in held-out reward, with its error over seeds: all prompts of a seed share a training."""
     number = len(versus["held_out_reward_difference_by_seed"])
     error = versus["held_out_reward_difference_standard_error"]
     said = f"{versus['held_out_reward_difference']:+.3f}"
@@ -115,7 +129,7 @@ def _difference(versus: dict[str, Any]) -> str:
 
 
 def _cpu(versus: dict[str, Any]) -> str:
-    """The ratio of CPU time, as a gain only if every seed has one: other work on the machine moves it."""
+    """Word the ratio of CPU time, as a gain only if every seed has one: other work on the machine moves it."""
     by_seed = versus["rollout_cpu_s_per_trained_token_by_seed"]
     said = f"{versus['rollout_cpu_s_per_trained_token']:.2f}x the rollout CPU time"
     if max(by_seed) < GAIN:

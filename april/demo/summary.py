@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.ledger import Ledger
-from april.demo.arm import ArmResult
-from april.demo.settings import DemoSettings
+from april.demo.arm import ArmResult, DemoSettings
 
 LOGPROB_BOUND = 1e-4
 LARGEST = ("staleness_max", "max_abs_logprob_error")

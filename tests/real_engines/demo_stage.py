@@ -1,4 +1,4 @@
-"""The demo on a real server: weights from disk at every step, work counted by the server, time by the clock.
+"""The demo's stage on a real server: weights from disk at every step, work counted by the server, time by the clock.
 
 Invariant: an arm's engine loads the arm's first weights before its first token; what an arm before it has left on the
 server is never used.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import threading
 import time
 import urllib.request
@@ -20,17 +21,19 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from april.config.engines import EngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.demo import task
-from april.demo.served_model import WeightsDirectory
-from april.demo.settings import DemoSettings
-from april.demo.stage import MAX_LEN, Work
+from april.demo.arm import MAX_LEN, DemoSettings, Stage, Work
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
 
+KEPT = 2
+"""Sets of weights that stay on the disk: those the servers have, and those they are about to load."""
 TICK_S = 0.01
 """Parts of time in which the busy slots are counted."""
 
@@ -51,22 +54,17 @@ COUNTERS = {
 }
 
 
-class OnServer:
-    """See :class:`april.demo.stage.Stage`."""
+class ServerStage(Stage):
+    """A stage whose engine is the server at ``url``, which loads its weights from directories below ``weights``."""
 
-    def __init__(self, settings: DemoSettings, model: PreTrainedModel, weights: Path) -> None:
-        assert settings.url is not None
-        self._url = settings.url
+    def __init__(self, settings: DemoSettings, model: PreTrainedModel, url: str, weights: Path) -> None:
+        self._url = url
         self._model = model
         self._weights = WeightsDirectory(weights)
         self._counters = COUNTERS[settings.engine]
-        self._engine = ServedEngine(settings, self._weights.write(model), self._count_from_here)
+        self.engine = self._served = ServedEngine(settings, url, self._weights.write(model), self._count_from_here)
         self._began = 0.0
-        self._before = (0, 0)
-
-    @property
-    def engine(self) -> ServedEngine:
-        return self._engine
+        self._counted = (0, 0)
 
     def publish(self) -> str:
         return self._weights.write(self._model)
@@ -77,15 +75,15 @@ class OnServer:
 
     def end(self) -> Work:
         ended = time.perf_counter()
-        steps, tokens = (now - before for now, before in zip(self._counts(), self._before, strict=True))
-        return Work(steps, tokens, self._engine.in_flight.between(self._began, ended))
+        steps, tokens = (now - before for now, before in zip(self._counts(), self._counted, strict=True))
+        return Work(steps, tokens, self._served.in_flight.between(self._began, ended))
 
     def close(self) -> None:
         self._weights.remove()
 
     def _count_from_here(self) -> None:
         """Also when the engine is opened, in the first step: it asks the server for a few tokens of its own then."""
-        self._before = self._counts()
+        self._counted = self._counts()
 
     def _counts(self) -> tuple[int, int]:
         """(steps, tokens) of the server since its start."""
@@ -100,10 +98,10 @@ class ServedEngine:
     ``opened`` is called in a thread when that has been done.
     """
 
-    def __init__(self, settings: DemoSettings, path: str, opened: Callable[[], None]) -> None:
+    def __init__(self, settings: DemoSettings, url: str, path: str, opened: Callable[[], None]) -> None:
         self._config: Any = TypeAdapter(EngineConfig).validate_python(
             {
-                "kind": settings.engine, "urls": [settings.url], "max_in_flight": settings.slots,
+                "kind": settings.engine, "urls": [url], "max_in_flight": settings.slots,
                 "vocab_size": task.VOCAB_SIZE, "max_len": MAX_LEN, "eos_token_ids": [task.EOS_ID],
             }
         )  # fmt: skip
@@ -204,3 +202,43 @@ def _total(metrics: str, wanted: str) -> int:
     name, _, label = wanted.rstrip("}").partition("{")
     rows = re.findall(rf"^{re.escape(name)}(?:\{{([^}}]*)\}})? (\S+)$", metrics, re.MULTILINE)
     return int(sum(float(value) for labels, value in rows if label in labels))
+
+
+# ---------------------------------------------------------------- the model as a directory
+
+
+def write_model(model: PreTrainedModel, where: Path) -> None:
+    """Everything that a server needs to start, into ``where``; in silence, for a bar of its own is on the screen."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.save_pretrained(where)
+    _tokenizer().save_pretrained(where)
+
+
+class WeightsDirectory:
+    """Sets of weights in numbered directories, of which only the newest stay."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._written = 0
+
+    def write(self, model: PreTrainedModel) -> str:
+        """Write the weights as they are now; the directory's name."""
+        where = self._root / str(self._written)
+        write_model(model, where)
+        self._written += 1
+        shutil.rmtree(self._root / str(self._written - 1 - KEPT), ignore_errors=True)
+        return str(where.resolve())
+
+    def remove(self) -> None:
+        """All of them."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Servers want one at the start; the demo itself knows token ids only."""
+    words = {f"<{number}>": number for number in range(task.VOCAB_SIZE)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<2>"))  # noqa: S106 - a word, no secret
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, eos_token=f"<{task.EOS_ID}>", pad_token=f"<{task.PAD_ID}>"
+    )
