@@ -1,6 +1,6 @@
-"""Engines that rest, come and come back: when they are asked how they are, and who gets the present weights.
+"""Engines that rest, join and come back: when each is probed, and which get the present weights.
 
-Which failures quarantine one is decided by ``EngineTable.failed``.
+``EngineTable.failed`` decides which failures quarantine an engine.
 
 Invariant: a quarantined engine is used again only when a probe, answered while no weights moved, has found it well,
 open, and with the weights that it is used under.
@@ -15,46 +15,43 @@ from april.core import commands as do
 from april.core import engine_table
 from april.core import events as ev
 from april.core.context import CoreContext
-from april.core.engine_calls import EngineCalls
 from april.core.engine_table import EngineGate, EngineHealth, EngineState, EngineWeights
 from april.core.timers import Timer, TimerKind
-from april.core.weight_updates import WeightUpdates
+from april.core.weight_updates import EngineCalls, WeightUpdates
 
 CHECK_INTERVAL_S = 2.0
-"""Between two questions for the load and the weights of a server that works."""
+"""The pause between two probes of a server that works."""
 
 
 class EngineRecovery:
-    """Probes, rests, and the way back."""
+    """Decides when engines are probed, rest, and are used again."""
 
     def __init__(self, context: CoreContext, calls: EngineCalls, updates: WeightUpdates) -> None:
         self._context = context
         self._calls = calls
         self._updates = updates
         self._troubles: dict[str, str] = {}
-        """Why an engine that is taken back does not take the present weights."""
-
-    # ---------------------------------------------------------------- what a host reports of engines that it mends
+        """The error of each engine that does not take the present weights."""
 
     def ready(self, event: ev.EngineReady) -> None:
-        """It is well, and may have been given weights."""
+        """A host reports an engine as well, perhaps with the weights that it gave it."""
         self._context.engines.well(event.engine)
         if event.version is not None:
             self._context.engines.states[event.engine].confirm(event.version)
 
     def stale(self, event: ev.EngineStale) -> None:
-        """It gets nothing before it has confirmed weights."""
+        """A host reports that an engine lost its weights."""
         self._calls.lost(event.engine)
 
     def failed(self, event: ev.EngineFailed) -> None:
-        """It failed outside of any attempt."""
+        """A host reports that an engine failed outside of any attempt."""
         if not self._updates.checks(event.engine):  # which finds out by itself
             self._context.engine_failed(event.engine)
 
     # ---------------------------------------------------------------- engines that come and go
 
     def joined(self, event: ev.EnginesJoined) -> None:
-        """They have the weights of the start, as the first ones, or come in as those that come back."""
+        """Take engines in: with the weights of the start, or probed first, as engines that come back are."""
         context = self._context
         self._leave([e.name for e in event.engines if e.name in context.engines.states])
         for limits in event.engines:
@@ -65,7 +62,7 @@ class EngineRecovery:
                 self._calls.probe(limits.name)
 
     def left(self, event: ev.EnginesLeft) -> None:
-        """Nobody waits for them any more."""
+        """Engines have left."""
         self._leave(event.names)
 
     def _leave(self, names: Sequence[str]) -> None:
@@ -78,7 +75,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- load and rests
 
     def load(self, event: ev.LoadReported) -> None:
-        """What it says of its load moves its cap."""
+        """Move an engine's cap by the load that it reports."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
@@ -86,7 +83,7 @@ class EngineRecovery:
         state.moved()
 
     def busy(self, name: str, event: ev.AttemptFailed) -> None:
-        """It refused an attempt for now, and rests; one that is busy again and again is probed as well."""
+        """Let an engine that refused an attempt for now rest; probe one that is busy again and again."""
         context = self._context
         state = context.engines.states[name]
         # nobody waits for an engine longer than the deadline, whatever it asks for
@@ -102,19 +99,19 @@ class EngineRecovery:
     # ---------------------------------------------------------------- when to ask
 
     def used(self, name: str) -> None:
-        """A request goes there: a server is looked at from time to time, as long as it has any."""
+        """Probe a server from time to time, as long as it has requests."""
         state = self._context.engines.states[name]
         if state.limits.remote and not state.probe_timer and state.in_flight:
             state.probe_timer = self._context.start_timer(TimerKind.CHECK, CHECK_INTERVAL_S, name)
 
     def ask_all(self) -> None:
-        """Ask all servers at once: one that was started anew while nobody used it has broken nothing."""
+        """Probe all servers now: one may have been restarted while nobody used it."""
         for name, state in self._context.engines.states.items():
             if state.limits.remote and not state.quarantined and not self._updates.checks(name):
                 self._calls.probe(name)
 
     def timer_fired(self, timer: Timer) -> None:
-        """A rest is over, or it is time to ask an engine."""
+        """End a rest, or probe an engine."""
         state = self._context.engines.known(timer.engine)
         if timer.kind is TimerKind.REST:
             if timer.number == state.rest:
@@ -130,7 +127,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- what they answer
 
     def probed(self, event: ev.EngineProbed) -> None:
-        """An engine says how it is; of a time at which weights moved, nothing can be said."""
+        """Take the answer to a probe; it says nothing if weights moved meanwhile."""
         name, state = event.engine, self._context.engines.known(event.engine)
         if event.probe != state.probe:
             self._context.counters["late_events"] += 1
@@ -172,7 +169,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- the way back
 
     def _found(self, name: str, state: EngineState, *, current: bool) -> None:
-        """It answers: with the present weights it is well; otherwise it gets them, or waits for the next update."""
+        """A quarantined engine answers: it is well with the present weights, else gets them or waits for an update."""
         if current:
             state.still_has_them()
         elif state.loaded or state.loaded_before:
@@ -185,7 +182,7 @@ class EngineRecovery:
             self._take_back(name, state)
 
     def _take_back(self, name: str, state: EngineState) -> None:
-        """The next thing that it lacks: the present weights, an open gate, or nothing."""
+        """Give an engine the next thing that it lacks: the present weights or an open gate."""
         context, version = self._context, self._context.clock.current
         state.taken_back = True
         if version in state.loaded and state.gate is not EngineGate.OPEN:
@@ -211,7 +208,7 @@ class EngineRecovery:
         return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
-        """An engine that is taken back has answered; ``was``: its gate and weights while the call ran."""
+        """Take the answer of an engine that comes back; ``was`` has its gate and weights while the call ran."""
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:

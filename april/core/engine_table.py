@@ -1,8 +1,7 @@
 """What is known of each engine: health, gate, weights, load; where the next request goes (``pick``), and
 when one is quarantined (``failed``).
 
-This is the one place that says which weights an engine has. Whoever changes them is in ``engine_calls``,
-``weight_updates`` and ``engine_recovery``.
+This is the one place that says which weights an engine has. ``weight_updates`` and ``engine_recovery`` change them.
 """
 
 from __future__ import annotations

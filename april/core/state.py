@@ -19,7 +19,6 @@ from april.core.batch import Batch, batch_metrics, deliver_sample
 from april.core.completion import Completion
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
-from april.core.engine_calls import EngineCalls
 from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
 from april.core.failures import Failures
@@ -46,7 +45,7 @@ from april.core.types import (
 )
 from april.core.validation import validate
 from april.core.versions import PolicyVersion, VersionClock
-from april.core.weight_updates import WeightUpdates
+from april.core.weight_updates import EngineCalls, WeightUpdates
 from april.errors import InvariantError
 
 TOO_LONG_IN_A_ROW = 1000

@@ -1,7 +1,9 @@
 """A weight update: pause the engines, hand over, load, resume; who is left out, and what holds if it fails halfway.
 
-Invariants: the version moves only when every engine that may get requests for it has confirmed it; an update that is
-cancelled either has changed nothing or goes on to its end; no engine is left paused that can be resumed.
+Invariants: the version moves only when every engine that may get requests for it has confirmed it; an engine is
+confirmed to have a version only by its own word that it has loaded it, and has none while a call to load runs and after
+one that failed; an update that is cancelled either has changed nothing or goes on to its end; no engine is left paused
+that can be resumed.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from enum import StrEnum
 from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
-from april.core.engine_calls import EngineCalls
 from april.core.engine_table import EngineGate, EngineState, EngineWeights
+from april.core.types import AttemptState, DropReason
 from april.core.versions import PolicyVersion
 
 QUARANTINED_PATIENCE_S = 2.0
-"""Longest wait of a weight update for an engine that is not well anyway to pause."""
+"""The longest wait of an update for a quarantined engine to pause."""
 NAMED = 3
-"""Engines that a sentence names."""
+"""The most engines that a sentence names."""
 OF_ONE_MACHINE = 32
-"""Last digits of what stands for a directory, which the same files have on no other machine."""
+"""The last digits of a directory's content hash differ from machine to machine, even for the same files."""
 TRANSFER = 0
-"""Stands for the number of a call where the trainer's own transfer has failed."""
+"""The number of a failed call where it is the trainer's own transfer that failed."""
 
 
 class Phase(StrEnum):
@@ -32,12 +34,12 @@ class Phase(StrEnum):
 
     IDLE = "idle"
     STOPPING = "stopping"
-    """What is in flight ends, and so does what gives weights to single engines if those are all there are."""
+    """Requests in flight end; so do calls that give weights to single engines, if no other engine is left."""
     PAUSING = "pausing"
     HANDING_OVER = "handing over"
     LOADING = "loading"
     CHECKING = "checking"
-    """It has failed; engines that refused to load say whether they still have what they had."""
+    """The update has failed; engines that refused to load are asked whether they still have their old weights."""
     RESTORING = "restoring"
     RESUMING = "resuming"
 
@@ -47,18 +49,116 @@ IDLE, STOPPING = Phase.IDLE, Phase.STOPPING
 
 
 def weights_of(content: str) -> str:
-    """Of what stands for a directory, the part that is the same on every machine; empty: it does not say."""
+    """The part of a content hash that is the same on every machine; empty means unknown."""
     return content[:-OF_ONE_MACHINE]
 
 
 def some(names: Sequence[str]) -> str:
-    """A few of them, and how many more there are."""
+    """The first few engine names, and how many more there are, for people."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:NAMED])}{more}"
 
 
+class EngineCalls:
+    """The calls that april makes to engines, at most one for each; a call that is followed by another is void."""
+
+    def __init__(self, context: CoreContext) -> None:
+        self._context = context
+        self._number = 0
+        self._loading: dict[str, tuple[PolicyVersion, bool]] = {}
+        """The version that each engine loads, and whether a failure leaves its weights torn."""
+        self.moves = 0
+        """Grows when weights are about to change and when they have: a probe holds only while it stays the same."""
+        self.turns = 0
+        """Grows when a step begins and when it ends: between two steps the trainer may change weights."""
+        self._asked: dict[str, tuple[int, int]] = {}
+
+    def pause(self, name: str, within_s: float) -> None:
+        """Close an engine's gate."""
+        self._context.engines.states[name].gate = EngineGate.CLOSING
+        self._context.out.append(do.PauseEngine(name, self._next(name), within_s))
+
+    def load(self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = ()) -> None:
+        """Have an engine load weights; until it says that it has them, its weights are unknown.
+
+        The directory must hold one of ``contents``; empty means that anything will do.
+        """
+        state = self._context.engines.states[name]
+        self._loading[name] = version, path is not None or state.weights is EngineWeights.HALF
+        state.loaded_before = state.loaded or state.loaded_before
+        state.loaded, state.weights = frozenset(), EngineWeights.LOADING
+        within_s = self._context.settings.outage_deadline_s
+        self._context.out.append(
+            do.LoadEngine(
+                engine=name, call=self._next(name), within_s=within_s, version=version, path=path, contents=contents
+            )
+        )
+
+    def resume(self, name: str) -> None:
+        """Open an engine's gate."""
+        self._context.engines.states[name].gate = EngineGate.OPENING
+        within_s = self._context.settings.abort_deadline_s
+        self._context.out.append(do.ResumeEngine(name, self._next(name), within_s))
+
+    def _next(self, name: str) -> int:
+        self._number += 1
+        self._context.engines.states[name].call = self._number
+        return self._number
+
+    def ended(self, event: ev.EngineCallEnded) -> bool:
+        """Note what a call has done to gate and weights; returns False for a call that is void."""
+        state = self._context.engines.known(event.engine)
+        if event.call != state.call:
+            return False
+        state.call = 0
+        done = event.result is ev.CallResult.DONE
+        if state.weights is EngineWeights.LOADING:
+            version, tears = self._loading.pop(event.engine)
+            state.weights = EngineWeights.HALF if tears else EngineWeights.UNKNOWN
+            if done:
+                state.confirm(version)
+            elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
+                state.still_has_them()
+        elif state.gate is EngineGate.OPENING:
+            state.gate = EngineGate.OPEN if done else EngineGate.CLOSED
+        elif done:
+            state.gate = EngineGate.CLOSED
+        return True
+
+    def forget(self, name: str) -> None:
+        """Forget an engine that has left or comes anew: it owes no answer."""
+        self._loading.pop(name, None)
+        self._asked.pop(name, None)
+
+    def probe(self, name: str) -> None:
+        """Ask an engine for its health."""
+        self._number += 1
+        self._context.engines.states[name].probe = self._number
+        self._asked[name] = self.moves, self.turns
+        self._context.out.append(do.ProbeEngine(name, self._number))
+
+    def answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
+        """Whether no weights have moved since the probe was sent, and whether no step has begun or ended either."""
+        self._context.engines.states[event.engine].probe = 0
+        moves, turns = self._asked.pop(event.engine)
+        return moves == self.moves, (moves, turns) == (self.moves, self.turns)
+
+    def lost(self, name: str) -> None:
+        """Note that an engine lost its weights: the tokens that it generates now are of unknown weights."""
+        context = self._context
+        context.counters["stale_engines"] += 1
+        state = context.engines.states[name]
+        state.lose(EngineWeights.HALF if state.weights is EngineWeights.HALF else EngineWeights.UNKNOWN)
+        doubtful = [a for a in context.attempts if a.engine == name]
+        for attempt in doubtful:
+            if attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
+                attempt.lost_for = DropReason.UNKNOWN_WEIGHTS
+                context.to(attempt, AttemptState.DOUBTFUL, f"engine {name} has other weights")
+        context.stop(doubtful)
+
+
 class WeightUpdates:
-    """One update at a time, the others in their order; ``adopt`` takes the new version and the last trained batch.
+    """Runs one update at a time, in the order of the requests; ``adopt`` takes the version and the last trained batch.
 
     An engine that cannot be reached is left out if there are others: it is quarantined, and gets no requests before it
     has these weights or later ones. If some engines have loaded the new weights and others have refused them, nothing
@@ -73,32 +173,32 @@ class WeightUpdates:
         self._adopt = adopt
         self.phase = Phase.IDLE
         self.half_updated: str | None = None
-        """Why nothing may be generated: the engines hold different weights, or such as nobody has told of."""
+        """Why nothing may be generated: the engines hold different weights, or unknown ones."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
-        """What ``path`` holds as long as it holds the present weights; empty: nobody could read it."""
+        """Content hashes of ``path`` while it holds the present weights; empty means nobody could read it."""
         self._known = True
-        """The present weights are those of ``contents``, or, where ``path`` is None, those of every server's start."""
+        """Whether the present weights are those of ``contents``, or of every server's start where ``path`` is None."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
         self._left_out: set[str] = set()
         self._awaited: set[str] = set()
-        """Engines that have not answered in this phase."""
+        """Engines that have yet to answer in this phase."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
         self._failed: int | None = None
-        """The call whose error the update ends with."""
+        """The call whose error ends the update."""
         self._why = ""
-        """What is wrong where that call raised nothing."""
+        """The error itself, where that call raised none."""
         self._odd: frozenset[int] = frozenset()
         """Calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
-        """Some update has begun to write weights, whatever became of it; or one of an earlier run had."""
+        """Whether some update, of this run or an earlier one, has begun to write weights, however it ended."""
         self._first = context.clock.current
 
     @property
     def none_yet(self) -> bool:
-        """Whether no weights have been changed, nor were about to be: every engine has those of its start."""
+        """Whether every engine still has the weights of its start, as no update has begun."""
         return not self._calls.moves and self._context.clock.current == self._first
 
     @property
@@ -118,12 +218,12 @@ class WeightUpdates:
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be generated, where no update that might change it was asked for: who waits is told this."""
+        """Why nothing can be generated, unless an update that may mend it is pending; whoever waits is told this."""
         return None if self.half_updated is None or self.pending else self.half_updated
 
     @property
     def waits_for(self) -> str:
-        """What the update that is first in turn waits for, for people."""
+        """What the first update in turn waits for, for people."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
         match self.phase:
             case Phase.IDLE:
@@ -146,26 +246,26 @@ class WeightUpdates:
 
     @property
     def loads_a_state(self) -> bool:
-        """Whether the update that is first in turn is that of ``load_state_dict``."""
+        """Whether the first update in turn is that of ``load_state_dict``."""
         first = self._update if self.running else next(iter(self._requests), self._update)
         return first.restores
 
     @property
     def numbers(self) -> list[int]:
-        """Of the updates that were asked for and have not ended."""
+        """The numbers of the updates that were requested and have not ended."""
         return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]
 
     @property
     def trained(self) -> int:
-        """The newest batch that those will commit which may still be adopted; -1: they commit none."""
+        """The newest batch that pending updates will commit; -1 means they commit none."""
         over = self.phase in (Phase.IDLE, Phase.CHECKING, Phase.RESUMING)
         updates = (*(() if over else (self._update,)), *self._requests)
         return max((u.trained for u in updates if u.trained is not None), default=-1)
 
     def can_give(self, state: EngineState) -> bool:
-        """Whether april can give an engine the present weights on its own.
+        """Whether april itself can give an engine the present weights.
 
-        A label alone does not make those of the start out of what a broken load has left.
+        After a broken load, the label of the start alone does not bring the weights of the start back.
         """
         named_only = self.path is None and state.weights is EngineWeights.HALF
         lost = state.not_given == self._context.clock.current
@@ -174,11 +274,11 @@ class WeightUpdates:
     # ---------------------------------------------------------------- from outside
 
     def requested(self, event: ev.UpdateRequested) -> None:
-        """New weights; they wait for an update that runs."""
+        """Queue an update."""
         self._requests.append(event)
 
     def cancelled(self, event: ev.UpdateCancelled) -> None:
-        """An update has no effect where none has begun; engines that load go on to the end."""
+        """Drop an update that has changed nothing yet; engines that load go on to the end."""
         waiting = [r for r in self._requests if r.update == event.update]
         if waiting:
             self._requests.remove(waiting[0])
@@ -191,7 +291,7 @@ class WeightUpdates:
             self._resume()
 
     def go_on(self, *, held: bool) -> None:
-        """Begin the next update, if its time has come; ``held``: somebody else has paused generation."""
+        """Begin the next update if its time has come; ``held`` says that somebody else has paused generation."""
         context = self._context
         ready = [r for r in self._requests if r.restores == held] if self._requests and not self.running else ()
         if ready:
@@ -208,7 +308,7 @@ class WeightUpdates:
                 self._pause()
 
     def joins(self, name: str) -> None:
-        """An engine that comes in the middle of an update gets its weights afterwards.
+        """Take in an engine; one that comes in the middle of an update gets its weights afterwards.
 
         Before the first update it has those of its start. Once one has begun to write, in this run or an earlier one,
         its server may have been written to, under this name or another one, and what it loaded may never have been
@@ -224,7 +324,7 @@ class WeightUpdates:
             state.confirm(self._context.clock.current)
 
     def leave(self, names: Sequence[str]) -> None:
-        """Engines are here no longer: an update that runs goes on without them."""
+        """Forget engines that have left: a running update goes on without them."""
         self._left_out.difference_update(names)
         for name in names:
             self._answers.pop(name, None)
@@ -233,20 +333,20 @@ class WeightUpdates:
             self._go_on_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
-        """Nothing is generated before an update has reached all engines: weights were written without one."""
+        """Weights were written outside of any update: nothing is generated before one has reached all engines."""
         self.half_updated = event.error
         self._context.stop(list(self._context.attempts.in_flight.values()), sweep=True)
 
     # ---------------------------------------------------------------- what engines and the trainer answer
 
     def call_ended(self, event: ev.EngineCallEnded) -> None:
-        """An engine has answered; the update goes on when all have."""
+        """Take an engine's answer; the update goes on when all have answered."""
         self._answers[event.engine] = event
         self._awaited.discard(event.engine)
         self._go_on_if_answered()
 
     def handed_over(self, event: ev.HandedOver) -> None:
-        """The trainer's weights are where they belong, or nobody knows what is where."""
+        """The trainer's transfer has returned or failed."""
         if self.phase is not Phase.HANDING_OVER or event.update != self._update.update:
             self._context.counters["late_events"] += 1
         elif event.error is None:
@@ -255,15 +355,15 @@ class WeightUpdates:
             self._broken_off(event.error)
 
     def restored(self, event: ev.Restored) -> None:
-        """The saved state is in the core, under the version that the engines have."""
+        """The saved state is in the core now."""
         self._take_over()
 
     def checks(self, name: str) -> bool:
-        """Whether the answer of this engine to a probe is for the update."""
+        """Whether the update waits for this engine's answer to a probe."""
         return self.phase is Phase.CHECKING and name in self._awaited
 
     def checked(self, event: ev.EngineProbed) -> None:
-        """An engine that refused to load says what it has."""
+        """Take the probe of an engine that refused to load: it says which weights it has."""
         state = self._context.engines.states[event.engine]
         if event.answered and event.current:
             state.still_has_them()
@@ -297,7 +397,7 @@ class WeightUpdates:
             self._load()
 
     def _broken_off(self, why: str) -> None:
-        """Engines with a part of the new weights must not generate as if they had the old ones."""
+        """The transfer failed: engines with a part of the new weights must not generate as if they had the old ones."""
         self._written = True
         states = self._context.engines.states.values()
         own = [state for state in states if state.limits.remote or state.limits.own_weights]
@@ -323,7 +423,7 @@ class WeightUpdates:
         self._go_on_if_answered()
 
     def _loaded(self) -> None:
-        """All engines have the new weights, or it is known which do."""
+        """All engines have answered whether they loaded the new weights."""
         self._disown()
         for name, event in self._failures().items():
             if event.result is ev.CallResult.UNREACHABLE:
@@ -362,9 +462,9 @@ class WeightUpdates:
             self._resume()
 
     def _disown(self) -> None:
-        """Engines that loaded other weights than those of the update, each of them whole: theirs are of no version.
+        """Fail the loads of engines that found other weights in the directory than the rest did.
 
-        Which are right, the trainer's process says, if it can read the directory; otherwise nobody does.
+        The right ones are those that the trainer's process reads there; if it cannot read, all are failed.
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
@@ -393,7 +493,7 @@ class WeightUpdates:
         self._go_on_if_answered()
 
     def _resumed(self) -> None:
-        """An update that was adopted is done, whatever engines make of their resumption: asked again, it is another."""
+        """End the update: once adopted it is done, even if engines fail to resume."""
         failed = self._failures()
         self._leave_out(failed)
         for name, event in failed.items():
@@ -413,13 +513,13 @@ class WeightUpdates:
     # ---------------------------------------------------------------- steps of the plan
 
     def _enter(self, phase: Phase) -> list[str]:
-        """The engines that take part in the next phase, each of which is to answer."""
+        """Begin a phase; returns the engines that take part, each of which is to answer."""
         names = [name for name in self._context.engines.states if name not in self._left_out]
         self.phase, self._awaited, self._answers = phase, set(names), {}
         return names
 
     def _go_on_if_answered(self) -> None:
-        """The next phase, once all engines have answered in this one; there may be none that is to."""
+        """Go to the next phase once all engines have answered in this one."""
         if self._awaited:
             return
         if self.phase is Phase.PAUSING:
@@ -437,7 +537,7 @@ class WeightUpdates:
         return {name: answers[name] for name in names if answers[name].result is not ev.CallResult.DONE}
 
     def _leave_out(self, failed: dict[str, ev.EngineCallEnded]) -> set[str]:
-        """Engines that failed and can be done without, as there are others: quarantined until a probe."""
+        """Quarantine engines that failed, if there are others to go on with; returns those left out."""
         if len(self._left_out.union(failed)) == len(self._context.engines.states):
             return set()
         for name, event in failed.items():
@@ -447,14 +547,14 @@ class WeightUpdates:
         return set(failed)
 
     def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
-        """Whether there is an error that the update ends with: the first of these."""
+        """Note the first of these errors as the one that ends the update; returns whether there is one."""
         first = next(iter(events), None)
         self._failed = None if first is None else first.call
         self._why = first.error if first is not None and first.call in self._odd else ""
         return first is not None
 
     def check(self) -> str | None:
-        """What contradicts itself, or None."""
+        """The contradiction between phase, calls and gates, or None."""
         states = self._context.engines.states
         if self.phase not in (Phase.IDLE, Phase.STOPPING) and len(self._context.attempts):
             return f"requests are in flight while an update is {self.phase}"

@@ -20,7 +20,7 @@ from april.core.state import RolloutCore
 from april.core.types import Group, SampleId
 from april.driver.attempt_streams import AttemptStreams
 from april.driver.detokenizer import Detokenizer
-from april.driver.engine_calls import EngineCalls
+from april.driver.engine_control import EngineControl
 from april.driver.host_view import HostView
 from april.driver.llm import as_coroutine
 from april.driver.sample_functions import SampleFunctions, UserFunctions
@@ -81,7 +81,7 @@ class LocalHost:
         self.streams = streams = AttemptStreams(
             self.engines, view, post, self._spawn, detokenizer, stall_timeout_s
         )
-        self.engine_calls = calls = EngineCalls(self.engines, post, self._spawn, failed, self.worker_threads)
+        self.engine_control = calls = EngineControl(self.engines, post, self._spawn, failed, self.worker_threads)
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: samples.start,
             do.Submit: streams.submit,
@@ -142,7 +142,7 @@ class LocalHost:
     async def close(self) -> None:
         """End all that runs, and close the engines."""
         await self.end()
-        await self.engine_calls.close(self._view.abort_deadline_s)
+        await self.engine_control.close(self._view.abort_deadline_s)
 
 
 def limits_of(engine: Engine) -> EngineLimits:

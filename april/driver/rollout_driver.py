@@ -313,7 +313,7 @@ class RolloutDriver:
         return await update.ended(self.updates)
 
     async def _content_of(self, path: str | None) -> str:
-        return "" if path is None else await self.local.engine_calls.content_of(path)
+        return "" if path is None else await self.local.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
         """The trainer is done with this batch and those before it, and no weight update follows from them."""
@@ -355,7 +355,7 @@ class RolloutDriver:
 
     async def ask_engines(self) -> None:
         """Until all servers have said how they are."""
-        await self.local.engine_calls.ask_all()
+        await self.local.engine_control.ask_all()
         if self.hosts is not None:
             await self.hosts.probed()
 

@@ -29,7 +29,7 @@ PROBE_TIMEOUT_S = 10.0
 """A probe without an answer for this long counts as unwell."""
 
 
-class EngineCalls:
+class EngineControl:
     """Makes them; ``post`` takes events, ``spawn`` starts background tasks, ``failed`` hears what a call has raised."""
 
     def __init__(
