@@ -1,8 +1,7 @@
 """What vLLM's ``/inference/v1/generate`` and SGLang's ``/generate`` say, byte by byte, with canned tokens.
 
-The shapes are those of vLLM 0.32.0 and SGLang 0.5.20, as their servers sent them. Invariant: the tokens are those of
-:mod:`benchmarks.generate_wire`, a function of the prompt's first token and of the number asked for, so that every
-client can check what it keeps.
+The shapes are those of vLLM 0.32.0 and SGLang 0.5.20, as their servers sent them. Invariant: the tokens are
+a function of the prompt's first token and of the number asked for, so that every client can check what it keeps.
 """
 
 from __future__ import annotations
@@ -11,8 +10,15 @@ import json
 from functools import cache
 from typing import Any
 
-from benchmarks.generate_wire import answer_index, answer_logprobs, answer_tokens
+import numpy as np
 
+from april.engines.protocol import Float32, Int32
+
+VOCAB_SIZE = 151_936
+LONGEST_ANSWER = 4_096
+DISTINCT_ANSWERS = 64
+"""Prompts whose first tokens are equal modulo this number get the same answer."""
+JSON_HEADERS = {"Content-Type": "application/json"}
 MODEL = "canned"
 VLLM, SGLANG = "vllm", "sglang"
 TOKENS_PER_EVENT = {VLLM: 1, SGLANG: 16}
@@ -143,3 +149,46 @@ def _sglang(
         meta["weight_versions"] = [{"version": label, "start": 0, "end": total}] if total else []
         meta["response_sent_to_client_ts"] = 1795256802.0878954
     return {"text": "some text " * len(ids), "output_ids": ids, "meta_info": meta}
+
+
+def answer_index(first_token: int) -> int:
+    """Which of the distinct answers a prompt gets."""
+    return first_token % DISTINCT_ANSWERS
+
+
+@cache
+def _stock(index: int) -> tuple[Int32, Float32]:
+    rng = np.random.default_rng(index)
+    tokens = rng.integers(1, VOCAB_SIZE, size=LONGEST_ANSWER, dtype=np.int32)
+    # written as the shortest decimal of the float64, as an engine's JSON library does: 17 to 20 characters
+    logprobs = -rng.gamma(0.3, 1.0, size=LONGEST_ANSWER).astype(np.float32)
+    tokens.setflags(write=False)
+    logprobs.setflags(write=False)
+    return tokens, logprobs
+
+
+def answer_tokens(first_token: int, count: int) -> Int32:
+    """The tokens [count] int32 which the server sends; raises ValueError above ``LONGEST_ANSWER``."""
+    _check_count(count)
+    return _stock(answer_index(first_token))[0][:count]
+
+
+def answer_logprobs(first_token: int, count: int) -> Float32:
+    """Their log-probabilities [count] float32, nats, all <= 0."""
+    _check_count(count)
+    return _stock(answer_index(first_token))[1][:count]
+
+
+def _check_count(count: int) -> None:
+    if not 0 <= count <= LONGEST_ANSWER:
+        raise ValueError(f"an answer has 0 to {LONGEST_ANSWER} tokens, not {count}; ask for fewer tokens")
+
+
+def make_prompts(
+    count: int, prompt_len: int, samples_per_prompt: int = 1, vocab_size: int = VOCAB_SIZE
+) -> list[Int32]:
+    """``count`` requests' prompts, each [prompt_len] int32; ``samples_per_prompt`` neighbours share one array."""
+    rng = np.random.default_rng(count)
+    distinct = -(-count // samples_per_prompt)
+    table = rng.integers(1, vocab_size, size=(distinct, prompt_len), dtype=np.int32)
+    return [table[i // samples_per_prompt] for i in range(count)]

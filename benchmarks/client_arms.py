@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +25,58 @@ from april.core.sampling import SamplingParams, attempt_seed
 from april.engines.protocol import Float32, Int32, Request
 from april.engines.sglang import wire as sglang_wire
 from april.engines.vllm import wire as vllm_wire
-from benchmarks.arm_result import ArmResult, Round, measured
-from benchmarks.bare_client import Kept, check_kept
-from benchmarks.canned_replies import MODEL, TOKENS_PER_EVENT, VLLM
-from benchmarks.generate_wire import JSON_HEADERS, VOCAB_SIZE, make_prompts
+from benchmarks.canned_replies import (
+    JSON_HEADERS,
+    MODEL,
+    TOKENS_PER_EVENT,
+    VLLM,
+    VOCAB_SIZE,
+    answer_logprobs,
+    answer_tokens,
+    make_prompts,
+)
+
+Kept = list[tuple[Int32, Float32]]
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One round: every request sent once. CPU of the whole process, all threads, in seconds; wall in seconds."""
+
+    cpu_s: float
+    wall_s: float
+
+
+class ArmResult(msgspec.Struct, frozen=True):
+    """One client process: its first round opens the connections, the others use them again."""
+
+    arm: str
+    requests: int
+    response_tokens: int
+    prompt_len: int
+    rounds: list[Round]
+    tokens_kept: int
+    """Over all rounds, each token checked against what the server sends."""
+
+    @property
+    def opening_us(self) -> float:
+        """CPU per request of the first round, microseconds."""
+        return self._us(self.rounds[0])
+
+    @property
+    def pooled_us(self) -> list[float]:
+        """CPU per request of each later round, microseconds."""
+        return [self._us(one) for one in self.rounds[1:]]
+
+    def _us(self, one: Round) -> float:
+        return one.cpu_s / self.requests * 1e6
+
+
+@contextmanager
+def measured(rounds: list[Round]) -> Iterator[None]:
+    """Append the cost of the block to ``rounds``."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    rounds.append(Round(time.process_time() - cpu, time.perf_counter() - wall))
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -210,3 +260,18 @@ def prompts_of(case: Case, rounds: int) -> Iterator[april.Prompt]:
     for _ in range(rounds):
         for token_ids in arrays:
             yield april.Prompt(token_ids=token_ids)
+
+
+def check_kept(prompts: list[Int32], kept: Kept, response_tokens: int) -> int:
+    """Tokens kept; raises RuntimeError when one request's arrays are not what the server sends for its prompt."""
+    if len(kept) != len(prompts):
+        raise RuntimeError(f"{len(kept)} answers are kept for {len(prompts)} requests")
+    for index, (prompt, (tokens, logprobs)) in enumerate(zip(prompts, kept, strict=True)):
+        first = int(prompt[0])
+        if tokens.dtype != np.int32 or logprobs.dtype != np.float32:
+            raise RuntimeError(f"request {index}: kept as {tokens.dtype} and {logprobs.dtype}, not int32 and float32")
+        if not np.array_equal(tokens, answer_tokens(first, response_tokens)):
+            raise RuntimeError(f"request {index}: the tokens kept are not those sent")
+        if not np.array_equal(logprobs, answer_logprobs(first, response_tokens)):
+            raise RuntimeError(f"request {index}: the log-probabilities kept are not those sent")
+    return sum(len(tokens) for tokens, _ in kept)

@@ -23,11 +23,9 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.arm_result import ArmResult
-from benchmarks.canned_replies import SGLANG, VLLM
+from benchmarks.canned_replies import LONGEST_ANSWER, SGLANG, VLLM
 from benchmarks.canned_server import Counts
-from benchmarks.client_arms import Case, run_april, run_bare
-from benchmarks.generate_wire import LONGEST_ANSWER
+from benchmarks.client_arms import ArmResult, Case, run_april, run_bare
 from benchmarks.open_files import require_open_files
 
 ROOT = Path(__file__).resolve().parent.parent

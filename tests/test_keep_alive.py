@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from real_engines.servers import Server
 
-from benchmarks.fake_generate_server import KEEP_ALIVE_S
 from benchmarks.slime_server import TimedSglangServer
 
 ROOT = Path(__file__).parent.parent
@@ -30,8 +29,7 @@ def test_real_servers_are_started_with_it(tmp_path: Path) -> None:
         assert server.log.read_text("utf-8") == expected
 
 
-def test_the_fake_servers_of_benchmarks_have_it() -> None:
-    assert KEEP_ALIVE_S > STEP_S
+def test_the_timed_server_of_benchmarks_has_it() -> None:
     assert TimedSglangServer._runner_options(TimedSglangServer.__new__(TimedSglangServer))["keepalive_timeout"] > STEP_S
 
 

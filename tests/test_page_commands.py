@@ -51,7 +51,6 @@ ONLY_READ = {
     "make test-ranks runs such a trainer, test_examples.py this one as one process",
     "python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks/sharded_generation.py": "run by "
     "test_sharded_ranks.py",
-    "python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.": "takes a model and minutes",
     "python -m benchmarks.": "takes minutes, some a model or a GPU",
     "python -m april.testing.conformance": "takes a real server: make test-engines",
     "python -m tests.real_engines.benchmark": "takes a real server and an hour; make test-engines starts the same ones",

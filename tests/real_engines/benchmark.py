@@ -1,8 +1,7 @@
 """``python -m tests.real_engines.benchmark vllm``: a server of that kind, and april's schedules on it.
 
 The server is started with a model that has no end-of-sequence token, ``benchmarks.abort_latency``,
-``benchmarks.real_engines`` and, if asked for, ``benchmarks.auto_server`` and ``benchmarks.continuous`` are run against
-it, and the server is stopped.
+``benchmarks.real_engines`` and, if asked for, ``benchmarks.continuous`` are run against it, and the server is stopped.
 Needs the machine for itself, and some ten minutes.
 """
 
@@ -29,7 +28,6 @@ def main(
     steps: Annotated[int, typer.Option(min=0, help="Counted steps of each arm; 0: no schedules.")] = 64,
     pairs: Annotated[int, typer.Option(min=0, help="Aborts of 256 requests by each client; 0: none.")] = 15,
     turns: Annotated[int, typer.Option(min=0, help="Turns of each schedule before a trainer that takes time.")] = 0,
-    auto: Annotated[int, typer.Option(min=0, help="Counted steps of auto and of five fixed settings; 0: none.")] = 0,
     train: Annotated[float, typer.Option(min=0, help="Its time, in batches at the server's limit.")] = 1.0,
 ) -> None:
     """Tables go to the terminal, everything else to runs/real_engines/KIND.json and its like."""
@@ -63,11 +61,6 @@ def main(
                 code |= _run(
                     "real_engines", kind, server.url, "--steps", str(steps), "--weights", str(models["first"]),
                     str(models["second"]), "--json", str(out / f"{kind}.json"),
-                )  # fmt: skip
-            if auto:
-                code |= _run(
-                    "auto_server", kind, server.url, "--steps", str(auto), "--weights", str(models["first"]),
-                    str(models["second"]), "--json", str(out / f"{kind}-auto.json"),
                 )  # fmt: skip
             if turns:
                 code |= _run(
