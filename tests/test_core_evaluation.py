@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
+from msgspec.structs import replace
 from seeds import seeds
 
 from april.core import commands as do

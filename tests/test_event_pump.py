@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +13,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import EventPump
 from april.core.state import RolloutCore
+from april.core.types import Message
 
 PACKAGE = Path(__file__).parent.parent / "april"
 EVENTS = {t.__name__ for t in get_args(ev.Event)}
@@ -36,9 +36,9 @@ def calls(tree: ast.AST) -> set[str]:
 
 
 def records(module: Any) -> set[str]:
-    """Names of the dataclasses that a module defines."""
+    """Names of the messages that a module defines."""
     here = {name: thing for name, thing in vars(module).items() if isinstance(thing, type)}
-    return {name for name, thing in here.items() if is_dataclass(thing) and thing.__module__ == module.__name__}
+    return {name for name, thing in here.items() if issubclass(thing, Message) and thing.__module__ == module.__name__}
 
 
 def test_the_unions_name_everything_there_is() -> None:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from april.core.batch import Batch
 from april.core.timers import Timer
-from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Sample
+from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Message, Sample
 from april.core.versions import PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class DrawPrompts:
+class DrawPrompts(Message, frozen=True):
     """Take up to ``count`` prompts from the source; answer with PromptsDrawn."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartSample:
+class StartSample(Message, frozen=True):
     """Run the rollout function of this sample."""
 
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Message, frozen=True):
     """Send this attempt to its engine."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message, frozen=True):
     """Ask an engine to end these attempts; ``everything``: they are all it has."""
 
     engine: str
@@ -40,29 +34,25 @@ class Abort:
     everything: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallCompleted:
+class CallCompleted(Message, frozen=True):
     """A generate call is complete and has its ``result``. Wake its rollout function."""
 
     call: GenerateCall
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreSample:
+class ScoreSample(Message, frozen=True):
     """Compute the reward of one sample; answer with Scored or SampleFailed."""
 
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreGroup:
+class ScoreGroup(Message, frozen=True):
     """All samples of a group have returned: compute its rewards in one call; answer with Scored or SampleFailed."""
 
     group: Group
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeGroup:
+class JudgeGroup(Message, frozen=True):
     """The quorum of a group is finished: ask the filter about ``group.first``; answer with GroupJudged and the same
     ``judgement``."""
 
@@ -70,15 +60,13 @@ class JudgeGroup:
     judgement: int
 
 
-@dataclass(frozen=True, slots=True)
-class CancelSample:
+class CancelSample(Message, frozen=True):
     """The sample was given up: end its rollout or reward function, if there is one still."""
 
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDrop:
+class ReportDrop(Message, frozen=True):
     """A group was given up; for whoever watches."""
 
     group: Group
@@ -86,8 +74,7 @@ class ReportDrop:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimer:
+class StartTimer(Message, frozen=True):
     """Answer with TimerFired(timer) after ``seconds``; ``why`` is for whoever watches, if it is not empty."""
 
     timer: Timer
@@ -95,16 +82,14 @@ class StartTimer:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Message, frozen=True):
     """These attempts did not end in time: close their streams; answer each with AttemptEnded, ``fenced``."""
 
     engine: str
     attempt_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeEngine:
+class ProbeEngine(Message, frozen=True):
     """Ask an engine for its health once; answer with EngineProbed and the same ``probe``.
 
     A host that looks after its engines itself answers with EngineReady, EngineStale or EngineFailed.
@@ -114,8 +99,7 @@ class ProbeEngine:
     probe: int
 
 
-@dataclass(frozen=True, slots=True)
-class PauseEngine:
+class PauseEngine(Message, frozen=True):
     """Close the engine's admission; answer with EngineCallEnded, as UNREACHABLE after ``within_s``.
 
     A call of an engine that still runs when another one is asked for is cancelled before that one begins.
@@ -126,8 +110,7 @@ class PauseEngine:
     within_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadEngine:
+class LoadEngine(Message, frozen=True, kw_only=True):
     """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine.
 
     The directory must hold one of ``contents`` then, if there are any, and what it holds must not change meanwhile.
@@ -141,8 +124,7 @@ class LoadEngine:
     contents: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeEngine:
+class ResumeEngine(Message, frozen=True):
     """Open the engine's admission; as in PauseEngine."""
 
     engine: str
@@ -150,22 +132,19 @@ class ResumeEngine:
     within_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(Message, frozen=True):
     """The engines are paused: the trainer hands its weights over now; answer with HandedOver."""
 
     update: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Message, frozen=True):
     """The engines have the weights of a saved state: put it into this core; answer with Restored."""
 
     update: int
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateEnded:
+class UpdateEnded(Message, frozen=True):
     """A weight update is over, and the policy is ``version``.
 
     ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none. ``why``: what
@@ -178,37 +157,32 @@ class UpdateEnded:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(Message, frozen=True):
     """Something that people should know."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Message, frozen=True):
     """The step is complete: hand this batch to the trainer."""
 
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfData:
+class EndOfData(Message, frozen=True):
     """The source has ended; ``kept`` complete groups, or with a quorum samples, wait for more."""
 
     kept: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationDone:
+class EvaluationDone(Message, frozen=True):
     """All groups of an evaluation are finished and scored."""
 
     evaluation: int
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationFailed:
+class EvaluationFailed(Message, frozen=True):
     """An evaluation cannot be finished, or was cancelled; nothing of it is at an engine any more.
 
     ``kind``: how the request broke off that is to blame; None: a function of the user's is.
@@ -219,13 +193,11 @@ class EvaluationFailed:
     kind: AttemptFailure | None
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
+class Paused(Message, frozen=True):
     """Nothing is in flight any more; nothing starts before Resumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Message, frozen=True):
     """Going on makes no sense; tell the trainer why.
 
     ``weights``: those of the engines are to blame, and only a weight update helps.

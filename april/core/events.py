@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
@@ -11,17 +10,24 @@ from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
 from april.core.timers import Timer
-from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, Refill, SampleId
+from april.core.types import (
+    Attempt,
+    AttemptFailure,
+    DropReason,
+    EngineFinish,
+    Message,
+    Prompt,
+    Refill,
+    SampleId,
+)
 from april.core.versions import PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequested:
+class StepRequested(Message, frozen=True):
     """The trainer wants a batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptsDrawn:
+class PromptsDrawn(Message, frozen=True):
     """Answer to DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
 
     prompts: Sequence[Prompt]
@@ -29,8 +35,7 @@ class PromptsDrawn:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CallMade:
+class CallMade(Message, frozen=True):
     """A rollout function called ``llm.generate``. ``token_ids``: the conversation it wants continued (None: as is)."""
 
     sample: SampleId
@@ -38,23 +43,20 @@ class CallMade:
     token_ids: Int32 | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StopFound:
+class StopFound(Message, frozen=True):
     """An attempt that goes on has completed a stop string: its counts will say so, whatever ends it now."""
 
     attempt_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptStalled:
+class AttemptStalled(Message, frozen=True):
     """The engine has sent no token for an attempt for too long."""
 
     attempt_id: str
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptEnded:
+class AttemptEnded(Message, frozen=True):
     """An attempt is over; ``fenced``: not by its engine, which did not end it in time."""
 
     attempt_id: str
@@ -70,8 +72,7 @@ class AttemptEnded:
         return cls(attempt.id, finish, attempt.counts(), fenced)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailed:
+class AttemptFailed(Message, frozen=True, kw_only=True):
     """An attempt broke off. ``rejected`` tokens came and are not in its counts: corrupt ones, or of no known weights.
 
     ``busy_s``: how long a busy engine asks to wait (0: it does not say).
@@ -90,23 +91,20 @@ class AttemptFailed:
         return cls(attempt_id=attempt.id, error=error, kind=kind, **how, counts=attempt.counts())
 
 
-@dataclass(frozen=True, slots=True)
-class SampleReturned:
+class SampleReturned(Message, frozen=True):
     """A rollout function returned."""
 
     sample: SampleId
 
 
-@dataclass(frozen=True, slots=True)
-class TokensUnused:
+class TokensUnused(Message, frozen=True):
     """So many tokens came that belong to no attempt's tape: they are dropped for this reason."""
 
     count: int
     reason: DropReason
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFailed:
+class SampleFailed(Message, frozen=True):
     """A rollout or reward function raised, or returned what cannot be.
 
     ``kind``: what was raised in which line, if another try would not mend it.
@@ -117,8 +115,7 @@ class SampleFailed:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionsLost:
+class FunctionsLost(Message, frozen=True):
     """The rollout and reward functions of these groups died with their host, and nothing is heard of them any more.
 
     They begin again elsewhere: StartSample follows, and what their calls had been answered comes from the tape; those
@@ -131,8 +128,7 @@ class FunctionsLost:
     died: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Message, frozen=True):
     """Rewards of the named samples of one group."""
 
     group: int
@@ -140,8 +136,7 @@ class Scored:
     """(sample index, reward); they count rounded to float32, as batches hold them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupJudged:
+class GroupJudged(Message, frozen=True, kw_only=True):
     """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
 
     ``kind``: as in SampleFailed.
@@ -154,25 +149,21 @@ class GroupJudged:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(Message, frozen=True):
     """A StartTimer has run out."""
 
     timer: Timer
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequested:
+class PauseRequested(Message, frozen=True):
     """Stop all generation, as weights change; evaluations that have begun end first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Message, frozen=True):
     """Generation may go on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRequested:
+class UpdateRequested(Message, frozen=True, kw_only=True):
     """The trainer has new weights for the engines; UpdateEnded says what came of it."""
 
     update: int
@@ -191,8 +182,7 @@ class UpdateRequested:
     """As in WeightsUpdated."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCancelled:
+class UpdateCancelled(Message, frozen=True):
     """Nobody waits for an update any more: it does not happen, unless engines are loading already.
 
     Of a transfer that has begun HandedOver tells the end.
@@ -201,16 +191,14 @@ class UpdateCancelled:
     update: int
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandedOver(Message, frozen=True):
     """The trainer has handed its weights over, or (``error``) has broken off in the middle."""
 
     update: int
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Message, frozen=True):
     """A saved state is in the core."""
 
     update: int
@@ -231,8 +219,7 @@ class CallResult(StrEnum):
     """There was no answer, or none in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCallEnded:
+class EngineCallEnded(Message, frozen=True):
     """Answer to PauseEngine, LoadEngine and ResumeEngine, with their ``call``."""
 
     engine: str
@@ -243,8 +230,7 @@ class EngineCallEnded:
     """Stands for what the directory held that it has loaded; empty: there was none, or it cannot be read there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineProbed:
+class EngineProbed(Message, frozen=True, kw_only=True):
     """Answer to ProbeEngine, with its ``probe``."""
 
     engine: str
@@ -258,20 +244,17 @@ class EngineProbed:
     load: LoadReported | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsWritten:
+class WeightsWritten(Message, frozen=True):
     """Weights were written while an engine generated from them, outside of any update."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class EnginesAsked:
+class EnginesAsked(Message, frozen=True):
     """Somebody wants to know now whether the engines have their weights (an evaluation)."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsUpdated:
+class WeightsUpdated(Message, frozen=True):
     """The policy is now ``version``, and the named engines (None: all) confirmed it; they update themselves.
 
     ``trained``: the last batch that these weights were trained on; it and those before it are committed. None: no batch
@@ -283,30 +266,26 @@ class WeightsUpdated:
     trained: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReady:
+class EngineReady(Message, frozen=True):
     """A quarantined engine is well again; ``version``: it was given these weights (None: it has those it had)."""
 
     engine: str
     version: PolicyVersion | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStale:
+class EngineStale(Message, frozen=True):
     """An engine does not have the weights that it was given: its server was started anew."""
 
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
+class EngineFailed(Message, frozen=True):
     """An engine failed outside of any attempt."""
 
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class EnginesJoined:
+class EnginesJoined(Message, frozen=True):
     """A host brings engines, for the first time or anew, of which ``EngineTable.unfit`` has said that they can join.
 
     One that comes anew has nothing in flight: what had been has failed. Whatever else it was asked for before is void.
@@ -315,15 +294,13 @@ class EnginesJoined:
     engines: Sequence[EngineLimits]
 
 
-@dataclass(frozen=True, slots=True)
-class EnginesLeft:
+class EnginesLeft(Message, frozen=True):
     """A host has taken its engines away for good; they have nothing in flight."""
 
     names: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReported:
+class LoadReported(Message, frozen=True, kw_only=True):
     """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
 
     engine: str
@@ -333,8 +310,7 @@ class LoadReported:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequested:
+class EvaluationRequested(Message, frozen=True, kw_only=True):
     """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
 
     ``evaluation``: its number; ``functions_at_once``: most of its rollout functions that run at a time (None: any).
@@ -348,29 +324,25 @@ class EvaluationRequested:
     functions_at_once: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationCancelled:
+class EvaluationCancelled(Message, frozen=True):
     """Nobody waits for it any more; its requests are ended, and EvaluationFailed follows."""
 
     evaluation: int
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCommitted:
+class BatchCommitted(Message, frozen=True):
     """The trainer is done with this batch, and no weight update of its own follows."""
 
     batch_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StalenessLowered:
+class StalenessLowered(Message, frozen=True):
     """What is drawn from now on is trained within ``bound`` weight updates; what was drawn keeps the bound it had."""
 
     bound: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkChanged:
+class WorkChanged(Message, frozen=True, kw_only=True):
     """How much is to be in work from now on, of what ``CoreSettings.auto`` names; None: as it is."""
 
     over_sampling_batch_size: int | None = None
@@ -379,8 +351,7 @@ class WorkChanged:
     group_quorum: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SourceExtended:
+class SourceExtended(Message, frozen=True):
     """There are prompts again."""
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from april.core.sampling import SamplingParams
 from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -19,6 +21,10 @@ NO_DEADLINE = 1 << 30
 """Slack of a group that was drawn after the latest plan."""
 WHOLE_GROUP = -1
 """In place of a sample's index: all of the group."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    """The base of events and commands; those that refer to no live object travel between processes as they are."""
 
 
 class SampleId(NamedTuple):

@@ -9,8 +9,9 @@ that can be resumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from enum import StrEnum
+
+from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev

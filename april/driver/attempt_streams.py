@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import Attempt, AttemptFailure
@@ -279,7 +281,7 @@ class AttemptStreams:
         if stream.unread:
             attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
             if isinstance(event, ev.AttemptFailed) and event.kind in (CORRUPT, WEIGHTS_WRITTEN):
-                event = replace(event, rejected=event.rejected + unread)
+                event = msgspec.structs.replace(event, rejected=event.rejected + unread)
             else:
                 assert stream.failure is not None
                 self._failures.warn(stream.failure, "attempt %s of %s cannot be read", attempt.id, attempt.sample.key)

@@ -10,8 +10,9 @@ import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import copy_context
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev

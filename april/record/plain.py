@@ -1,6 +1,6 @@
 """Events as JSON can have them, and back: ids, states, counts, versions. No text of anybody's, and no token.
 
-Made from the fields of the dataclasses, so that a new event needs nothing here. Text is left out unless its field is
+Made from the fields of the classes, so that a new event needs nothing here. Text is left out unless its field is
 known to hold a name of april's own: what is not known to be harmless does not get into a file that is passed on.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -70,8 +70,9 @@ def _form(kind: type) -> Form:
         return lambda value, of, named: value.item()
     if issubclass(kind, Mapping):
         return lambda value, of, named: {str(key): plain(item, of, named=named) for key, item in value.items()}
-    if is_dataclass(kind):
-        parts = [(f.name, f.default, f.name in NAMES) for f in fields(kind) if f.name not in LEFT_OUT]
+    if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
+        all_of_them = fields(kind) if is_dataclass(kind) else msgspec.structs.fields(kind)
+        parts = [(f.name, f.default, f.name in NAMES) for f in all_of_them if f.name not in LEFT_OUT]
         return lambda value, of, named: _parts(value, of, parts)
     if names := getattr(kind, "_fields", None):
         are_names = [name in NAMES for name in names]
@@ -93,13 +94,13 @@ _FORMS = _Forms()
 
 
 def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str, Any]:
-    """The fields of a dataclass that are not as their defaults."""
+    """The fields that do not have their defaults."""
     out = {}
     for name, default, is_name in parts:
         part = getattr(value, name)
         kind = type(part)
         if kind in _AS_IT_IS:
-            if part != default or default is MISSING:
+            if part != default:
                 out[name] = part
         elif part is not default:
             out[name] = _FORMS[kind](part, of, is_name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 
 from april.core import events as ev
@@ -139,7 +140,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     ends = parts.pop("ends", False)
     event = back(parts, _EVENTS[what])
     if isinstance(event, ev.EnginesJoined):
-        event = replace(event, engines=_ending(event.engines))
+        event = msgspec.structs.replace(event, engines=_ending(event.engines))
     tokens, tape = np.zeros(1, np.int32), None
     if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
         attempt = core.context.attempts.get(event.attempt_id)
