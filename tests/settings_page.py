@@ -15,7 +15,7 @@ from april.config.engines import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
-from april.config.fields import Setting, choices, settings_of
+from april.config.flags import Setting, choices, settings_of
 from april.config.settings import Config, SamplingConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"

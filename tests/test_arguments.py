@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 import april
 from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
-from april.config.fields import flag_options, settings_of
+from april.config.flags import flag_options, settings_of
 from april.config.settings import SamplingConfig
 from april.config.values import PositiveInt
 from april.core.types import OnStale, Refill
@@ -101,8 +101,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
         "(default: true)",
-        "--on-stale {finish,restart,mask,drop} What happens to a sample older than max_staleness. Steps wait so that "
-        "none is, except with drop. (default: finish)",
+        "--on-stale {finish,restart,mask,drop} What happens to a sample older than max_staleness. Except with drop, "
+        "steps wait so that there is none. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai}",
         "transformers: Sequences decoded at the same time. (default: 64); simulated:",
     ):

@@ -9,7 +9,7 @@ import pytest
 from real_schedulers import scheduler
 
 import april
-from april.config.fields import settings_of
+from april.config.flags import settings_of
 from april.config.values import LONGEST_S, MOST
 from april.errors import ConfigError
 

@@ -89,8 +89,8 @@ def test_every_setting_of_a_server_but_its_key_is_a_flag() -> None:
 def test_both_limits_on_requests_in_flight_are_told_apart() -> None:
     """One is over all engines, the other for one server; each says so and names no default of the other."""
     text = " ".join(april.add_april_arguments(argparse.ArgumentParser()).format_help().split())
-    assert "--max-in-flight INT|auto Samples generated at the same time, on all engines together;" in text
-    assert "Most requests at one server at the same time, within the max_in_flight of all servers together;" in text
+    assert "--max-in-flight INT|auto Samples generated at the same time, on all engines together." in text
+    assert "Most requests at one server at the same time, within the max_in_flight of all servers together." in text
 
 
 # ---------------------------------------------------------------- mistakes

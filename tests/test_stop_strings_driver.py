@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
 
+from april.config.mistakes import UNSUPPORTED
 from april.config.settings import Config
-from april.config.unsupported_options import UNSUPPORTED
 from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId

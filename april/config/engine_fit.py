@@ -1,4 +1,4 @@
-"""Do these engines fit this configuration? What cannot work is said before anything starts, one sentence each.
+"""Does a configuration fit its engines? One sentence for each thing that cannot work, before anything starts.
 
 The scheduler refuses with the first sentence; ``april doctor`` shows them all.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[str]:
-    """What stands against running ``config`` on ``engines`` (by name), one sentence each; none if they fit."""
+    """Yield a sentence for each reason against ``config`` on ``engines`` (by name)."""
     if not config.allow_mismatch:
         yield from _wrong_logprobs(config.sampling.temperature, engines)
     for name, c in engines.items():
@@ -45,7 +45,7 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
 
 
 def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool) -> None:
-    """Refuse what cannot work with these engines, before anything starts."""
+    """Raise ConfigError for what cannot work with these engines."""
     if not engines and not hosts:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:
@@ -64,7 +64,7 @@ def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, h
 
 
 def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
-    """Whether the configuration with these changes would be taken, by itself and on these engines."""
+    """Return whether the configuration with these changes is valid, by itself and on these engines."""
     try:
         changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
     except ConfigError:
@@ -73,7 +73,7 @@ def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object)
 
 
 def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> Iterator[str]:
-    """Engines whose log-probabilities are not log_softmax(logits / T).
+    """Yield a sentence for each engine whose log-probabilities are not log_softmax(logits / T).
 
     Nothing but the temperature shapes what is sampled, as the configuration refuses the rest; so all kinds agree at
     temperature 1, and elsewhere those that follow the temperature.
@@ -97,7 +97,7 @@ def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> 
 
 
 def doubts_of(config: Config) -> Iterator[str]:
-    """What is allowed, and may not be what was meant: one sentence each, to be warned of."""
+    """Yield a warning for each setting that is allowed and may not be what was meant."""
     n, over = config.rollout_batch_size, config.groups_in_work
     if over < n:
         yield (

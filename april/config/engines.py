@@ -1,14 +1,13 @@
-"""The settings of each kind of engine."""
+"""The settings of each kind of engine, and the checks of servers' addresses and keys."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from april.config.mistakes import Mistake, Named, contradiction
-from april.config.server_key import checked_key
-from april.config.server_url import checked_url
 from april.config.values import (
     Model,
     NonNegativeFloat,
@@ -18,6 +17,75 @@ from april.config.values import (
     Seconds,
     one_or_more,
 )
+from april.errors import ConfigError
+from april.server_text import hide, quoted, said
+
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused here
+"""A server that listens on these is reached under its machine's name."""
+
+
+def checked_url(url: str) -> str:
+    """Return the URL of an engine without a trailing slash.
+
+    Raises:
+        ConfigError: it is not of the form http(s)://host:port, or its host is no place where a server can be reached;
+            the sentence says what to write instead.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # half of the brackets of an IPv6 address
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}") from None
+    try:
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port
+        right = False
+    if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
+        instead = said(_instead(url, parts, right))
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
+    if parts.hostname in _EVERYWHERE:
+        port = "" if parts.port is None else f":{parts.port}"
+        raise ConfigError(
+            f"{parts.hostname} in {quoted(url, 100)} is where a server listens, not where it is reached; write "
+            f"{parts.scheme}://127.0.0.1{port} if it is on this machine, or else the name of its machine"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _shown(url: str) -> str:
+    """Leave out what may be a secret: a user, a password, a query or a fragment."""
+    rest = repr(url)[1:-1].rpartition("@")[2]  # white space at the end is what is wrong with some
+    end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
+    return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
+
+
+def _instead(url: str, parts: SplitResult, right: bool) -> str:
+    """Advise what to write in place of a wrong address; nothing where a part of it may be a secret."""
+    if parts.query or parts.fragment or "@" in url:
+        return ""
+    if "://" not in url:
+        host, _, path = url.partition("/")
+        beyond = f", without /{path}" if path else ""
+        return f"; write http://{host}{beyond}" if ":" in host else f"; write http://{host or 'host'}:PORT{beyond}"
+    if right:  # the path
+        return f"; write {parts.scheme}://{parts.netloc}, without {parts.path}: april adds the routes"
+    return ""
+
+
+def checked_key(key: str) -> str:
+    """Return the key of a server, which no text shows from now on.
+
+    Raises:
+        ConfigError: a header cannot hold it; the key is not in the message.
+    """
+    hide(key)
+    if key.strip() != key:
+        raise ConfigError("the key of the server begins or ends with white space or a line break; take that away")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            "the key of the server has characters that no HTTP header can hold (line breaks, control characters, "
+            "spaces, or what is not ASCII); was something else copied along with it?"
+        )
+    return key
 
 
 class TransformersEngineConfig(Model):
@@ -25,13 +93,13 @@ class TransformersEngineConfig(Model):
 
     kind: Literal["transformers"] = "transformers"
     model: str | None = None
-    """Directory or hub name; None when the model object is given to the scheduler."""
+    """Directory or hub name. None means the model object that is given to the scheduler."""
     slots: PositiveInt = 64
     """Sequences decoded at the same time."""
     max_len: PositiveInt | None = None
-    """Longest prompt plus response; None: what the model's config says."""
+    """Longest prompt plus response. None means what the model's config says."""
     stream_interval: PositiveInt | None = None
-    """Tokens per chunk; None: one chunk at the end of a request, or every two tokens where it has stop strings."""
+    """Tokens per chunk. None means one chunk at the end of a request, or every two tokens where it has stop strings."""
 
 
 class SimulatedEngineConfig(Model):
@@ -39,11 +107,11 @@ class SimulatedEngineConfig(Model):
 
     kind: Literal["simulated"] = "simulated"
     count: PositiveInt = 1
-    """Engines."""
+    """Number of engines."""
     model: Literal["r1-distill-1.5b", "qwen3-4b", "qwen3-8b"] = "qwen3-4b"
-    """Whose decode cost is simulated."""
+    """Model whose decode cost is simulated."""
     gpu: Literal["h100", "mi300x"] = "h100"
-    """On which GPU."""
+    """GPU whose decode cost is simulated."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     slots: PositiveInt = 256
@@ -51,7 +119,7 @@ class SimulatedEngineConfig(Model):
     max_len: PositiveInt = 32768
     """Longest prompt plus response."""
     vocab_size: PositiveInt = 32000
-    """Token ids are below it."""
+    """Size of the vocabulary; token ids are below it."""
     median_len: PositiveFloat = 2500.0
     """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
@@ -65,7 +133,7 @@ Urls = Annotated[tuple[Url, ...], BeforeValidator(one_or_more), Field(min_length
 
 
 class ServerEngineConfig(Model):
-    """What all engines behind HTTP servers have in common."""
+    """Settings that all engines behind HTTP servers have in common."""
 
     urls: Urls
     """The addresses of the servers, such as http://127.0.0.1:8000; one engine per server."""
@@ -75,19 +143,19 @@ class ServerEngineConfig(Model):
     api_key_env: str | None = None
     """Environment variable that holds the key, where the servers want one."""
     max_in_flight: PositiveInt | None = None
-    """Most requests at one server at the same time, within the max_in_flight of all servers together; None: april
-    finds out from what the server says of its memory."""
+    """Most requests at one server at the same time, within the max_in_flight of all servers together. None means
+    that april finds out from what the server says of its memory."""
     max_token_loss: NonNegativeInt | None = None
     """Most tokens of one response that may be lost when its server dies: tokens are then streamed at least that often.
-    None: what costs least on this kind of server."""
+    None means what costs least on this kind of server."""
     vocab_size: PositiveInt | None = None
-    """Token ids are below it; None: the server is asked."""
+    """Size of the vocabulary; token ids are below it. None means what the server says."""
     max_len: PositiveInt | None = None
-    """Longest prompt plus response; None: the server is asked."""
+    """Longest prompt plus response. None means what the server says."""
     eos_token_ids: tuple[NonNegativeInt, ...] | None = None
-    """Ids that end every response; None: the server is asked."""
+    """Ids that end every response. None means what the server says."""
     logprobs: Literal["temperature", "processed", "raw"] | None = None
-    """Of which distribution the log-probabilities are; None: april finds out by requests of one token."""
+    """Distribution of the log-probabilities. None means that april finds out by requests of one token."""
     connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection."""
     probe_timeout_s: Seconds = 60.0
@@ -115,7 +183,7 @@ class VllmEngineConfig(ServerEngineConfig):
 
     kind: Literal["vllm"] = "vllm"
     model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
 
 
 class SglangEngineConfig(ServerEngineConfig):
@@ -123,7 +191,7 @@ class SglangEngineConfig(ServerEngineConfig):
 
     kind: Literal["sglang"] = "sglang"
     model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
     router: Url | None = None
     """Address of an sglang-router: requests go through it; urls are its workers, which take the control calls."""
 
@@ -133,7 +201,7 @@ class OpenAIEngineConfig(ServerEngineConfig):
 
     kind: Literal["openai"] = "openai"
     model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained; None: the only one."""
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
 
 
 EngineConfig = Annotated[
@@ -147,4 +215,4 @@ ENGINE_CONFIGS = (
     SglangEngineConfig,
     OpenAIEngineConfig,
 )
-"""All of them, for those who look for a setting by name."""
+"""All kinds of engines."""

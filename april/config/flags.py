@@ -1,24 +1,55 @@
 """Flags for any argparse trainer: one per setting of :class:`april.Config`, read off the model itself.
 
-Invariant: a flag that was not typed leaves nothing in the namespace, so it overrides neither the file nor a default.
+Invariants: every setting that can be typed as text has one flag; a flag that was not typed leaves nothing in the
+namespace, so it overrides neither the file nor a default.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from april.config.fields import Setting, flag_options, settings_of, typed_as
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
 from april.config.mistakes import Named, WrongSettings
 from april.config.settings import Config, read_yaml
-from april.config.values import shown, without_contents
+from april.config.values import LISTS, shown, without_contents
 from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
 MARK = "april_arguments"
 """Attribute of the namespace that tells config_from_arguments how the flags were added; plain data."""
+SCALARS = (str, int, float, Enum, Path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting that a flag can give."""
+
+    path: str
+    """Path in the configuration: ``sampling.top_p``."""
+    annotation: Any
+    help: str
+    default: Any = None
+    chooser: str = ""
+    """Path of the setting that decides whether this one exists: ``engine.kind``."""
+    kinds: tuple[str, ...] = ()
+    """Values of the chooser for which this one exists."""
+
+    def flag(self, prefix: str) -> str:
+        """Return the flag: ``--sampling-top-p``."""
+        return f"--{prefix}{re.sub('[._]', '-', self.path)}"
+
+    def dest(self, prefix: str) -> str:
+        """Return the attribute of the namespace."""
+        return re.sub(r"\W", "_", prefix + self.path)
 
 
 def add_april_arguments(
@@ -30,8 +61,8 @@ def add_april_arguments(
     so april does too. Flags not typed are absent from the namespace; read the configuration instead.
 
     Args:
-        parser: of the trainer; changed in place and returned, as trainers with a hook for custom arguments want it.
-        prefix: of all flags: ``april-`` gives ``--april-max-staleness``.
+        parser: parser of the trainer; changed in place and returned, as trainers with a hook for arguments want it.
+        prefix: prefix of all flags: ``april-`` gives ``--april-max-staleness``.
         trainer_flags: flags of the trainer that decide a setting under another name, or that the trainer adds
             later: ``{"max_response_len": "--rollout-max-response-len"}``. A value of None decides nothing.
 
@@ -46,8 +77,7 @@ def add_april_arguments(
         raise ConfigError(f"add_april_arguments: prefix {prefix!r} cannot begin a flag; use something like 'april-'")
     renamed = dict(trainer_flags or {})
     settings = {s.path: s for s in settings_of()}
-    unknown = sorted(set(renamed) - set(settings))
-    if unknown:
+    if unknown := sorted(set(renamed) - set(settings)):
         raise ConfigError(f"add_april_arguments: trainer_flags: april has no setting {unknown[0]!r}")
     group = parser.add_argument_group("april", "Active partial rollouts; flags override the file.")
     of_trainer: dict[str, list[str]] = {}
@@ -56,15 +86,14 @@ def add_april_arguments(
             FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings of april.Config."
         )
         for path, setting in settings.items():
-            name = renamed.get(path)
+            name, dest = renamed.get(path), setting.dest(prefix)
             flag = name or setting.flag(prefix)
-            found = _find(parser, flag, setting.dest(prefix) if name is None else None)
-            if found is not None:
+            if (found := _find(parser, flag, dest if name is None else None)) is not None:
                 of_trainer[path] = found
             elif name is not None:
                 of_trainer[path] = [name.lstrip("-").replace("-", "_"), name]
             else:
-                group.add_argument(flag, dest=setting.dest(prefix), default=argparse.SUPPRESS, **flag_options(setting))
+                group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **flag_options(setting))
     except argparse.ArgumentError as error:
         raise ConfigError(f"add_april_arguments: {error}; give april's flags a prefix") from None
     parser.set_defaults(**{MARK: {"prefix": prefix, "trainer": of_trainer}})
@@ -72,7 +101,7 @@ def add_april_arguments(
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """The configuration: flags that were typed, else the file of ``--april-config``, else the defaults.
+    """Return the configuration: flags that were typed, else the file of ``--april-config``, else the defaults.
 
     Raises:
         ConfigError: one sentence per mistake, with the flags as they are typed.
@@ -87,20 +116,19 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     flags |= {path: flag for path, (_, flag) in mark["trainer"].items()}
     typed: dict[str, Any] = {}
     for path, setting in settings.items():
-        said = _look_up(values, path)
         if path not in mark["trainer"]:
-            if hasattr(args, setting.dest(mark["prefix"])):
-                typed[path] = getattr(args, setting.dest(mark["prefix"]))
+            if hasattr(args, dest := setting.dest(mark["prefix"])):
+                typed[path] = getattr(args, dest)
             continue
         dest, flag = mark["trainer"][path]
         if not hasattr(args, dest):
             raise ConfigError(f"{flag}, which should decide {path}, is no flag of this trainer; see trainer_flags")
-        value = getattr(args, dest)
-        if value is None:
+        if (value := getattr(args, dest)) is None:
             continue
-        if said is not None and said != value:
+        in_file = _look_up(values, path)
+        if in_file is not None and in_file != value:
             raise ConfigError(
-                f"{flag} is {shown(value)} in the trainer, but {file} says {path}: {shown(said)}; make them equal"
+                f"{flag} is {shown(value)} in the trainer, but {file} says {path}: {shown(in_file)}; make them equal"
             )
         typed[path] = value
     for path, value in typed.items():
@@ -122,7 +150,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
 
 
 def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[str] | None:
-    """[dest, flag] of an option that the parser has already; dashes and underscores are the same."""
+    """Return [dest, flag] of an option that the parser has already; dashes and underscores are the same."""
     for action in parser._actions:
         same = [o for o in action.option_strings if o.replace("_", "-") == flag.replace("_", "-")]
         if same or action.dest == dest:
@@ -130,11 +158,8 @@ def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[
     return None
 
 
-# ---------------------------------------------------------------- values, and what they are called
-
-
 def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """A copy of what the file says, in which flags can be placed."""
+    """Return a copy of the file's values in which flags can be placed."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: expected a mapping of settings, got {type(values).__name__}")
     copy = dict(values)
@@ -158,7 +183,7 @@ def _place(values: dict[str, Any], path: str, value: Any) -> None:
 def _as_typed(
     setting: Named, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
 ) -> str:
-    """``sampling.top_p=0.5`` on a command line: ``--sampling-top-p 0.5``; without a flag, as in a file."""
+    """Word ``sampling.top_p=0.5`` as ``--sampling-top-p 0.5``; without a flag, as in a file."""
     flag = flags.get(setting.path)
     if flag is None or setting.value is None:
         return flag or str(setting)
@@ -167,3 +192,134 @@ def _as_typed(
     if setting.value == "true":
         return flag
     return f"leaving out {flag}" if setting.path in of_trainer else f"--no-{flag[2:]}"
+
+
+# ---------------------------------------------------------------- settings, read off the model
+
+
+def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[Setting]:
+    """Yield every setting that can be given as text; others (mappings, lists of models) are for files only."""
+    for name, info in model.model_fields.items():
+        path, leaves = parent + name, _leaves(info.annotation)
+        models = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+        if models and len(models) == len(leaves):
+            if info.discriminator is None:
+                yield from settings_of(models[0], path + ".")
+            else:
+                yield from _alternatives(models, path + ".", str(info.discriminator), info.default)
+        elif typed_as(info.annotation) is not None:
+            # pydantic keeps the constraints apart from the type
+            annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+            default = info.get_default(call_default_factory=False)
+            yield Setting(path=path, annotation=annotation, help=_sentence(info), default=default)
+
+
+def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str, default: Any) -> Iterator[Setting]:
+    """Yield the settings of several models, of which ``discriminator`` chooses one: each name once."""
+    found: dict[str, dict[str, Setting]] = {}
+    for model in models:
+        kind = str(model.model_fields[discriminator].default)
+        for setting in settings_of(model, parent):
+            found.setdefault(setting.path, {})[kind] = setting
+    chooser, chosen = parent + discriminator, getattr(default, discriminator, None)
+    for path, members in found.items():
+        # the same annotation twice is one member of a union
+        annotation: Any = Union[tuple(setting.annotation for setting in members.values())]  # noqa: UP007 - at run time
+        setting = Setting(path=path, annotation=annotation, help="", kinds=tuple(members))
+        if path == chooser:
+            yield replace(setting, help=f"Which one. (default: {shown(chosen)})", default=chosen)
+            continue
+        by_text = {s.help: ", ".join(members) for s in members.values()}
+        parts = by_text.items() if len(by_text) == 1 else [(s.help, kind) for kind, s in members.items()]
+        yield replace(setting, help="; ".join(f"{kinds}: {text}" for text, kinds in parts), chooser=chooser)
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """Return the members of a union, without None and without their Annotated wrappers."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _leaves(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [leaf for member in get_args(annotation) for leaf in _leaves(member)]
+    return [] if annotation is NoneType else [annotation]
+
+
+def typed_as(annotation: Any) -> Literal["one", "many", "switch"] | None:
+    """Return how a flag is typed: one value, several, ``--x / --no-x``; None if it cannot be typed."""
+    leaves = _leaves(annotation)
+    if leaves and all(leaf is bool for leaf in leaves):
+        return "switch"
+    for leaf in leaves:
+        if get_origin(leaf) is Literal or (isinstance(leaf, type) and issubclass(leaf, SCALARS)):
+            return "one"
+        if get_origin(leaf) in LISTS and typed_as(get_args(leaf)[0]) == "one":
+            return "many"
+    return None
+
+
+def _sentence(info: FieldInfo) -> str:
+    text = " ".join((info.description or "").replace("`", "").split())
+    if info.is_required():
+        return f"{text} (required)".lstrip()
+    return f"{text} (default: {shown(info.get_default(call_default_factory=True))})".lstrip()
+
+
+def flag_options(setting: Setting) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a setting."""
+    options: dict[str, Any] = {"help": setting.help.replace("%", "%%")}
+    kind, annotation = typed_as(setting.annotation), setting.annotation
+    if kind == "switch":
+        return options | {"action": argparse.BooleanOptionalAction}
+    if kind == "many":
+        options["nargs"] = "*"
+        annotation = get_args(_leaves(annotation)[0])[0]
+    leaves = set(_leaves(annotation))
+    literals = {leaf for leaf in leaves if get_origin(leaf) is Literal}
+    if possible := choices(annotation):
+        # checked by the reader, whose message is the same on every Python; shown here
+        options["metavar"] = "{" + ",".join(possible) + "}"
+    else:
+        numbers = leaves - literals
+        kind_of = "INT" if numbers == {int} else "FLOAT" if numbers == {float} else "TEXT"
+        options["metavar"] = "|".join([kind_of, *(str(word) for leaf in literals for word in get_args(leaf))])
+    return options | {"type": _reader(annotation)}
+
+
+def choices(annotation: Any) -> list[str]:
+    """Return all possible values, or nothing if there are many."""
+    found: list[str] = []
+    for leaf in _leaves(annotation):
+        if get_origin(leaf) is Literal:
+            found += [str(value) for value in get_args(leaf)]
+        elif isinstance(leaf, type) and issubclass(leaf, Enum):
+            found += [str(member.value) for member in leaf]
+        else:
+            return []
+    return found
+
+
+def _reader(annotation: Any) -> Callable[[str], Any]:
+    """Return the function from typed text to a checked value; ``none`` is None where None is allowed."""
+    adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+    words: dict[str, Any] = {"none": None, "None": None}
+    for leaf in _leaves(annotation):
+        if get_origin(leaf) is Literal:
+            words |= {str(value): value for value in get_args(leaf)}
+
+    def read(text: str) -> Any:
+        if text in words:
+            try:
+                return adapter.validate_python(words[text])
+            except ValidationError:
+                pass  # None is not allowed here
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            wrong: dict[str, None] = {}
+            for item in error.errors(include_url=False):
+                if item["type"] == "value_error":  # our own sentence, which shows what may be shown
+                    raise argparse.ArgumentTypeError(str(item["ctx"]["error"])) from None
+                wrong[item["msg"][0].lower() + item["msg"][1:]] = None
+            raise argparse.ArgumentTypeError(f"{' or '.join(wrong)}, got {text!r}") from None
+
+    return read

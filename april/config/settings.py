@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
-from april.config.mistakes import Mistake, Named, WrongSettings, contradiction
-from april.config.unsupported_options import UNSUPPORTED
+from april.config.mistakes import UNSUPPORTED, Mistake, Named, WrongSettings, contradiction
 from april.config.values import (
     AUTO,
     Model,
@@ -37,9 +37,9 @@ from april.errors import ConfigError
 from april.extras import install
 
 MOST_ASKED = 1_000_000
-"""How often the same abort may be asked for."""
+"""Most requests for the same abort."""
 RETRY_PAUSE_S = 4.0
-"""Before a reward function or filter that failed is asked again, the first time; 8 times as long the next time."""
+"""Pause before a reward function or filter that failed is called again; 8 times as long the next time."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -56,18 +56,18 @@ def _stop_id(given: Any) -> Any:
 
 
 class SamplingConfig(Model):
-    """How responses are drawn, in training."""
+    """The sampling of responses in training."""
 
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Only the most likely tokens that together have this probability; 1: all."""
+    """Sample from the most likely tokens that together have this probability; 1 means all tokens."""
     min_tokens: NonNegativeInt = 0
-    """No EOS before this many tokens."""
+    """Least tokens of a response before EOS."""
     stop_token_ids: Annotated[
         tuple[Annotated[NonNegativeInt, BeforeValidator(_stop_id)], ...], BeforeValidator(_stop_id)
     ] = ()
-    """In addition to the engine's EOS ids."""
+    """Ids that end a response, in addition to the engine's EOS ids."""
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
     """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""
 
@@ -84,19 +84,19 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': groups in work (None: N). Smaller than N: submit in portions of that size until N are in work. auto: april
-    chooses it, within max_staleness and max_off_policy_share."""
+    """N': groups in work. None means N. A number below N submits portions of that size until N are in work. With auto,
+    april chooses it within max_staleness and max_off_policy_share."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
-    """Share of a group's responses that must be finished before any of them is delivered. 1: groups are delivered
-    whole. Below: a batch is N * n responses, and the rest of a group follows when it is finished, with the same
-    baseline. auto: april chooses it, and a batch is N * n responses."""
+    """Share of a group's responses that must be finished before any of them is delivered. With 1, groups are delivered
+    whole. Below 1, a batch is N * n responses, and the rest of a group follows when it is finished, with the same
+    baseline. With auto, april chooses it, and a batch is N * n responses."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     """What a response that cannot go on costs: its group, nothing (a fresh one takes its place), or itself (the group
     goes on with fewer)."""
     min_group_size: PositiveInt | None = None
-    """With on_failed_sample: shrink, fewest responses of a group (None: half of them)."""
+    """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments."""
     generation: GenerationMode = GenerationMode.STEPWISE
@@ -106,40 +106,41 @@ class Config(Model):
     """When new work starts between two deliveries: once (none), per finished group, or per finished sample, which
     generation: continuous does where this is left out."""
     max_in_flight: OrAuto[PositiveInt] | None = None
-    """Samples generated at the same time, on all engines together; None: max(N, N') * n, and no more than the engines'
-    slots. auto: april chooses it, with refill: sample; where N' is auto as well, whether to refill too."""
+    """Samples generated at the same time, on all engines together. None means max(N, N') * n, and no more than the
+    engines' slots. With auto, april chooses it, with refill: sample; where N' is auto as well, also whether to
+    refill."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
     """Most weight updates between a token and the training of its batch; also most batches that may be out, delivered
     and not trained."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Of the trained tokens, most that older weights made, in what auto chooses; 1: no matter how many."""
+    """Largest share of the trained tokens that older weights may have made, in what auto chooses; 1 means no limit."""
     on_stale: OnStale = OnStale.FINISH
-    """What happens to a sample older than max_staleness. Steps wait so that none is, except with drop."""
+    """What happens to a sample older than max_staleness. Except with drop, steps wait so that there is none."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says (None:
-    4 * (max_staleness + 1))."""
+    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says. None means
+    4 * (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Continuations of one response, after which the same holds, unless on_stale is finish, which has its own
-    deadlines: nothing circles for ever."""
+    """Continuations of one response after which its group goes first and the step waits for it, unless on_stale is
+    finish, which has deadlines of its own: nothing circles for ever."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
-    """A prompt that leaves no room for a response: stop with an error, or skip and count it."""
+    """What happens at a prompt that leaves no room for a response: an error, or it is skipped and counted."""
     epochs: PositiveInt = 1
     """Passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     """What becomes of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
     given (wait), or the prompts begin again, for ever (wrap)."""
     max_filtered_groups: PositiveInt = 1000
-    """Groups that the filter may reject in a row before the step fails."""
+    """Number of groups that the filter may reject in a row before the step fails."""
     max_held_tokens: PositiveInt | None = None
-    """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    """Number of held tokens from which on no prompt is drawn beyond what the step needs."""
     max_attempt_failures: PositiveInt = 3
-    """Failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    """Number of failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
     max_failed_groups: PositiveInt = 8
-    """Groups dropped for failures in a row before the step fails."""
+    """Number of groups dropped for failures in a row before the step fails."""
     function_timeout_s: Seconds | None = 600.0
     """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
-    then that is a failure. None: for ever."""
+    a longer call is a failure. None means no limit."""
     abort_deadline_s: Seconds = 30.0
     """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
     close."""
@@ -150,13 +151,13 @@ class Config(Model):
     that comes whole; then its engine is asked to end it, and what came is continued."""
     warn_after_s: Seconds | None = None
     """Wait for the same thing (a transfer of weights, an engine, prompts, a function of yours) after which a warning
-    names it. None: 60 s, or outage_deadline_s if that is less."""
+    names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
-    """Of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
+    """Seed of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
@@ -175,7 +176,7 @@ class Config(Model):
         return self
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """Whether something is wrong, and what; each may take for granted that those before it are right."""
+        """Yield (is wrong, sentence) for each contradiction; each takes for granted that those before it are right."""
         n, over = self.rollout_batch_size, self._number(self.over_sampling_batch_size) or self.rollout_batch_size
         yield from self._wrong_auto()
         yield over > n and not self.partial_rollout, (
@@ -236,7 +237,7 @@ class Config(Model):
         )
 
     def _wrong_auto(self) -> Iterator[tuple[bool, str]]:
-        """Of what april is to choose."""
+        """Yield (is wrong, sentence) for the settings that are auto."""
         chosen = next((name for name in Work if getattr(self, name) == AUTO), None)
         yield chosen is None and self.max_off_policy_share < 1, (
             "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: "
@@ -262,12 +263,12 @@ class Config(Model):
 
     @staticmethod
     def _number(value: Any) -> Any:
-        """A setting as given; None for auto."""
+        """Return a setting as given; None for auto."""
         return None if value == AUTO else value
 
     @property
     def auto(self) -> tuple[Work, ...]:
-        """What april changes while the run goes on."""
+        """The settings that april changes while the run goes on."""
         found = {name for name in Work if getattr(self, name) == AUTO}
         if Work.OVER_SAMPLING in found:
             if Work.IN_FLIGHT in found:
@@ -306,7 +307,7 @@ class Config(Model):
 
     @property
     def passes(self) -> int | None:
-        """Passes over the prompts; None: for ever."""
+        """Passes over the prompts; None means for ever."""
         return None if self.on_data_end is OnDataEnd.WRAP else self.epochs
 
     @property
@@ -318,7 +319,7 @@ class Config(Model):
 
     @classmethod
     def from_mapping(cls, values: Any) -> Self:
-        """From a plain mapping or an OmegaConf container (resolved)."""
+        """Return the configuration from a plain mapping or an OmegaConf container (resolved)."""
         if "omegaconf" in sys.modules:
             omegaconf = sys.modules["omegaconf"]
             if isinstance(values, omegaconf.Container):
@@ -332,7 +333,7 @@ class Config(Model):
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """From a YAML file."""
+        """Return the configuration from a YAML file."""
         values = read_yaml(path)
         try:
             return cls.from_mapping(values)
@@ -340,7 +341,7 @@ class Config(Model):
             raise ConfigError(f"{path}: {error}") from None
 
     def to_mapping(self, *, defaults: bool = True) -> dict[str, Any]:
-        """As plain values that :meth:`from_mapping` takes, without ``engine.api_key``; perhaps without defaults."""
+        """Return plain values that :meth:`from_mapping` takes, without ``engine.api_key``; perhaps without defaults."""
         out = self.model_dump(mode="json", exclude={"engine": {"api_key"}}, exclude_defaults=not defaults)
         if (engine := out.get("engine")) is not None:
             out["engine"] = {"kind": self.engine.kind, **engine}
@@ -349,48 +350,30 @@ class Config(Model):
     def core_settings(
         self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False
     ) -> CoreSettings:
-        """What the core needs of it."""
-        return CoreSettings(
-            rollout_batch_size=self.rollout_batch_size,
-            n_samples_per_prompt=self.n_samples_per_prompt,
-            over_sampling_batch_size=self.groups_in_work,
-            max_response_len=self.max_response_len,
-            max_in_flight=self.samples_in_flight,
-            group_quorum=self._number(self.group_quorum) or 1.0,
-            auto=self.auto,
-            max_off_policy_share=self.max_off_policy_share,
-            on_failed_sample=self.on_failed_sample,
-            min_group_size=self.min_group_size or -(-self.n_samples_per_prompt // 2),
-            generation=self.generation,
-            refill=self.refill,
-            max_staleness=self.max_staleness,
-            on_stale=self.on_stale,
-            max_age=self.age_limit,
-            max_resumes=self.max_resumes,
-            on_long_prompt=self.on_long_prompt,
-            on_data_end=self.on_data_end,
-            max_held_tokens=self.max_held_tokens,
-            has_reward=has_reward,
-            group_reward=group_reward,
-            has_filter=has_filter,
-            max_filtered_groups=self.max_filtered_groups,
-            max_attempt_failures=self.max_attempt_failures,
-            retry_pause_s=RETRY_PAUSE_S,
-            max_failed_groups=self.max_failed_groups,
-            abort_deadline_s=self.abort_deadline_s,
-            abort_resend_s=self.abort_resend_s,
-            outage_deadline_s=self.outage_deadline_s,
-            run_seed=self.seed,
-            run_id=run_id,
-        )
+        """Return the core's settings: those of the same name, and those that follow from others."""
+        same = {f.name: getattr(self, f.name) for f in fields(CoreSettings) if f.name in type(self).model_fields}
+        return CoreSettings(**same | {
+            "over_sampling_batch_size": self.groups_in_work,
+            "max_in_flight": self.samples_in_flight,
+            "group_quorum": self._number(self.group_quorum) or 1.0,
+            "min_group_size": self.min_group_size or -(-self.n_samples_per_prompt // 2),
+            "max_age": self.age_limit,
+            "auto": self.auto,
+            "has_reward": has_reward,
+            "group_reward": group_reward,
+            "has_filter": has_filter,
+            "retry_pause_s": RETRY_PAUSE_S,
+            "run_seed": self.seed,
+            "run_id": run_id,
+        })  # fmt: skip
 
     def sampling_params(self) -> SamplingParams:
-        """Sampling parameters of a whole response; the seed is set per attempt."""
+        """Return the sampling parameters of a whole response; the seed is set per attempt."""
         return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file says; raises ConfigError if it cannot be read."""
+    """Return the values in a YAML file; raises ConfigError if it cannot be read."""
     try:
         import yaml
     except ImportError:
@@ -404,7 +387,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def _why_no_yaml(error: Exception) -> str:
-    """What is wrong and where; not the line itself, as it may hold a key."""
+    """Return what is wrong and where; not the line itself, as it may hold a key."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
@@ -412,7 +395,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Where, what is wrong, what is possible. Values of secrets are never shown."""
+    """Return a mistake from pydantic's: where, what is wrong, what is possible. Values of secrets are never shown."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
@@ -444,7 +427,7 @@ def _mistake(item: Any) -> Mistake:
 
 _KIND = Named("engine.kind")
 _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
-"""What engine.urls is, the only setting that an engine must have."""
+"""Meaning of engine.urls, the only setting that an engine must have."""
 
 
 def _is_kind(value: Any) -> bool:
@@ -452,18 +435,18 @@ def _is_kind(value: Any) -> bool:
 
 
 _OTHER_NAMES = dict.fromkeys(("max_tokens", "max_new_tokens"), "max_response_len") | {"stop_strings": "sampling.stop"}
-"""What other interfaces call a setting."""
+"""Names of settings in other interfaces."""
 _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
     "max_model_len": "max_len",
     "context_length": "max_len",
     "served_model_name": "model",
     "router_url": "router",
 }
-"""What servers and their clients call a setting of an engine."""
+"""Names of settings of an engine in servers and their clients."""
 
 
 def _why_unknown(where: Named, kind: str | None) -> Mistake:
-    """Why there is no such setting, and which one may be meant; ``kind`` of the engine, for settings of engines."""
+    """Return why there is no such setting, and which one may be meant; ``kind`` is the engine's for its settings."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)

@@ -16,7 +16,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def one_or_more(value: Any) -> Any:
-    """A single word stands for a list of one."""
+    """Return a list of one for a single word."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -24,7 +24,7 @@ LISTS = (tuple, list, set, frozenset)
 
 
 def shown(value: Any) -> str:
-    """A value as one would type it."""
+    """Return a value as one would type it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, LISTS):
@@ -35,23 +35,23 @@ def shown(value: Any) -> str:
 
 
 def without_contents(value: Any) -> str:
-    """A wrong value, for a message; of a collection only what it is, for there may be a key in it."""
+    """Return a wrong value for a message; of a collection only its type, for there may be a key in it."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print those that are long enough
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
 MOST = 2**31 - 1
-"""Of anything that is counted: beyond it, arrays, clocks and files begin to fail one by one."""
+"""Most of anything that is counted: beyond it, arrays, clocks and files begin to fail one by one."""
 LONGEST_S = 1e9
-"""Of any wait: thirty years."""
+"""Longest wait: thirty years."""
 
 # pydantic takes true for 1
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
-"""It goes into checkpoints, whose formats have no longer numbers."""
+"""A seed goes into checkpoints, whose formats have no longer numbers."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
@@ -59,7 +59,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
 
 T = TypeVar("T")
 AUTO: Literal["auto"] = "auto"
-"""In place of a number: april finds it out while the run goes on."""
+"""A value in place of a number: april finds it out while the run goes on."""
 
 
 class _OneOrAuto:

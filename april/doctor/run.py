@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from april.config.server_key import checked_key
-from april.config.server_url import checked_url
+from april.config.engines import checked_key, checked_url
 from april.config.settings import Config
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Report

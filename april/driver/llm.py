@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Never, ParamSpec
 
 import numpy as np
 
-from april.config.unsupported_options import UNSUPPORTED
+from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId

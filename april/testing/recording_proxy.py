@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from april.config.server_url import checked_url
+from april.config.engines import checked_url
 from april.engines.protocol import Request
 
 _HOP_BY_HOP = frozenset(

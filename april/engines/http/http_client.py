@@ -15,8 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from april.config.server_key import checked_key
-from april.config.server_url import checked_url
+from april.config.engines import checked_key, checked_url
 from april.engines.http.wire import NotJson, error_text, failure_of, read_json
 from april.errors import EngineError, EngineUnreachable, WireError
 from april.server_text import said, without_keys

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from april.config.engines import ServerEngineConfig
-from april.config.server_key import checked_key
+from april.config.engines import ServerEngineConfig, checked_key
 from april.core.sampling import LogprobKind
 from april.engine_limits import Limit, LimitCode
 from april.engines.http.http_client import HttpClient
