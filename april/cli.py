@@ -19,7 +19,7 @@ from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
 from april.record.lines import is_record
 from april.server_text import printable, said
-from april.simulate.trainer import Placement
+from april.simulate.workload import Placement
 from april.state_file import write_atomic
 
 app = typer.Typer(
@@ -344,8 +344,7 @@ def simulate(
     try:
         write_atomic(written[0], (json.dumps(report, indent=1) + "\n").encode())
         if find_spec("matplotlib"):
-            from april.simulate.figure import draw
-            from april.simulate.loop_figure import draw_loop
+            from april.simulate.figure import draw, draw_loop
 
             written.append(out / "simulate.png")
             (draw if train_time is None else draw_loop)(report, runs, written[1])
@@ -372,7 +371,7 @@ def profile(
 
     Exit code 0: measured. 1: the server failed, or cannot be used. 2: the command line is wrong.
     """
-    from april.simulate.profile_run import profile_server
+    from april.simulate.profile import profile_server
 
     console = Console(markup=False, highlight=False)
     try:

@@ -26,8 +26,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
 from april.simulate.choose import choose
 from april.simulate.simulation import Simulation, StepRecord
-from april.simulate.trainer import Placement
-from april.simulate.workload import Schedule, Workload
+from april.simulate.workload import Placement, Schedule, Workload
 
 LIMIT = 0.6
 """max_off_policy_share, where generation is stepwise; continuous, nearly all tokens are older than their training."""

@@ -29,8 +29,7 @@ from typer.testing import CliRunner
 from april import cli
 from april.engines.simulated.decode_cost import DecodeCost
 from april.record.file import RunRecord
-from april.simulate import plan, plan_run, profile_run, workload
-from april.simulate.profile import Profile
+from april.simulate import plan, plan_run, profile, workload
 from april.simulate.simulation import Simulation
 from april.view import pictures
 from tests.adapters.environments import TRL_VERSION
@@ -76,10 +75,10 @@ SMALL = {
              "--processes", "1"],
 }  # fmt: skip
 """Words that stand behind those of the page, where they win, to be quick."""
-PROFILE = Profile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
+PROFILE = profile.Profile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
 
 
-async def measured(*_: Any) -> Profile:
+async def measured(*_: Any) -> profile.Profile:
     """Of a server, which takes time; tests/test_profile.py measures one."""
     return PROFILE
 
@@ -118,7 +117,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 2000)
     monkeypatch.setattr(plan_run, "find_spec", lambda name: None)
     monkeypatch.setattr(pictures, "in_all_widths", lambda *drawn: "")
-    monkeypatch.setattr(profile_run, "profile", measured)
+    monkeypatch.setattr(profile, "profile", measured)
     for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0)):
         monkeypatch.setattr(plan, name, few)
     return tmp_path

@@ -21,11 +21,9 @@ from april.simulate import plan as planning
 from april.simulate.measure import measure
 from april.simulate.observed import workload_of
 from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, expect, front, neighbours, plan
-from april.simulate.plan_run import read_workload
-from april.simulate.plan_show import notes, settings
+from april.simulate.plan_run import notes, read_workload, settings
 from april.simulate.simulation import Simulation
-from april.simulate.trainer import Placement
-from april.simulate.workload import Schedule, Workload
+from april.simulate.workload import Placement, Schedule, Workload
 from april.testing import FakeEngine
 
 SMALL = Workload(groups=8, samples=4, engines=2, max_response_len=2000, median_len=500)

@@ -13,9 +13,8 @@ import pytest
 from april.core.types import OnStale, Refill
 from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.simulate import workload
-from april.simulate.length_statistics import length_statistics
 from april.simulate.measure import measure
-from april.simulate.run import RATIOS, simulate
+from april.simulate.run import RATIOS, length_statistics, simulate
 from april.simulate.workload import Schedule, Workload
 
 SMALL = Workload(

@@ -10,12 +10,11 @@ import pytest
 
 from april.core.types import OnStale, Refill
 from april.simulate import workload
-from april.simulate.loop_figure import draw_loop
+from april.simulate.figure import draw_loop
 from april.simulate.measure import measure
 from april.simulate.run import simulate
 from april.simulate.show import verdict
-from april.simulate.trainer import Placement
-from april.simulate.workload import BOUNDS, Schedule, Workload
+from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
 
 SMALL = Workload(
     engines=2, groups=4, samples=4, max_response_len=900, median_len=60.0, sigma_between=0.5, sigma_within=0.7,

@@ -15,8 +15,7 @@ from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.simulate.plan import QUORUMS, SAME, Row, Space, plan
-from april.simulate.trainer import Placement
-from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
+from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
 YOUNGER = 0.5
 """Times the off-policy share of what is in work is worth a change that costs no speed."""

@@ -15,8 +15,7 @@ from april.core.types import GenerationMode, OnFailedSample
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.errors import ConfigError, RecordError
-from april.simulate.trainer import Placement
-from april.simulate.workload import Workload
+from april.simulate.workload import Placement, Workload
 from april.view.run_data import Engine, RunData, read_run
 
 FEWEST = 32

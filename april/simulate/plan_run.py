@@ -1,25 +1,162 @@
-"""The whole of ``april plan``: read lengths or a record, plan, show, write."""
+"""``april plan``: read lengths or the record of a run, plan, show the plan on a terminal, write it, draw it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from april.core.types import OnStale, Refill
 from april.extras import install
 from april.record.lines import is_record
 from april.server_text import printable
 from april.simulate.observed import workload_of
-from april.simulate.plan import Plan, plan
-from april.simulate.plan_show import as_plain, draw_plan, notes, plan_table, settings
-from april.simulate.trainer import Placement
-from april.simulate.workload import Workload
+from april.simulate.plan import Plan, Row, front, plan
+from april.simulate.workload import Placement, Workload
 from april.state_file import write_atomic
+
+SHOWN_ALWAYS = (
+    "rollout_batch_size", "n_samples_per_prompt", "max_response_len", "max_staleness", "on_stale", "refill",
+    "max_in_flight",
+)  # fmt: skip
+"""Settings that a plan names whether or not they are the defaults."""
+SHOWN = 8
+"""Rows of the table, beside the chosen and the synchronous one."""
+
+
+def plan_table(plan: Plan) -> Table:
+    """The front: what cannot be had faster without older tokens, and what was chosen, marked."""
+    out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
+    for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
+        out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
+    rows = [row for row in front(plan.rows) if row is not plan.base][:SHOWN]
+    rows = sorted({id(row): row for row in (*rows, plan.best, plan.base)}.values(), key=lambda r: -r.tokens_per_s)
+    for row in rows:
+        out.add_row(
+            f"{'> ' if row is plan.best else '  '}{row.name}", f"{row.tokens_per_s:,.0f}",
+            f"{row.tokens_per_s / plan.base.tokens_per_s:.2f}x", f"{row.off_policy_share:.0%}",
+            f"{row.staleness_mean:.2f}/{row.staleness_max}", f"{row.step_s:.1f}",
+            style="bold" if row is plan.best else None,
+        )  # fmt: skip
+    return out
+
+
+def settings(workload: Workload, row: Row) -> str:
+    """The row as YAML, for april's configuration, with the rest of the run's and what is to be known of it."""
+    import yaml
+
+    config = workload.config(row.schedule)
+    changed, values = config.to_mapping(defaults=False), config.to_mapping()
+    if row.schedule.refill is not Refill.NONE:
+        changed.pop("over_sampling_batch_size", None)
+    shown = {name: values[name] for name in (*SHOWN_ALWAYS, *changed) if name not in ("sampling", "engine")}
+    shown |= {name: changed[name] for name in ("sampling", "engine") if name in changed}
+    comments = "".join(f"# {line}\n" for note in notes(workload, row) for line in wrap(note, 110))
+    return comments + str(yaml.safe_dump(shown, sort_keys=False))
+
+
+def notes(workload: Workload, row: Row) -> list[str]:
+    """What whoever runs the plan must know or add, a sentence each."""
+    run, config = workload.settings, workload.config(row.schedule)
+    out = []
+    if row.schedule.quorum != 1.0:
+        out.append(
+            f"group_quorum {row.schedule.quorum:g}: a batch is N x n single responses, with parts of groups. Take the "
+            "advantages from batch.advantages(), never from means over the rows of a group, and let every token weigh "
+            'the same in the loss, as april.loss_weights(mask, "dapo") does: docs/quorum.md'
+        )
+    if row.off_policy_share:
+        out.append(
+            f"{row.off_policy_share:.0%} of the trained tokens come from older weights: the loss needs the "
+            "log-probabilities of the batch to correct for them, docs/corrections.md"
+        )
+    if config.on_stale is OnStale.MASK:
+        out.append("on_stale mask: tokens that are too old have loss_mask 0, and the loss must leave them out")
+    if not run.get("partial_rollout", True):
+        out.append("partial_rollout was false in the run; this plan needs it to be true")
+    if not run:
+        out.append(
+            "planned from lengths, without a run: sampling, engine, seed and all else that is not here have their "
+            "defaults; add those of your run"
+        )
+    elif missing := [name for name in type(config).model_fields if name not in {*run, *SHOWN_ALWAYS}]:
+        out.append(f"not in the record, and therefore not here: {', '.join(missing)}; add those of your run")
+    if "api_key_env" in run.get("engine", ()) and run["engine"]["api_key_env"] is None:
+        out.append("a key of the servers is in no record; if they need one, name it by engine.api_key_env")
+    if workload.filtered:
+        out.append("filter= of the run is no setting: give it to the scheduler again. Its rejections are not simulated")
+    return out
+
+
+def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
+    """Everything, as JSON can have it."""
+
+    def plain(row: Row) -> dict[str, Any]:
+        schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
+        return {"name": row.name, **asdict(row), "schedule": schedule}
+
+    return {
+        "max_off_policy_share": max_off_policy_share,
+        "cost": asdict(workload.cost),
+        "engines": workload.engines,
+        "train_s": workload.train_s,
+        "length_mean": float(workload.length_sample.mean()),
+        "best": plain(plan.best),
+        "sync": plain(plan.base),
+        "rows": [plain(row) for row in plan.rows],
+    }
+
+
+def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
+    """Speed against off-policy share of all candidates (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    base = plan.base.tokens_per_s
+    kinds: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
+        ("N' groups once per step", "o", "#1b6ca8", lambda r: r.schedule.refill is Refill.NONE),
+        ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),
+        ("refill, continuous", "^", "#2e8b57", lambda r: r.schedule.continuous is not None),
+    )
+    for words, marker, colour, mine in kinds:
+        rows = [row for row in plan.rows if mine(row)]
+        for whole in (True, False):
+            some = [row for row in rows if (row.schedule.quorum == 1.0) is whole]
+            if some:
+                axes.plot(
+                    [r.off_policy_share for r in some], [r.tokens_per_s / base for r in some], marker, color=colour,
+                    fillstyle="full" if whole else "none", label=words if whole else f"{words}, group_quorum < 1",
+                    linestyle="none", markersize=6,
+                )  # fmt: skip
+    line = front(plan.rows)
+    axes.plot([r.off_policy_share for r in line], [r.tokens_per_s / base for r in line], color="#8a8a8a", linewidth=1)
+    best = plan.best
+    axes.annotate(
+        best.name, (best.off_policy_share, best.tokens_per_s / base), xytext=(-8, 14), textcoords="offset points",
+        ha="right", fontsize=9, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
+    )  # fmt: skip
+    if max_off_policy_share < 1.0:
+        axes.axvline(max_off_policy_share, color="black", linestyle=":", linewidth=1)
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_xlabel("off-policy share of the trained tokens")
+    axes.set_ylabel("tokens trained per second, over N' = N")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
 
 ENGINE = ("model", "gpu", "tensor_parallel")
 """Arguments that say what an engine costs; the record of a run has that measured."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +29,8 @@ from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Prompt, SampleId
+from april.core.types import Attempt, EngineFinish, Prompt, SampleId
+from april.core.versions import PolicyVersion
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import Requests, fit
@@ -34,14 +38,189 @@ from april.engines.simulated.response_lengths import ResponseLengths, uniforms
 from april.errors import InvariantError, RolloutError
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
-from april.simulate.engines import SimulatedEngines
-from april.simulate.hosts import SimulatedHosts
-from april.simulate.rewards import SimulatedRewards
-from april.simulate.trainer import SimulatedTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """An attempt in a decoder, with the tokens it will have if it is left alone."""
+
+    attempt: Attempt
+    count: int
+    complete: bool
+
+
+class SimulatedEngines:
+    """All engines of a simulation: they carry out commands and post events to the core.
+
+    An event costs the same however many engines there are.
+
+    Args:
+        decoders: the engines by name.
+        length: gives the length of a sample's true response.
+        longest: most tokens of a response.
+        now: virtual time, in seconds.
+        version: gives the version of the engines' weights.
+        post: is called with every event.
+    """
+
+    def __init__(
+        self,
+        decoders: dict[str, SimulatedDecoder],
+        *,
+        length: Callable[[SampleId], int],
+        longest: int,
+        now: Callable[[], float],
+        version: Callable[[], PolicyVersion],
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self.decoders = decoders
+        self._length, self._now, self._version, self._post = length, now, version, post
+        self._blank = np.zeros(longest, np.int32)
+        self._blank_logprobs = np.zeros(longest, np.float32)
+        self._running: dict[str, _Running] = {}
+        self._order = {name: place for place, name in enumerate(decoders)}
+        self._touched: set[str] = set()
+        """Engines whose next event may have moved since it was put on the agenda."""
+        self._agenda: list[tuple[float, int, str]] = []
+        """Heap of next events, some of them outdated; ties go by the order of the engines."""
+        self.executors: dict[type[do.Command], Callable[[Any], None]] = {
+            do.Submit: self._submit,
+            do.Abort: self._abort,
+            do.PauseEngine: self._called,
+            do.LoadEngine: self._called,
+            do.ResumeEngine: self._called,
+        }
+
+    @property
+    def next_s(self) -> float:
+        """Time of the engines' next event; inf if there is none."""
+        agenda = self._agenda
+        for engine in self._touched:
+            heappush(agenda, (self.decoders[engine].next_event_time(), self._order[engine], engine))
+        self._touched.clear()
+        while agenda and agenda[0][0] != self.decoders[agenda[0][2]].next_event_time():
+            heappop(agenda)
+        return agenda[0][0] if agenda else math.inf
+
+    def run_next_event(self) -> None:
+        """Let the next event happen; the time is ``next_s``."""
+        self._advance(self._agenda[0][2])
+
+    def catch_up(self) -> None:
+        """Bring all decoders to now."""
+        for engine in self.decoders:
+            self._advance(engine)
+
+    def tokens_in_flight(self) -> list[tuple[SampleId, int]]:
+        """Return (sample, tokens made and on no tape yet) of every running request."""
+        return [
+            (r.attempt.sample.id, self.decoders[r.attempt.engine].tokens_of(attempt_id))
+            for attempt_id, r in self._running.items()
+        ]
+
+    # ---------------------------------------------------------------- commands
+
+    def _advance(self, engine: str) -> None:
+        """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
+        self._touched.add(engine)
+        for finished in self.decoders[engine].advance(self._now()):
+            running = self._running.pop(finished.request_id)
+            self._append(running.attempt, running.count)
+            finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
+            self._post(ev.AttemptEnded.of(running.attempt, finish))
+
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
+        self._advance(attempt.engine)
+        left = self._length(attempt.sample.id) - len(attempt.sample.tape)
+        count = min(left, attempt.sampling.max_tokens)
+        self.decoders[attempt.engine].add(attempt.id, len(attempt.token_ids), count)
+        self._running[attempt.id] = _Running(attempt, count, complete=count == left)
+
+    def _abort(self, command: do.Abort) -> None:
+        self._advance(command.engine)
+        for attempt_id, count in self.decoders[command.engine].abort(command.attempt_ids).items():
+            attempt = self._running.pop(attempt_id).attempt
+            self._append(attempt, count)
+            self._post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
+
+    def _called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
+        self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
+
+    def _append(self, attempt: Attempt, count: int) -> None:
+        attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self._version())
+
+
+class SimulatedRewards:
+    """Rewards on virtual time: all take equally long.
+
+    Args:
+        seconds: time that one reward takes; 0 means that it is there at once.
+        at_once: most rewards that are computed at the same time; None means no limit.
+        ended: is called with each sample whose reward is there.
+    """
+
+    def __init__(self, seconds: float, at_once: int | None, ended: Callable[[SampleId], None]) -> None:
+        self._seconds, self._ended = seconds, ended
+        self._free = [0.0] * at_once if at_once else None
+        """Time at which each computing place becomes free."""
+        self._running: deque[tuple[float, SampleId]] = deque()
+
+    def begin(self, sample: SampleId, now: float) -> None:
+        """Compute the reward of a sample, after those that came before it."""
+        if not self._seconds:
+            self._ended(sample)
+            return
+        if self._free is not None:
+            now = max(now, self._free.pop(0))
+            self._free.append(now + self._seconds)
+        self._running.append((now + self._seconds, sample))
+
+    @property
+    def next_s(self) -> float:
+        """Time at which the next reward is there; inf if none is computed."""
+        return self._running[0][0] if self._running else math.inf
+
+    def end_next(self) -> None:
+        """Report the next reward; the time is ``next_s``."""
+        self._ended(self._running.popleft()[1])
+
+
+class SimulatedTrainer:
+    """A trainer on virtual time: it trains its batches one after the other, and each ends with a weight update.
+
+    Args:
+        train_s: seconds per batch.
+        fetch_ahead: batches that it asks for before it has trained the current one; 0 means it asks after the update.
+    """
+
+    def __init__(self, train_s: float, fetch_ahead: int) -> None:
+        self._train_s, self._fetch_ahead = train_s, fetch_ahead
+        self._batches: deque[Batch] = deque()
+        self.ends_s = math.inf
+        """Time at which the current batch is trained; inf while the trainer waits for one."""
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the trainer asks for a batch now."""
+        return len(self._batches) <= self._fetch_ahead
+
+    def add(self, batch: Batch, now: float) -> None:
+        """Train a delivered batch, after those before it."""
+        self._batches.append(batch)
+        if len(self._batches) == 1:
+            self.ends_s = now + self._train_s
+
+    def trained(self) -> Batch:
+        """Remove and return the batch that is done; the next one begins at the same instant."""
+        done = self._batches.popleft()
+        self.ends_s = self.ends_s + self._train_s if self._batches else math.inf
+        return done
+
 
 log = logging.getLogger("april")
 IGNORED: tuple[type[do.Command], ...] = (
-    do.StartTimer, do.Fence,  # aborts are instantaneous here
+    do.StartTimer, do.Fence, do.UpdateEnded,  # aborts and updates are instantaneous here
     do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
     do.ProbeEngine, do.HandOver, do.Restore, do.Warn, do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
@@ -114,8 +293,6 @@ class Simulation:
         cost: of one engine.
         lengths: true response lengths by (group, sample).
         engines: how many.
-        hosts: processes that have the engines, in turn; 0: the core's own has them.
-        host_latency_s: of what crosses from one process to another.
         prompt_len: tokens of every prompt.
         train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
         choose: answers, in no time, what is best; needed where settings are ``auto``.
@@ -135,8 +312,6 @@ class Simulation:
         lengths: ResponseLengths,
         *,
         engines: int = 1,
-        hosts: int = 0,
-        host_latency_s: float = 1e-3,
         prompt_len: int = 128,
         train_s: float = 0.0,
         fetch_ahead: int = 0,
@@ -159,7 +334,7 @@ class Simulation:
             raise ValueError(f"{', '.join(settings.auto)} is auto, and nobody chooses; give choose")
         slots = -(-(most_in_flight or settings.max_in_flight) // engines)
         context = prompt_len + settings.max_response_len
-        names = [f"host{i % hosts}/engine{i}" if hosts else f"engine{i}" for i in range(engines)]
+        names = [f"engine{i}" for i in range(engines)]
         self.core = RolloutCore(settings, [EngineLimits(n, context, slots) for n in names], check=check)
         self.decoders = {name: SimulatedDecoder(cost, slots) for name in names}
         self.now = 0.0
@@ -168,15 +343,10 @@ class Simulation:
         self._prompt = Prompt(np.zeros(prompt_len, np.int32))
         self._sampling = SamplingParams(max_tokens=settings.max_response_len)
         self._group_lengths: dict[int, list[int]] = {}
-        self.engines: SimulatedEngines | SimulatedHosts = SimulatedEngines(
+        self.engines = SimulatedEngines(
             self.decoders, length=self._length, longest=settings.max_response_len, now=lambda: self.now,
             version=lambda: self.core.clock.current, post=lambda event: self._pump.post(event),
         )  # fmt: skip
-        if hosts:
-            self.engines = SimulatedHosts(
-                self.core, self.decoders, self._sampling, latency_s=host_latency_s, length=self._length,
-                now=lambda: self.now, post=lambda event: self._pump.post(event), turn=self.turn,
-            )  # fmt: skip
         self._requests = RequestLog(self.core, lambda: self.now)
         self._recorder = None
         if record is not None:
@@ -189,7 +359,6 @@ class Simulation:
             do.ScoreSample: lambda c: self._rewards.begin(c.sample.id, self.now),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
-            do.UpdateEnded: self._update_ended,
             do.Fail: self._fail,
         }, ignored=IGNORED)  # fmt: skip
         self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
@@ -199,8 +368,6 @@ class Simulation:
         self._waited: dict[str, float] = {}
         """Where the time before that batch went."""
         self._updates = 0
-        self._updating = False
-        """The trainer waits for an update, which takes time where engines are on hosts."""
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
         self._watch = watch
@@ -214,8 +381,8 @@ class Simulation:
             self._batch, self._asked = None, False
             self._record(batch)
             self._ask_for_better()
-            self._trainer.take(batch, self.now)
-            if self._trainer.ends_s <= self.now and not self._updating:  # training takes no time
+            self._trainer.add(batch, self.now)
+            if self._trainer.ends_s <= self.now:  # training takes no time
                 self._update_weights()
                 self._times.look(self.now)
         self.result.digest = self._digest.hexdigest()
@@ -236,7 +403,7 @@ class Simulation:
         if decision is not None:
             log.info("auto, after %d batches: %s", len(self.result.steps), decision.said)
             if (change := decision.change) is not None:
-                self.turn(lambda: self._pump.post(change))
+                self._pump.post(change)
 
     def close(self) -> None:
         """The end of its record, if it has one."""
@@ -244,31 +411,26 @@ class Simulation:
             self._recorder.close()
 
     def _ask_or_wait(self) -> None:
-        if not self._asked and self._trainer.wants_more and not self._updating:
+        if not self._asked and self._trainer.wants_more:
             self._asked = True
-            self.turn(lambda: self._pump.post(ev.StepRequested()))
+            self._pump.post(ev.StepRequested())
             self._times.look(self.now)
             return
         at = min(self.engines.next_s, self._rewards.next_s)  # of these and the trainer, the trainer goes last
-        if self._trainer.ends_s < at and not self._updating:
+        if self._trainer.ends_s < at:
             self._trainer.ends_s = self.now = max(self.now, self._trainer.ends_s)
             self._update_weights()
         elif math.isinf(at):
             raise RolloutError(f"the simulation is stuck: {self.core!r}")
         elif self._rewards.next_s < self.engines.next_s:
             self.now = at
-            self.turn(self._rewards.go_on)
+            self._rewards.end_next()
         else:
             self.now = at
-            self.engines.go_on()
+            self.engines.run_next_event()
         self._times.look(self.now)
         if self._watch is not None:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
-
-    def turn(self, work: Callable[[], None]) -> None:
-        """One turn of the core's process, with all that hosts are told because of it."""
-        work()
-        self.engines.flush()
 
     def _update_weights(self) -> None:
         """The oldest batch is trained: new weights, at the version for which its ages were told."""
@@ -276,9 +438,7 @@ class Simulation:
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
         self._updates += 1
-        self._updating = True
-        update = ev.UpdateRequested(update=self._updates, trained=batch.id)
-        self.turn(lambda: self._pump.post(update))
+        self._pump.post(ev.UpdateRequested(update=self._updates, trained=batch.id))
 
     def held_lengths(self) -> list[int]:
         """Response tokens of everything that is held and has some, those of running requests included."""
@@ -335,10 +495,6 @@ class Simulation:
         if self._auto is not None:
             self._decided(self._auto.delivered(whole))
             self._waited |= self._auto.metrics()
-        self.engines.delivered(sample.id for sample in command.batch.samples)
-
-    def _update_ended(self, command: do.UpdateEnded) -> None:
-        self._updating = False
 
     def _fail(self, command: do.Fail) -> None:
         raise RolloutError(command.error)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from april.core.types import GenerationMode, OnStale, Refill
 from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
-from april.simulate.trainer import Placement
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 """Lognormal with a total spread of 0.8, more of it between prompts than within."""
@@ -33,6 +33,15 @@ MOST_IN_FLIGHT = 100_000
 MOST_TRAIN_S = 10 * 365 * 86_400.0
 BOUNDS = (1, 2, 4, 8)
 """max_staleness of the continuous modes."""
+
+
+class Placement(StrEnum):
+    """Where the trainer's GPUs are."""
+
+    COLOCATED = "colocated"
+    """Engines and trainer share GPUs; the engines stand still while it trains."""
+    SEPARATE = "separate"
+    """The trainer has GPUs of its own."""
 
 
 @dataclass(frozen=True)
