@@ -1,4 +1,6 @@
-"""What an engine cannot do, as data: a code, what follows from it, what to do, and the server's flags that change it.
+"""What an engine cannot do, as data: a code, its consequence, the remedy, and the promise that april cannot keep.
+
+Probes make limits, ``april doctor`` prints them, the conformance suite gives them as reasons.
 
 Invariant: code decides by :class:`LimitCode`; sentences are made in :meth:`Limit.sentence`, and nothing reads them.
 """
@@ -10,6 +12,18 @@ from enum import StrEnum
 
 IT = "The server"
 """Subject of a limit before its server is known."""
+
+
+class Level(StrEnum):
+    """How well an engine does one thing."""
+
+    OK = "ok"
+    REMARK = "remark"
+    """It is good to know; exactness does not depend on it."""
+    LIMITED = "limited"
+    """It works, and april does not keep one of its promises."""
+    MISSING = "missing"
+    """april cannot work so."""
 
 
 class LimitCode(StrEnum):
@@ -69,8 +83,25 @@ CAUSES: dict[str, tuple[LimitCode, ...]] = {
     ),
     "verifies_weights": (LimitCode.NO_LABELS,),
 }
-"""Fields of :class:`~april.engines.protocol.Capabilities`, and what may be the cause of their being less than they
-could be, the likeliest first."""
+"""Fields of :class:`~april.engines.protocol.Capabilities`, and the codes that may be the cause of their being less than
+they could be, the likeliest first."""
+
+PROMISES: dict[LimitCode, str] = {
+    LimitCode.SEVERAL_PROCESSES: "an abort loses no token, and leaves other users of the server alone",
+    LimitCode.NO_ABORT_BY_ID: "an abort loses no token",
+    LimitCode.CUMULATIVE_STREAMS: "an abort loses no token",
+    LimitCode.NO_LABELS: "every restart of the server is noticed",
+    LimitCode.RAW_LOGPROBS: "log-probabilities are right at temperatures other than 1",
+    LimitCode.UNKNOWN_LOGPROBS: "log-probabilities are right at temperatures other than 1",
+    LimitCode.NO_DISK_UPDATES: "april gives the server its new weights",
+    LimitCode.ADAPTER: "april gives the server its new weights",
+    LimitCode.TIED_EMBEDDINGS: "april gives the server its new weights",
+    LimitCode.UNKNOWN_EOS: "no response is continued behind its end",
+    LimitCode.SEVERAL_COPIES: "what april sees of the server holds for each of its copies",
+    LimitCode.SPECULATION: "tokens and log-probabilities are those of the model",
+    LimitCode.CHUNKED_PREFILL: "the server lives through the requests of others, and runs repeat",
+}
+"""Promises that april does not keep with an engine that has such a limit; other limits cost none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +110,7 @@ class Limit:
 
     code: LimitCode
     consequence: str
-    """What that means, as a sentence without its full stop; begins with the verb where ``server`` is its subject."""
+    """What follows, as a sentence without its full stop; begins with the verb where ``server`` is its subject."""
     remedy: str = ""
     """What to do about it; empty if nothing can be done."""
     flags: tuple[str, ...] = ()
@@ -88,10 +119,24 @@ class Limit:
     """Subject of the sentence, which the consequence then lacks: the address of the server, or words for it."""
 
     @property
+    def promise(self) -> str:
+        """The promise that april does not keep because of it, in words that end "april does not promise that"."""
+        return PROMISES.get(self.code, "")
+
+    @property
+    def level(self) -> Level:
+        """LIMITED if it costs a promise."""
+        return Level.LIMITED if self.promise else Level.REMARK
+
+    @property
+    def statement(self) -> str:
+        """The consequence with its subject, without the remedy."""
+        return f"{self.server} {self.consequence}" if self.server else self.consequence
+
+    @property
     def sentence(self) -> str:
-        """All of it, for people."""
-        subject = f"{self.server} " if self.server else ""
-        return f"{subject}{self.consequence}{'; ' if self.remedy else ''}{self.remedy}."
+        """The consequence and the remedy, for people."""
+        return f"{self.statement}{'; ' if self.remedy else ''}{self.remedy}."
 
     def of(self, server: str) -> Limit:
         """The same with another name for the server; what has a subject of its own stays as it is."""

@@ -20,9 +20,8 @@ import april
 from april.cli import app
 from april.core.sampling import LogprobKind
 from april.doctor import examine
-from april.doctor.abilities import abilities
 from april.doctor.examine import Patience, examine_config, examine_urls
-from april.doctor.findings import Examined, Finding, Level, Report, Verdict, verdict_of
+from april.doctor.findings import Examined, Finding, Level, Report, Verdict, abilities, verdict_of
 from april.engine_limits import Limit, LimitCode, unknown_eos
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities
@@ -136,7 +135,6 @@ def test_weights_without_a_label_are_a_promise_less() -> None:
         (LimitCode.SEVERAL_COPIES, "copies"),
         (LimitCode.SPECULATION, "speculation"),
         (LimitCode.CHUNKED_PREFILL, "chunks"),
-        (LimitCode.TIED_EMBEDDINGS, "reload"),
     ],
 )
 def test_what_no_capability_shows_is_not_exact(code: LimitCode, subject: str) -> None:
@@ -379,9 +377,9 @@ def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, ServerFac
         "- log-probabilities are right at temperatures other than 1 "
         f"{url} vllm 0.32.0 model tiny ok abort each"
     )
-    assert "limit log-probabilities of temperature 1 (raw)" in text
+    assert "limit log-probabilities It is raw" in text
     assert "-> start the server with --logprobs-mode processed_logprobs" in text
-    assert "In full: 1. It is raw; start the server with --logprobs-mode processed_logprobs." in text
+    assert text.count("is raw") == 1
     assert "Flags and variables that exactness needs: --logprobs-mode processed_logprobs" in text
     assert text.rstrip().endswith(f"In april's configuration: engine: {{kind: vllm, urls: [{url}]}}")
 

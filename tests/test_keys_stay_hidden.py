@@ -19,7 +19,7 @@ from rich.console import Console
 
 import april
 from april.doctor.examine import Patience, examine_urls
-from april.doctor.show import show
+from april.doctor.run import show
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,11 +12,17 @@ from urllib.parse import urlsplit
 from april.config.engine_fit import why_unfit
 from april.config.engines import ServerEngineConfig, SglangEngineConfig
 from april.config.settings import Config
-from april.doctor.abilities import abilities
-from april.doctor.advice import at_rest, missing, not_probed, paused, router_findings, router_settings
-from april.doctor.compare import compared
-from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report
-from april.doctor.reach import why_no_talk, why_unreachable
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, abilities
+from april.doctor.reach import (
+    at_rest,
+    missing,
+    not_probed,
+    paused,
+    router_findings,
+    router_settings,
+    why_no_talk,
+    why_unreachable,
+)
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import VERSION_CHARS, Identity, ServerKind, identify, why_silent
@@ -25,20 +31,57 @@ from april.errors import ConfigError, EngineBusy, EngineError
 from april.server_text import said
 
 
+def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:
+    """Return what several servers (by address) must or should have in common and do not."""
+    found: list[Finding] = []
+    for what, of, level, advice, promise in _COMMON:
+        values = {url: of(facts) for url, facts in servers.items() if of(facts) not in (None, "")}
+        if len(set(values.values())) > 1:
+            given = ", ".join(f"{said(value)} ({url})" for url, value in values.items())
+            found.append(Finding("several", level, f"the servers differ in their {what}: {given}", advice, promise))
+    return found
+
+
+_SAME_MODEL = "serve the same model everywhere"
+_COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] = (
+    ("vocabulary", lambda s: s.capabilities.vocab_size, Level.MISSING, _SAME_MODEL, ""),
+    (
+        "model", lambda s: s.model, Level.LIMITED, f"{_SAME_MODEL}; if only the names differ, all is well",
+        "all servers have the same weights before the first update",
+    ),
+    (
+        "EOS ids", lambda s: s.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL,
+        "a response ends in the same way at every server",
+    ),
+    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april keeps to the shortest", ""),
+    ("weight version", lambda s: s.label, Level.REMARK, "april's first weight update makes them equal", ""),
+    (
+        "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED, "start all with the same flags",
+        "log-probabilities are of one kind",
+    ),
+    (
+        "software version", lambda s: s.software, Level.LIMITED,
+        "run the same everywhere, or a response that goes on at another server may differ in its last digits",
+        "all servers compute the same to the last digit",
+    ),
+)  # fmt: skip
+"""(subject, where it is, level of a difference, what to do, the promise that april does not keep then)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long the doctor waits, in seconds."""
 
     total_s: float = 15.0
-    """For everything."""
+    """Limit for everything."""
     reach_s: float = 4.0
-    """For a name to be resolved, and for a connection."""
+    """Limit for resolving a name, and for a connection."""
     answer_s: float = 4.0
-    """For one answer, while it finds out who is there."""
+    """Limit for one answer, while it finds out who is there."""
 
 
 async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience) -> Report:
-    """Servers of which only the addresses are known."""
+    """Examine servers of which only the addresses are known."""
     began = time.monotonic()
     examinations = [Examination(url, key, None, patience) for url in urls]
     await _run(examinations, patience)
@@ -50,7 +93,7 @@ async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience)
 
 
 async def examine_config(config: Config, patience: Patience) -> Report:
-    """The servers of a configuration, and whether they fit it."""
+    """Examine the servers of a configuration, and whether they fit it."""
     engine = config.engine
     if not isinstance(engine, ServerEngineConfig):
         sentence = f"engine.kind {engine.kind} runs in the trainer's process: there is no server to examine"
@@ -75,7 +118,7 @@ async def examine_config(config: Config, patience: Patience) -> Report:
 
 
 class Examination:
-    """Of one server; ``found`` is right at any time, however far it came."""
+    """The examination of one server; ``found`` is right at any time, however far it came."""
 
     def __init__(
         self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
@@ -112,14 +155,14 @@ class Examination:
             await client.close()
 
     def _say_it(self) -> str:
-        """What to do when the server does not tell what april must know; a configuration is named in the sentence."""
+        """Return what to do when the server does not tell what april must know."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
         return f"say it in a configuration ({engine}), and call april doctor --config FILE"
 
     def cut(self) -> None:
-        """The time is over."""
+        """Note that the time is over."""
         sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
         advice = "is it drowned in requests? look at its log, and call april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
@@ -160,19 +203,19 @@ class Examination:
 
 
 class RouterExamination(Examination):
-    """Of the router that a configuration names."""
+    """The examination of the router that a configuration names."""
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
         self.found.findings += router_findings(identity, self._settings)
 
 
 async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
-    """Those that are not through after this time."""
+    """Return the tasks that are not through after this time."""
     return (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
 async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
-    """All at once, until they are through or the time is over."""
+    """Run all examinations at once, until they are through or the time is over."""
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
     late = await unfinished(tasks, patience.total_s)
     for task in late:
@@ -184,7 +227,7 @@ async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
 
 
 def _settings(examinations: Sequence[Examination]) -> str:
-    """The ``engine`` section that these servers want, if it is one."""
+    """Return the ``engine`` section for these servers; empty if there is not one for all."""
     known = [(e.found.url, e.identity) for e in examinations if e.identity is not None]
     if [identity.kind for _, identity in known] == [ServerKind.ROUTER]:
         return router_settings(*known[0])

@@ -7,31 +7,22 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.engine_limits import Limit
+from april.core.sampling import LogprobKind
+from april.engine_limits import CAUSES, Limit, LimitCode
+from april.engine_limits import Level as Level
+from april.engines.protocol import AbortMeans, Capabilities
 
 CONFIGURATION = "configuration"
-"""Subject of what stands against the configuration."""
-
-
-class Level(StrEnum):
-    """How well a server does one thing."""
-
-    OK = "ok"
-    REMARK = "remark"
-    """Good to know; exactness does not depend on it."""
-    LIMITED = "limited"
-    """It works without a promise, which the finding names."""
-    MISSING = "missing"
-    """april cannot work so."""
+"""Subject of the findings against the configuration."""
 
 
 class Verdict(StrEnum):
     """Will april be exact with it?"""
 
     EXACT = "exact"
-    """All that april promises: every token's version and log-probability are known, and nothing is lost on an abort."""
+    """april keeps all promises: every token's version and log-probability are known, and an abort loses nothing."""
     LIMITED = "usable, with limits"
-    """Not all of it; the findings name the promises that are not kept."""
+    """april keeps some promises; the findings name the others."""
     UNUSABLE = "not usable"
     """april refuses to run with it, or cannot reach it."""
 
@@ -51,9 +42,9 @@ class Finding:
     advice: str = ""
     """What to do about it; empty if nothing."""
     promise: str = ""
-    """What april does not promise because of it, in words that end "april does not promise that"; for every limit."""
+    """The promise that april does not keep because of it; every LIMITED finding has one."""
     flags: tuple[str, ...] = ()
-    """Of the server's command line or environment (NAME=value), that change it."""
+    """Flags and variables (NAME=value) of the server that change it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,16 +53,16 @@ class Examined:
 
     url: str
     kind: str = ""
-    """As in ``engine.kind``, or what else it is; empty if it was not reached."""
+    """The ``engine.kind``, or what else it is; empty if it was not reached."""
     version: str | None = None
     model: str | None = None
     findings: list[Finding] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
-    """What its probe says is not as it should be, what that costs, and what to do."""
+    """The limits that its probe found."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of what was found."""
+        """The worst level of the findings decides."""
         return verdict_of(self.findings)
 
     @property
@@ -81,12 +72,12 @@ class Examined:
 
     @property
     def flags(self) -> list[str]:
-        """What exactness needs on the server's command line, or in its environment (NAME=value)."""
+        """Flags and variables that exactness needs."""
         return _each_once(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
 
     @property
     def optional_flags(self) -> list[str]:
-        """Those of ``limits`` beyond :attr:`flags`: for speed, or for runs that repeat."""
+        """Further flags of ``limits``: for speed, or for runs that repeat."""
         return [flag for flag in _each_once(limit.flags for limit in self.limits) if flag not in self.flags]
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,7 +92,7 @@ class Examined:
 
 @dataclass(slots=True)
 class Report:
-    """All servers, and what concerns them together or the configuration."""
+    """The findings about all servers, and about them together or with the configuration."""
 
     servers: list[Examined]
     together: list[Finding] = field(default_factory=list)
@@ -111,17 +102,17 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all servers and of what concerns them together."""
+        """The worst level of all findings decides."""
         return verdict_of(self.all)
 
     @property
     def all(self) -> list[Finding]:
-        """Of all servers, then those that concern them together."""
+        """All findings: of each server, then of all together."""
         return [f for server in self.servers for f in server.findings] + self.together
 
     @property
     def not_promised(self) -> list[str]:
-        """What april does not promise with these servers, each once."""
+        """The promises that april does not keep with these servers, each once."""
         return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,3 +138,106 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
     if Level.MISSING in levels:
         return Verdict.UNUSABLE
     return Verdict.LIMITED if Level.LIMITED in levels else Verdict.EXACT
+
+
+# ---------------------------------------------------------------- what a server can do
+
+NO_REMEDY = "nothing gives it on a server of this kind; vLLM and SGLang servers under their own engine.kind have it"
+_EXACT_LOGPROBS = {
+    LogprobKind.TEMPERATURE: "of log_softmax(logits / T), what a trainer recomputes, at every temperature",
+    LogprobKind.PROCESSED: "of the distribution sampled from: with top_p 1 what a trainer recomputes",
+}
+_SUBJECTS = {
+    "abort_means": "abort", "verifies_weights": "versions", "logprob_kind": "log-probabilities",
+    "updates_from_disk": "new weights", "eos_token_ids": "ends",
+}  # fmt: skip
+_OTHER_SUBJECTS = {
+    LimitCode.SEVERAL_COPIES: "copies", LimitCode.SPECULATION: "speculation", LimitCode.CHUNKED_PREFILL: "chunks",
+}  # fmt: skip
+"""Limits that no field of the capabilities shows."""
+
+
+def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: bool = False) -> list[Finding]:
+    """Return one finding per ability, in the order in which people ask, then those that no capability shows.
+
+    Args:
+        c: the server's capabilities.
+        temperature: sampling temperature of the training, if it is known.
+        ends_given: whether the configuration says which ids end a response (none is an answer too).
+    """
+    return [
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), _ends(c, ends_given), _streaming(c),
+        _seeds(c), _size(c), *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
+    ]  # fmt: skip
+
+
+def _of_limit(subject: str, why: Limit) -> Finding:
+    return Finding(subject, Level.LIMITED, why.of("It").statement, why.remedy or NO_REMEDY, why.promise, why.flags)
+
+
+def _less(c: Capabilities, field: str) -> Finding:
+    """The finding for a capability that is less than it could be; the limit that is its cause says why."""
+    why = c.cause(field)
+    return _of_limit(_SUBJECTS[field], why or Limit(CAUSES[field][-1], "The server does not offer it"))
+
+
+def _ok(subject: str, sentence: str) -> Finding:
+    return Finding(subject, Level.OK, sentence)
+
+
+def _abort(c: Capabilities) -> Finding:
+    if not c.returns_partials:
+        nothing = "an aborted request hands over nothing: no partial rollouts, N' = N"
+        return Finding("abort", Level.LIMITED, nothing, NO_REMEDY, "responses can be cut and continued")
+    if c.abort_means is not AbortMeans.BY_ID or c.cause("abort_means") is not None:
+        return _less(c, "abort_means")
+    return _ok("abort", "each request by its id; its tokens are handed over")
+
+
+def _versions(c: Capabilities) -> Finding:
+    if not c.verifies_weights:
+        return _less(c, "verifies_weights")
+    if c.version_spans:
+        return _ok("versions", "replies say which weights made which token")
+    return _ok("versions", "known from when a request was sent: april ends all requests before weights change")
+
+
+def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
+    if (sentence := _EXACT_LOGPROBS.get(c.logprob_kind)) is not None:
+        return _ok("log-probabilities", sentence)
+    if temperature == 1:
+        return _ok("log-probabilities", "right at sampling.temperature 1, and at no other")
+    return _less(c, "logprob_kind")
+
+
+def _weights(c: Capabilities) -> Finding:
+    if c.updates_from_disk:
+        return _ok("new weights", "from a directory (weight_update(path)), or from the trainer itself")
+    return _less(c, "updates_from_disk")
+
+
+def _ends(c: Capabilities, given: bool) -> Finding:
+    if c.eos_token_ids:
+        ids = ", ".join(map(str, c.eos_token_ids))
+        return _ok("ends", f"a response ends with token{'s' * (len(c.eos_token_ids) > 1)} {ids}, or with a stop id")
+    if given:
+        return _ok("ends", "no id but a stop id ends a response, as engine.eos_token_ids says")
+    return _less(c, "eos_token_ids")
+
+
+def _streaming(c: Capabilities) -> Finding:
+    if c.streams:
+        return _ok("if it dies", "april can hold tokens as they are made (max_token_loss)")
+    sentence = "tokens of its running requests are made again; engine.max_token_loss bounds how many"
+    return Finding("if it dies", Level.REMARK, sentence)
+
+
+def _seeds(c: Capabilities) -> Finding:
+    if c.honours_seeds:
+        return _ok("seeds", "the same seed gives the same tokens")
+    return Finding("seeds", Level.REMARK, "not honoured: runs do not repeat; nothing else depends on them")
+
+
+def _size(c: Capabilities) -> Finding:
+    slots = "" if c.max_in_flight is None else f", {c.max_in_flight} requests at the same time"
+    return _ok("size", f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}{slots}")

@@ -1,21 +1,107 @@
-"""``april doctor`` behind its command line: from arguments to a report and an exit code."""
+"""``april doctor`` behind its command line: from arguments to a report on the terminal (rich) and an exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from april.config.engines import checked_key, checked_url
 from april.config.settings import Config
 from april.doctor.examine import Patience, examine_config, examine_urls
-from april.doctor.findings import Report
-from april.doctor.show import show
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, Verdict
 from april.errors import ConfigError
+
+_STYLE = {Verdict.EXACT: "bold green", Verdict.LIMITED: "bold yellow", Verdict.UNUSABLE: "bold red"}
+_MARK = {
+    Level.OK: ("ok", "green"),
+    Level.REMARK: ("note", "cyan"),
+    Level.LIMITED: ("limit", "yellow"),
+    Level.MISSING: ("no", "red"),
+}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report."""
+    for part in parts(report):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
+
+
+def parts(report: Report) -> Iterator[RenderableType]:
+    """Yield the parts of the report from top to bottom."""
+    yield Text(_headline(report), style=_STYLE[report.verdict])
+    if report.verdict is Verdict.LIMITED:
+        for promise in report.not_promised:
+            yield Padding(Text(f"- {promise}"), (0, 0, 0, 2))
+    several = len(report.servers) > 1
+    for server in report.servers:
+        yield ""
+        yield _who(server, with_verdict=several)
+        yield _table(server.findings)
+        shown = {finding.sentence for finding in server.findings}
+        remarks = [limit.of("It") for limit in server.limits if limit.of("It").statement not in shown]
+        if remarks:
+            yield Text("  Besides:")
+            yield from (Padding(Text(remark.sentence), (0, 0, 0, 3)) for remark in remarks)
+        if server.flags:
+            yield Text(f"  Flags and variables that exactness needs: {' '.join(server.flags)}")
+        if server.optional_flags:
+            yield Text(f"  Optional, for speed or for runs that repeat: {' '.join(server.optional_flags)}")
+    if report.together:
+        yield ""
+        configured = any(finding.subject == CONFIGURATION for finding in report.together)
+        yield Text("With this configuration" if configured else "Together", style="bold")
+        yield _table(report.together)
+    if report.engine_settings:
+        yield ""
+        yield Text(f"In april's configuration: {report.engine_settings}")
+
+
+def _headline(report: Report) -> str:
+    if not report.servers:
+        return report.together[0].sentence
+    several = len(report.servers) > 1
+    what = f"these {len(report.servers)} servers" if several else "this server"
+    match report.verdict:
+        case Verdict.EXACT:
+            return f"exact: april will be exact with {what}"
+        case Verdict.LIMITED:
+            return f"usable, with limits: april can use {what}, but does not promise that"
+        case _:
+            return f"not usable: april cannot use {what} as {'they are' if several else 'it is'}"
+
+
+def _who(server: Examined, with_verdict: bool) -> Text:
+    said = [server.url]
+    if server.kind:
+        said.append(" ".join(filter(None, (server.kind, server.version))))
+    if server.model:
+        said.append(f"model {server.model}")
+    text = Text("  ".join(said), style="bold")
+    if with_verdict:
+        text.append(f"  {server.verdict.value}", style=_STYLE[server.verdict])
+    return text
+
+
+def _table(findings: list[Finding]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=True, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        word, colour = _MARK[finding.level]
+        said = Text(finding.sentence)
+        if finding.advice:
+            said.append(f"\n-> {finding.advice}", style="bold")
+        table.add_row(Text(word, style=colour), finding.subject, said)
+    return table
 
 
 def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, patience: Patience) -> Report:
