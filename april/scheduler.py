@@ -30,8 +30,8 @@ from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import EvaluationResult, rewards_differ
-from april.driver.rollout_driver import RolloutDriver
-from april.driver.sample_functions import UserFunctions
+from april.driver.rollout_driver import DriverOptions, RolloutDriver
+from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import check_function, is_async, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
@@ -140,7 +140,7 @@ class RolloutScheduler:
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
-        functions = UserFunctions(rollout, reward, group_reward, filter)
+        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
@@ -167,18 +167,22 @@ class RolloutScheduler:
             first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]
             self._vocab_size: int = min(engine.vocab_size for engine in first)
             source = PromptSource(prompts, self._vocab_size, config.passes, self._refuse_prompt)
+            rollouts = RolloutSettings(
+                sampling=config.sampling_params(), allow_mismatch=config.allow_mismatch,
+                function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
+                warn_after_s=config.warned_after_s,
+            )  # fmt: skip
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
-                    settings, config.sampling_params(), self._engines, source, functions,
-                    allow_mismatch=config.allow_mismatch, detokenizer=detokenizer,
-                    function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
-                    warn_after_s=config.warned_after_s, check=check, draws_beside=self._thread.threads_wake_it,
-                    record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
-                    config=config.to_mapping(), blocked=self._thread.blocked,
-                    hosts=others, delivered=self._observers.delivered,
-                    fits=partial(fits, config, {e.name: e.capabilities for e in self._engines}),
+                    settings, rollouts, self._engines, source, functions, others,
+                    DriverOptions(
+                        check=check, draws_beside=self._thread.threads_wake_it, config=config.to_mapping(),
+                        record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
+                        delivered=self._observers.delivered, blocked=self._thread.blocked,
+                        fits=partial(fits, config, {e.name: e.capabilities for e in self._engines}),
+                    ),
                 )
-            )
+            )  # fmt: skip
         except BaseException:
             self._thread.begin_to_stop(undo)
             self._thread.stop()

@@ -24,8 +24,8 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.long_waits import WARN_AFTER_S
 from april.driver.prompt_source import PromptSource
-from april.driver.rollout_driver import RolloutDriver
-from april.driver.sample_functions import UserFunctions
+from april.driver.rollout_driver import DriverOptions, RolloutDriver
+from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, synthetic_response
@@ -182,20 +182,23 @@ class Rollouts:
         self.engines = list(engines or [RecordingEngine(length_of)])
         if isinstance(prompts, int):
             prompts = [prompt_ids(i) for i in range(prompts)]
-        functions = UserFunctions(rollout, None if group_reward else reward, group_reward, filter)
+        functions = UserFunctions(
+            rollout, None if group_reward else reward, group_reward, filter,
+            None if tokenizer is None else Detokenizer(tokenizer),
+        )  # fmt: skip
         self.driver = RolloutDriver(
             self.settings,
-            SamplingParams(max_tokens=self.settings.max_response_len),
+            RolloutSettings(
+                sampling=SamplingParams(max_tokens=self.settings.max_response_len),
+                allow_mismatch=allow_mismatch,
+                function_timeout_s=function_timeout_s,
+                stall_timeout_s=stall_timeout_s,
+                warn_after_s=warn_after_s,
+            ),
             self.engines,
             PromptSource(prompts, VOCAB, epochs),
             functions,
-            allow_mismatch=allow_mismatch,
-            detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
-            function_timeout_s=function_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            warn_after_s=warn_after_s,
-            check=check,
-            record=record,
+            options=DriverOptions(check=check, record=record),
         )
         self.core = self.driver.core
 

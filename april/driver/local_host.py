@@ -14,16 +14,14 @@ from typing import Any, Protocol
 from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
-from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Group, SampleId
 from april.driver.attempt_streams import AttemptStreams
-from april.driver.detokenizer import Detokenizer
 from april.driver.engine_control import EngineControl
 from april.driver.host_view import HostView
 from april.driver.llm import as_coroutine
-from april.driver.sample_functions import SampleFunctions, UserFunctions
+from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
 from april.engines.protocol import Capabilities, Engine, SharesModel
 
@@ -38,9 +36,6 @@ class LocalHost:
 
     Args:
         view: what it knows of the core.
-        sampling: of the configuration, for calls of rollout functions that say nothing else.
-        vocab_size: of the smallest vocabulary of all engines, those of other hosts included.
-        any_temperature: whether the log-probabilities of all engines follow the temperature.
         post: takes the events.
         failed: told what a call of an engine has raised, by the call's number, before its event is posted.
         broke: told of an error that nobody expected.
@@ -51,15 +46,8 @@ class LocalHost:
         view: HostView,
         engines: Sequence[Engine],
         functions: UserFunctions,
-        sampling: SamplingParams,
+        settings: RolloutSettings,
         *,
-        vocab_size: int,
-        any_temperature: bool,
-        allow_mismatch: bool,
-        detokenizer: Detokenizer | None,
-        function_timeout_s: float | None,
-        stall_timeout_s: float | None,
-        warn_after_s: float | None,
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
         broke: Callable[[BaseException], None],
@@ -71,15 +59,14 @@ class LocalHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = copy_context()
         self.worker_threads = WorkerThreads()
-        self.functions, self.detokenizer = functions, detokenizer
+        self.functions = functions
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
-        self._user_calls = UserCalls(TimeLimits(function_timeout_s, warn_after_s), self.worker_threads, self._spawn)
-        self.samples = samples = SampleFunctions(
-            view, functions, self.rollout, sampling, self._user_calls, post, vocab_size=vocab_size,
-            allow_mismatch=allow_mismatch, any_temperature=any_temperature, detokenizer=detokenizer,
-        )  # fmt: skip
+        self._user_calls = UserCalls(
+            TimeLimits(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self._spawn
+        )
+        self.samples = samples = SampleFunctions(view, functions, self.rollout, settings, self._user_calls, post)
         self.streams = streams = AttemptStreams(
-            self.engines, view, post, self._spawn, detokenizer, stall_timeout_s
+            self.engines, view, post, self._spawn, functions.detokenizer, settings.stall_timeout_s
         )
         self.engine_control = calls = EngineControl(self.engines, post, self._spawn, failed, self.worker_threads)
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {

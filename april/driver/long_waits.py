@@ -17,7 +17,7 @@ from april.record.standing import EVALUATION, RESPONSES, TRAINER, Waits, waits_f
 log = logging.getLogger("april")
 
 WARN_AFTER_S = 60.0
-"""Of a wait for the same thing, where nothing else is said."""
+"""The time after which a wait for the same thing is warned of, unless the configuration says otherwise."""
 TELL_AFTER_S = 6.0
 """Of such a wait, until whoever looks at the run from outside hears of it."""
 What = tuple[Waits | str, Phase]
@@ -39,8 +39,8 @@ class LongWaits:
     """
 
     def __init__(
-        self, core: RolloutCore, now: Callable[[], float], after_s: float, patience_s: Mapping[Waits, float | None],
-        tell: Callable[[float], None] = lambda _: None,
+        self, core: RolloutCore, now: Callable[[], float], after_s: float | None,
+        patience_s: Mapping[Waits, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._tell = core, now, after_s, tell
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | {str(Waits.TRAINER): None}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.auto.auto_run import AutoRun, Chooser
+from april.auto.auto_run import AutoRun
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -32,15 +32,14 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import AttemptFailure, DropReason, Prompt
 from april.core.versions import PolicyVersion
-from april.driver.detokenizer import Detokenizer
 from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
-from april.driver.long_waits import WARN_AFTER_S, LongWaits
+from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way, warn_of_equal_rollouts
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.rewards import EvaluationResult
-from april.driver.sample_functions import UserFunctions
+from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_code import Outcome, describe, inside_user_code
 from april.driver.weight_update import Transfer, WeightUpdate, WeightUpdates, directory_for
 from april.engines.protocol import Engine
@@ -79,47 +78,57 @@ class _Pending:
     evaluations: dict[int, asyncio.Future[EvaluationEnd]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverOptions:
+    """Who looks on while a driver runs, and how it runs apart from what it decides."""
+
+    check: bool = False
+    """Whether all of the core's books are cross-checked after every event."""
+    draws_beside: bool = False
+    """Whether slow prompts are drawn in a thread, for which a virtual clock would not wait."""
+    record: RunRecord | None = None
+    config: Mapping[str, Any] | None = None
+    """The configuration, for the record."""
+    delivered: Callable[[Batch], None] | None = None
+    """Called with each batch that is delivered."""
+    blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
+    """The seconds for which functions have blocked the loop since the last call, and the one that did most."""
+    fits: Fits | None = None
+
+
 class RolloutDriver:
     """One core, its engines and the user's functions."""
 
     def __init__(
         self,
         settings: CoreSettings,
-        sampling: SamplingParams,
+        rollouts: RolloutSettings,
         engines: Sequence[Engine],
         source: PromptSource,
         functions: UserFunctions,
-        *,
-        allow_mismatch: bool = False,
-        detokenizer: Detokenizer | None = None,
-        function_timeout_s: float | None = None,
-        stall_timeout_s: float | None = None,
-        warn_after_s: float = WARN_AFTER_S,
-        check: bool = False,
-        draws_beside: bool = False,
-        record: RunRecord | None = None,
-        config: Mapping[str, Any] | None = None,
         hosts: OtherHosts | None = None,
-        chooser: Chooser | None = None,
-        delivered: Callable[[Batch], None] | None = None,
-        blocked: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
-        fits: Fits | None = None,
+        options: DriverOptions = DriverOptions(),  # frozen
     ) -> None:
         first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
-        self.core = RolloutCore(settings, first, check=check)
+        self.core = RolloutCore(settings, first, check=options.check)
         self.now = asyncio.get_running_loop().time
-        self._delivered, self._blocked, self._fits = delivered, blocked, fits
+        self._options = options
         self._times = RunTimes(self.core)
         self.requests = RequestLog(self.core, self.now)
-        self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests, config)
+        self.recorder = (
+            None
+            if options.record is None
+            else Recorder(options.record, self.core, self.now, self.requests, options.config)
+        )
         self._limit = StepLimit(self.requests)
-        self._auto = AutoRun(self.core, self._limit.costs, self.post, chooser) if settings.auto else None
-        self.sampling = sampling
-        self._allow_mismatch = allow_mismatch
+        self._auto = AutoRun(self.core, self._limit.costs, self.post) if settings.auto else None
+        self._settings = replace(
+            rollouts, vocab_size=self.core.engines.vocab_size,
+            any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
+        )  # fmt: skip
+        self.sampling = rollouts.sampling
         self._source = source
-        self._draws_beside = draws_beside
         self._patience = DrawPatience()
-        """Slow prompts are drawn in a thread, which a virtual clock would not wait for."""
         self._drawing = False
         self._broken: AprilError | None = None
         self._loading = False
@@ -138,20 +147,16 @@ class RolloutDriver:
         self._closing: asyncio.Task[None] | None = None
         self.updates = WeightUpdates(self.post)
         self.local = LocalHost(
-            CoreView(self.core), engines, functions, sampling,
-            vocab_size=self.core.engines.vocab_size,
-            any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
-            allow_mismatch=allow_mismatch, detokenizer=detokenizer, function_timeout_s=function_timeout_s,
-            stall_timeout_s=stall_timeout_s, warn_after_s=warn_after_s, post=self.post, failed=self.updates.failed,
-            broke=self._break,
+            CoreView(self.core), engines, functions, self._settings,
+            post=self.post, failed=self.updates.failed, broke=self._break,
         )  # fmt: skip
         # requests that are silent have a limit of their own; functions are warned of one by one, where they run
         patience_s = {
-            Waits.RESPONSES: None if stall_timeout_s else warn_after_s,
-            Waits.FUNCTIONS: None if hosts is None else warn_after_s,
+            Waits.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s,
+            Waits.FUNCTIONS: None if hosts is None else rollouts.warn_after_s,
         }
         tell = (lambda _: None) if self.recorder is None else self.recorder.stand
-        self.long_waits = LongWaits(self.core, self.now, warn_after_s, patience_s, tell)
+        self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
         self.hosts = hosts
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
@@ -403,7 +408,7 @@ class RolloutDriver:
             # tried out first: a state that is refused leaves everything as it is
             trial = RolloutCore(self.core.settings, self._present_engines())
             snapshot.restore(trial, core)
-            refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._allow_mismatch)
+            refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
             snapshot.require_fresh(self.core)
             if self._drawing:
                 raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
@@ -431,7 +436,7 @@ class RolloutDriver:
 
     async def _way_to(self, prompts: dict[str, Any]) -> Way:
         """The prompts from where they stood; in a thread where they may be slow."""
-        if not (self._draws_beside and self._source.is_slow):
+        if not (self._options.draws_beside and self._source.is_slow):
             return self._source.way_to(prompts)
         found: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
 
@@ -495,7 +500,7 @@ class RolloutDriver:
 
     def _draw(self, command: do.DrawPrompts) -> None:
         source, count = self._source, command.count
-        if not (self._draws_beside and source.is_slow):
+        if not (self._options.draws_beside and source.is_slow):
             self.post(ev.PromptsDrawn(*source.draw(count)))
             return
 
@@ -565,9 +570,9 @@ class RolloutDriver:
         if self.hosts is not None:
             self.hosts.delivered(samples)
         times = self._times.delivered(self.now())
-        blocked_s, blocking = self._blocked()
+        blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
-        why = bottleneck(times, self.core.settings, self._fits, blocking)
+        why = bottleneck(times, self.core.settings, self._options.fits, blocking)
         metrics = {**batch.metrics, **times}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)
@@ -575,8 +580,8 @@ class RolloutDriver:
             batch = self._auto.delivered(batch)
         if self.recorder is not None:
             self.recorder.delivered(batch)
-        if self._delivered is not None:
-            self._delivered(batch)
+        if self._options.delivered is not None:
+            self._options.delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")
         if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
             log.warning("batch 0 has %d of %d groups, as there are no more prompts; to repeat them set epochs or "

@@ -30,6 +30,7 @@ from april.driver.llm import (
     exact_types,
     single_turn,
 )
+from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import FailureLog, kind_of, place_of, told_of
@@ -38,16 +39,36 @@ from april.errors import RolloutError
 
 @dataclass(frozen=True, slots=True)
 class UserFunctions:
-    """What the user brings."""
+    """The functions that the user brings, and the tokenizer, without which there is no text."""
 
     rollout: RolloutFunction | BlockingRolloutFunction
     reward: Callable[..., Any] | None = None
     group_reward: Callable[..., Any] | None = None
     filter: Callable[..., Any] | None = None
+    detokenizer: Detokenizer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """The settings under which a process runs engines and functions."""
+
+    sampling: SamplingParams
+    """What calls of ``llm.generate`` use unless they say otherwise."""
+    allow_mismatch: bool = False
+    function_timeout_s: float | None = None
+    """The longest time of one call of a function; None means no limit."""
+    stall_timeout_s: float | None = None
+    """The longest time without a token from an engine; None means no limit."""
+    warn_after_s: float | None = WARN_AFTER_S
+    """The time after which a warning names what takes long; None means never."""
+    vocab_size: int = 0
+    """The smallest vocabulary of all engines, those of other processes included."""
+    any_temperature: bool = True
+    """Whether the log-probabilities of all engines follow the temperature."""
 
 
 CAUSES = 8
-"""Failures of functions that are remembered as such."""
+"""The most failures of functions that are remembered as causes."""
 CLEAN_UP_S = 10.0
 """How long the end of cancelled functions is waited for, where somebody waits."""
 
@@ -76,9 +97,9 @@ class SampleFunctions:
 
     Args:
         view: what the core knows.
-        functions: the user's; ``rollout`` is what runs for its rollout function, a coroutine function.
-        sampling: of the configuration.
-        calls: how functions are called.
+        functions: the user's.
+        rollout: the coroutine function that runs for the user's rollout function.
+        calls: calls functions.
         post: takes the events.
     """
 
@@ -87,25 +108,17 @@ class SampleFunctions:
         view: HostView,
         functions: UserFunctions,
         rollout: RolloutFunction,
-        sampling: SamplingParams,
+        settings: RolloutSettings,
         calls: UserCalls,
         post: Callable[[ev.Event], None],
-        *,
-        vocab_size: int,
-        allow_mismatch: bool,
-        any_temperature: bool,
-        detokenizer: Detokenizer | None,
     ) -> None:
         self._view = view
         self._functions = functions
         self._rollout = rollout
-        self._sampling = sampling
+        self._settings = settings
         self._calls = calls
         self._post = post
-        self._vocab_size = vocab_size
-        self._allow_mismatch = allow_mismatch
-        self._any_temperature = any_temperature
-        self._detokenizer = detokenizer
+        self._detokenizer = functions.detokenizer
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
         self._worked: set[Function] = set()
@@ -142,7 +155,8 @@ class SampleFunctions:
     def start(self, command: do.StartSample) -> None:
         """Run the rollout function of a sample; the default one needs no coroutine for its only call."""
         sample, evaluation = command.sample, command.sample.evaluation
-        default = self._sampling if evaluation is None else evaluation.request.sampling
+        settings = self._settings
+        default = settings.sampling if evaluation is None else evaluation.request.sampling
         if self._rollout is single_turn:
             self._post(ev.CallMade(sample.id, default))
             return
@@ -154,11 +168,11 @@ class SampleFunctions:
                 raise RolloutError(AFTER_ITS_END)
             if runner.call is not None:
                 raise RolloutError(_ABANDONED)
-            if not self._allow_mismatch and evaluation is None:
-                check_mismatch(sampling, self._sampling, self._any_temperature)
+            if not settings.allow_mismatch and evaluation is None:
+                check_mismatch(sampling, settings.sampling, settings.any_temperature)
             longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
             can_stop = self._detokenizer is not None
-            token_ids = checked_call(sample, sampling, token_ids, self._vocab_size, longest, can_stop)
+            token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.call = call
             function.stop_clock()  # parked time is not the function's

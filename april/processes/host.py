@@ -76,11 +76,11 @@ class Host:
         self._life = secrets.token_hex(8)
         self._engines = list(engines)
         self._written: set[str] = set()
-        self._functions = UserFunctions(rollout, reward, group_reward, filter)
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:
             raise ConfigError("a host needs engines, or functions")
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if join is None:
             assert address is not None
             assert token is not None
@@ -179,7 +179,7 @@ class Host:
                 link = await self._join()
                 serving = self._serving = Serving(
                     link, self.name, self._life, self._engines, self._functions if self._runs_functions else None,
-                    self._functions, self._detokenizer, self._written,
+                    self._functions, self._written,
                 )  # fmt: skip
                 await serving.welcomed
                 log.info("host %s has joined %s", self.name, self._where)

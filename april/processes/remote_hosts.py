@@ -224,7 +224,7 @@ class RemoteHosts:
     ) -> Mapping[type[do.Command], Callable[[Any], None]]:
         """See OtherHosts."""
         self._core, self._post, self._failed = core, post, failed
-        self._returned, self._detokenizer = local.samples.returned_elsewhere, local.detokenizer
+        self._returned, self._detokenizer = local.samples.returned_elsewhere, local.functions.detokenizer
         self._roster = Roster(
             core, local.executors, functions_run=local.functions.rollout is not single_turn,
             post=post, failed=failed, collected=self._collect,

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from april.core import commands as do
 from april.core import events as ev
 from april.core.versions import FIRST_VERSION
-from april.driver.detokenizer import Detokenizer
 from april.driver.local_host import LocalHost
-from april.driver.sample_functions import UserFunctions
+from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.engines.protocol import Engine
 from april.errors import LinkError
 from april.processes.joining import joined_frame
@@ -55,13 +54,11 @@ class Serving:
         engines: Sequence[Engine],
         functions: UserFunctions | None,
         no_functions: UserFunctions,
-        detokenizer: Detokenizer | None,
         written: set[str],
     ) -> None:
         self._link = link
         self._engines = engines
         self._functions = functions or no_functions
-        self._detokenizer = detokenizer
         self._loop = asyncio.get_running_loop()
         self._mirror: Mirror | None = None
         self._local: LocalHost | None = None
@@ -78,7 +75,9 @@ class Serving:
         link.open(self._receive, self._lost)
         self._written = written
         link.send(
-            joined_frame(name, life, engines, functions, tokenizer=detokenizer is not None, written=written)
+            joined_frame(
+                name, life, engines, functions, tokenizer=no_functions.detokenizer is not None, written=written
+            )
         )
 
     async def leave(self, why: str) -> None:
@@ -151,11 +150,12 @@ class Serving:
     def _join(self, welcome: Welcome) -> None:
         self._mirror = mirror = Mirror(welcome)
         self._local = LocalHost(
-            mirror, self._engines, self._functions, welcome.sampling,
-            vocab_size=welcome.vocab_size, any_temperature=welcome.any_temperature,
-            allow_mismatch=welcome.allow_mismatch, detokenizer=self._detokenizer,
-            function_timeout_s=welcome.function_timeout_s, stall_timeout_s=welcome.stall_timeout_s,
-            warn_after_s=welcome.warn_after_s,
+            mirror, self._engines, self._functions, RolloutSettings(
+                sampling=welcome.sampling, allow_mismatch=welcome.allow_mismatch,
+                function_timeout_s=welcome.function_timeout_s, stall_timeout_s=welcome.stall_timeout_s,
+                warn_after_s=welcome.warn_after_s, vocab_size=welcome.vocab_size,
+                any_temperature=welcome.any_temperature,
+            ),
             post=self._post, failed=lambda call, error: None, broke=self._break,
         )  # fmt: skip
         mirror.output_of = self._local.samples.output_of
