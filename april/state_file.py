@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,34 @@ def unpack(kind: str, data: bytes, where: str) -> Any:
     if not isinstance(content, bytes) or checksum_of(content) != outer.get("checksum"):
         raise CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
     return msgspec.msgpack.decode(content)
+
+
+def write_state(path: Path, kind: str, content: Any) -> None:
+    """Write ``content`` to ``path``, whole or not at all, readable by its owner only.
+
+    Raises:
+        CheckpointError: it holds something that is no plain value, or the file cannot be written.
+    """
+    data = pack(kind, content)
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise CheckpointError(f"april's state cannot be written to {path}: {error.strerror}") from error
+
+
+def read_state(path: Path, kind: str) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote; raises CheckpointError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"april's state {path} cannot be read: {error.strerror}") from error
+    content: dict[str, Any] = unpack(kind, data, str(path))
+    return content
+
+
+def groups_in(state: Mapping[str, Any]) -> set[int]:
+    """The numbers of the groups that a state of the scheduler holds."""
+    return {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
 
 
 def checksum_of(data: bytes) -> str:

@@ -19,7 +19,7 @@ from april.engine_limits import CAUSES, Limit, LimitCode
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts
 from april.engines.kinds.factory import open_servers
-from april.engines.kinds.probe import probe
+from april.engines.kinds.identify import probe
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 from april.testing.conformance import Outcome, Subject, check_named
 

@@ -25,8 +25,7 @@ from april.doctor.reach import (
 )
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
-from april.engines.kinds.identify import VERSION_CHARS, Identity, ServerKind, identify, why_silent
-from april.engines.kinds.probe import SETTINGS, probe
+from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
 from april.errors import ConfigError, EngineBusy, EngineError
 from april.server_text import said
 

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
-from april.engines.kinds.identify import Identity, ServerKind
-from april.engines.kinds.probe import SETTINGS
+from april.engines.kinds.identify import SETTINGS, Identity, ServerKind
 from april.errors import EngineError, EngineUnreachable
 from april.server_text import said
 

@@ -14,8 +14,7 @@ from real_schedulers import assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Run, installed, namespace, row
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.rollouts import Rollouts
-from april.adapters.openrlhf.transfers import TransferElsewhere
+from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
 from april.errors import CheckpointError, ConfigError, RolloutError
 
 ALL = Counter({row(i)[1]: SAMPLES for i in range(ROWS)})

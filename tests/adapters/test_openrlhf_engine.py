@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm, logprob, next_token
 
-from april.adapters.openrlhf.engine import OpenRLHFEngine, connect
+from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request

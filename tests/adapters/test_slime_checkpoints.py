@@ -16,11 +16,10 @@ from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
 from adapters import slime_functions_of_a_user as user
 from adapters.slime_stand_in import DataSource, Sample, Tokenizer, installed, namespace
 from adapters.test_slime_rollouts import simulated
-from april.adapters.slime import carry as slime_carry
 from april.adapters.slime import make_generate_rollout
 from april.engines.simulated.engine import synthetic_response
 from april.errors import CheckpointError
-from april.state_file import pack
+from april.state_file import pack, write_state
 
 USER = "adapters.slime_functions_of_a_user"
 
@@ -261,5 +260,5 @@ def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCa
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A sample with something that is no plain value."""
     with pytest.raises(CheckpointError, match="cannot be saved: a object is no plain value"):
-        slime_carry.write(tmp_path / "x", {"held": {"0.0": {"image": object()}}})
+        write_state(tmp_path / "x", "slime", {"held": {"0.0": {"image": object()}}})
     assert not list(tmp_path.iterdir())

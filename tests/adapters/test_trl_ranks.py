@@ -184,7 +184,7 @@ def test_sharded_weights_are_gathered_on_all_ranks_and_written_on_one(tmp_path: 
         made = trl.SimpleNamespace(
             accelerator=accelerator, is_deepspeed_enabled=True, model=Whole(), model_wrapped="the sharded one"
         )
-        trainers.weights.write(made, tmp_path)
+        trainers.write_weights(made, tmp_path)
 
     on_all_ranks(2, run)
     assert written == [(tmp_path, {"the sharded one": [0, 1]})]

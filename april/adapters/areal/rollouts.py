@@ -23,7 +23,7 @@ from april.processes.coordinator.calls import Session, run_sample
 from april.processes.coordinator.coordinator import Coordinator
 from april.processes.coordinator.messages import Delivery
 from april.processes.coordinator.run import Run
-from april.state_file import pack, unpack, write_atomic
+from april.state_file import read_state, write_state
 
 log = logging.getLogger("april")
 
@@ -182,11 +182,7 @@ class Rollouts:
         Raises:
             CheckpointError: a row or trajectory is not made of plain values, or the file cannot be written.
         """
-        content = self._thread.run(self._content)
-        try:
-            write_atomic(path, pack(KIND, content))
-        except OSError as error:
-            raise CheckpointError(f"april's state cannot be written to {path}: {error.strerror}") from error
+        write_state(path, KIND, self._thread.run(self._content))
 
     async def _content(self) -> dict[str, Any]:
         state = await self._coordinator.state()
@@ -207,7 +203,7 @@ class Rollouts:
         Raises:
             CheckpointError: the file is not there, damaged, or belongs to other settings.
         """
-        content = read(path)
+        content = read_state(path, KIND)
         try:
             state, rows = content["coordinator"], restored(content["rows"])
             self._drawn, self.prompts.epoch = content["drawn"], content["epoch"]
@@ -220,16 +216,6 @@ class Rollouts:
         self.dispatch([(uid, rows[uid]) for uid in held])
         self._run.offer(offered)
         log.info("april goes on with %d prompts", len(held))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The content of a state file; raises CheckpointError."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"april's state {path} cannot be read: {error.strerror}") from error
-    content: dict[str, Any] = unpack(KIND, data, str(path))
-    return content
 
 
 def _held(state: dict[str, Any]) -> list[str]:

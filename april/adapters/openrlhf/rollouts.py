@@ -10,22 +10,81 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import numpy as np
 
-from april.adapters.openrlhf.engine import connect
-from april.adapters.openrlhf.prompts import KEY, Prompts
-from april.adapters.openrlhf.samples import Held, RewardResult, judged_text, prompt_ids, responses_of
+from april.adapters.openrlhf.samples import KEY, Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import GenerationMode, Prompt, SampleId
+from april.daemon_pool import DaemonPool
 from april.driver.rewards import Response
+from april.engines.vllm.actor import ActorEngine, capabilities_of
 from april.errors import CheckpointError, DataExhausted, RolloutError
 from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
-from april.state_file import pack, unpack
+from april.state_file import groups_in, pack, unpack
+
+
+class OpenRLHFEngine(ActorEngine):
+    """Before one :class:`april.adapters.openrlhf.actors.AprilRolloutRayActor`."""
+
+    async def pushes(self) -> int:
+        """Complete transfers of weights by the trainer into this engine, ever."""
+        return int(await self._call("april_pushes"))
+
+    async def judge(self, query: str, prompt: str, label: Any) -> Any:
+        """The answer of OpenRLHF's reward function or server, asked in the actor as OpenRLHF asks it."""
+        return await self._call("april_judge", query, prompt, label)
+
+
+async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
+    """An engine before each actor."""
+    told = await asyncio.gather(*(actor.april_capabilities.remote() for actor in actors))
+    pairs = enumerate(zip(actors, told, strict=True))
+    return [OpenRLHFEngine(actor, f"vllm{i}", capabilities_of(plain)) for i, (actor, plain) in pairs]
+
+
+class TransferElsewhere:
+    """Begun by one call and ended by another, both from the process that writes the weights.
+
+    Args:
+        hand_over: ``hand_over(transfer)`` stops generation, calls ``transfer``, and goes on when it has returned.
+    """
+
+    def __init__(self, hand_over: Callable[[Callable[[], None]], Any]) -> None:
+        self._hand_over = hand_over
+        self._pool = DaemonPool("april-transfer")
+        self._may_write: Future[None] = Future()
+        self._written: Future[bool] = Future()
+        self._ended: Future[Any] = Future()
+
+    def begin(self) -> None:
+        """Returns when weights may be written; raises what stands against it."""
+        self._may_write, self._written = Future(), Future()
+        self._ended = self._pool.submit(self._hand_over, self._transfer)
+        wait((self._may_write, self._ended), return_when=FIRST_COMPLETED)
+        if self._ended.done():
+            self._ended.result()
+
+    def end(self, *, written: bool) -> None:
+        """All engines have the weights, or not; returns when generation goes on.
+
+        Raises:
+            RolloutError: they have not.
+            EngineError: april could not go on with them.
+        """
+        self._written.set_result(written)
+        self._ended.result()
+
+    def _transfer(self) -> None:
+        self._may_write.set_result(None)
+        if not self._written.result():
+            raise RolloutError("the trainer's transfer of weights broke off; its own error says why")
+
 
 log = logging.getLogger("april")
 
@@ -41,7 +100,7 @@ class Rollouts:
         tokenizer: the trainer's.
         actors: handles of the engine actors.
         open_engines: makes april's engines from them; they also count the trainer's transfers of weights and ask for
-            rewards (see :class:`april.adapters.openrlhf.engine.OpenRLHFEngine`).
+            rewards (see :class:`april.adapters.openrlhf.rollouts.OpenRLHFEngine`).
         check: cross-check april's books after every event (slow).
     """
 
@@ -219,7 +278,7 @@ class Rollouts:
         through = None if self.batch is None else self.batch.id
         state = self.scheduler.state_dict(through)
         theirs, drawn = self._prompts.save(state["prompts"]["position"], loader_state)
-        groups = {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
+        groups = groups_in(state)
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
         content = {
             "state": state, "prompts": drawn,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from april.adapters.slime.advantages import post_process_rewards
 from april.adapters.slime.rollout_function import (
     GenerateRollout,
     RolloutFunction,
     generate_rollout,
     make_generate_rollout,
 )
+from april.adapters.slime.samples import post_process_rewards
 
 __all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_generate_rollout", "post_process_rewards"]

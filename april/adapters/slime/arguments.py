@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from april.adapters.slime.advantages import HOOK, method_of
+from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown
 from april.core.types import GenerationMode, OnFailedSample

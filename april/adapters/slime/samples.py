@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,39 @@ from april.core.batch import DeliveredSample
 from april.core.tape import Int32, Segment, SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
+from april.corrections.advantages import Method
 from april.errors import ConfigError, RolloutError
+
+HOOK = "april.adapters.slime.post_process_rewards"
+SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
+"""``--advantage-estimator`` whose rewards slime divides by the deviation in their group, and those it only centres."""
+
+
+def method_of(args: Any) -> Method | None:
+    """April's name of what slime makes of a group's rewards by its flags; None: it leaves them as they are."""
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in SCALED + CENTRED or not getattr(args, "rewards_normalization", True):
+        return None
+    return "grpo" if estimator in SCALED and getattr(args, "grpo_std_normalization", True) else "dr_grpo"
+
+
+def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """(raw rewards, advantages) of delivered samples, in their order; of whole groups what slime itself makes of them.
+
+    Raises:
+        RolloutError: samples that april has not delivered.
+    """
+    raw = [sample.get_reward_value(args) for sample in samples]
+    if method_of(args) is None:
+        return raw, raw
+    try:
+        return raw, [sample.metadata["april"]["advantage"] for sample in samples]
+    except (KeyError, TypeError):
+        raise RolloutError(
+            f"--custom-reward-post-process-path {HOOK} got a sample that april has not delivered; it goes with "
+            "--rollout-function-path april.adapters.slime.generate_rollout"
+        ) from None
+
 
 log = logging.getLogger("april")
 
@@ -196,3 +229,37 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
 
 Held = dict[SampleId, Any]
 """Samples that are not delivered yet, by name."""
+
+
+KIND = "slime"
+
+
+def carry_path(directory: str, rollout_id: int) -> Path:
+    """Where april's part of a checkpoint lies: beside the file that slime's data source writes for this rollout."""
+    return Path(directory) / "rollout" / f"april_carry_{rollout_id}.msgpack"
+
+
+def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of the scheduler in which the samples of prompts are plain."""
+    core = dict(state["core"])
+    for key in ("ready", "waiting"):
+        core[key] = [
+            {**group, "data": {"group": [as_dict(s) for s in group["data"]["group"]]}} for group in core[key]
+        ]
+    return {**state, "core": core}
+
+
+def as_dict(sample: Any) -> dict[str, Any]:
+    """A sample as plain values; those that come from a file are that already."""
+    return dict(sample) if isinstance(sample, Mapping) else dict(sample.to_dict())
+
+
+def key_of(sample_id: SampleId) -> str:
+    """A sample's name in the file."""
+    return f"{sample_id.group}.{sample_id.index}"
+
+
+def id_of(key: str) -> SampleId:
+    """The sample that a name in the file means."""
+    group, _, index = key.partition(".")
+    return SampleId(int(group), int(index))

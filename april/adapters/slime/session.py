@@ -13,15 +13,23 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from april.adapters.slime import carry
-from april.adapters.slime.advantages import method_of
 from april.adapters.slime.arguments import config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
 from april.adapters.slime.hooks import SlimeHooks
-from april.adapters.slime.samples import Groups, Held, finish
-from april.adapters.slime.servers import Weights
-from april.adapters.slime.updates import FollowedUpdates
+from april.adapters.slime.samples import (
+    KIND,
+    Groups,
+    Held,
+    as_dict,
+    carry_path,
+    finish,
+    id_of,
+    key_of,
+    method_of,
+    without_objects,
+)
+from april.adapters.slime.servers import FollowedUpdates, Weights
 from april.core.batch import Batch
 from april.core.types import GenerationMode
 from april.core.versions import PolicyVersion
@@ -30,6 +38,7 @@ from april.engines.protocol import Engine
 from april.errors import CheckpointError, ConfigError
 from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
+from april.state_file import groups_in, read_state, write_state
 
 log = logging.getLogger("april")
 
@@ -238,7 +247,7 @@ class Session:
         # before it was through with this one; the saved weights are one update ahead of what was counted
         if through is not None and through not in self._leased:
             content["lag"] = 1
-        carry.write(carry.path_of(directory, rollout_id), content)
+        write_state(carry_path(directory, rollout_id), KIND, content)
 
     def _content(self, trained_through: int | None, write: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         """What a checkpoint needs, of the moment when ``write`` wrote slime's own part of it."""
@@ -252,18 +261,18 @@ class Session:
             threading.Event().wait(STEADY_S)
         else:
             raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
-        inside = carry.groups_in(state)
+        inside = groups_in(state)
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
             held |= leased
         kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
-            "state": carry.without_objects(state),
+            "state": without_objects(state),
             "lag": 0,
             "names": [[*version, *name] for version, name in self._weights.names.items()],
-            "ahead": [[carry.as_dict(s) for s in group] for group in self._groups.ahead],
+            "ahead": [[as_dict(s) for s in group] for group in self._groups.ahead],
             **{
-                what: {carry.key_of(i): carry.as_dict(s) for i, s in samples.items() if i.group in inside}
+                what: {key_of(i): as_dict(s) for i, s in samples.items() if i.group in inside}
                 for what, samples in kept.items()
             },
         }
@@ -272,14 +281,14 @@ class Session:
         directory = getattr(self._args, "load", None)
         if directory is None or rollout_id == 0:
             return None
-        path = carry.path_of(directory, rollout_id - 1)
-        content = carry.read(path)
-        if content is None:
+        path = carry_path(directory, rollout_id - 1)
+        if not path.exists():
             log.warning(
                 "rollout %d goes on from a checkpoint that april has not written (there is no %s): what was unfinished "
                 "then is lost, and its prompts are not asked again in this epoch", rollout_id, path,
             )  # fmt: skip
-        return content
+            return None
+        return read_state(path, KIND)
 
     def _restore(self, saved: dict[str, Any]) -> None:
         try:
@@ -288,7 +297,7 @@ class Session:
             self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
-                    kept.update({carry.id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
+                    kept.update({id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"april's carry is damaged: {type(error).__name__}: {error}") from error
         self.scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # slime has put the weights there

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from april.errors import CheckpointError
-from april.state_file import checksum_of, pack, unpack, write_atomic
+from april.state_file import checksum_of, read_state, write_atomic, write_state
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 """The first holds april's state, what decides the order of prompts, steps into a generation batch, and checksums of
@@ -26,7 +26,7 @@ def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) ->
     if trainer._step % _steps_per_generation(trainer):
         state |= {"micro": trainer._step, "buffers": _write_buffer(folder, trainer)}
     if trainer.accelerator.is_main_process:  # last: a state that is there has all the buffers that it names
-        write_atomic(folder / STATE_FILE, pack(KIND, state | {"rollouts": rollouts()}))
+        write_state(folder / STATE_FILE, KIND, state | {"rollouts": rollouts()})
 
 
 def _write_buffer(folder: Path, trainer: Any) -> list[str]:
@@ -47,16 +47,12 @@ def read(folder: Path, trainer: Any) -> Any:
     Raises:
         CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
     """
-    try:
-        data = (folder / STATE_FILE).read_bytes()
-    except FileNotFoundError:
+    if not (folder / STATE_FILE).exists():
         raise CheckpointError(
             f"{folder} has no {STATE_FILE}: it was not saved by AprilGRPOTrainer, so nobody knows which prompts were "
             "trained; begin anew from its weights (model=...) instead"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
-    state = unpack(KIND, data, str(folder))
+        )
+    state = read_state(folder / STATE_FILE, KIND)
     if state["order"] != (now := _order_of_prompts(trainer)):
         raise CheckpointError(
             f"{folder} was saved with prompts {state['order']}, now they are {now}; they must be the same, in the same "

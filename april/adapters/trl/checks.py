@@ -11,7 +11,7 @@ from importlib import metadata
 from itertools import chain
 from typing import Any
 
-from april.adapters.trl.weights import sharding_of, trains_tied_layers
+from april.adapters.trl.ranks import sharding_of, trains_tied_layers
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config
 from april.core.types import OnDataEnd, OnFailedSample

@@ -1,7 +1,13 @@
-"""What the ranks of a trainer share: one scheduler, of which each gets its rows, and the prompts of an evaluation."""
+"""The trainer's present weights as a directory that servers load, however the ranks of the trainer hold them.
+
+Invariant: the trainer's own tensors are not written to. Adapters are merged into a copy, as taking them out again does
+not give the same numbers back in bfloat16.
+"""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 from april.config.settings import Config
@@ -34,3 +40,46 @@ def rows_of_all_ranks(trainer: Any, rows: list[list[int]]) -> list[list[int]]:
     everywhere = accelerator.gather(accelerator.pad_across_processes(padded, dim=1)).tolist()
     counts = accelerator.gather(lengths).tolist()
     return [row[:count] for row, count in zip(everywhere, counts, strict=True)]
+
+
+def sharding_of(trainer: Any) -> str:
+    """``FSDP1``, ``FSDP2`` or ``ZeRO-3``: no rank has the whole model; empty: each one has."""
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return "ZeRO-3" if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3 else ""
+    if getattr(trainer, "is_fsdp_enabled", False):
+        return f"FSDP{getattr(trainer.accelerator.state.fsdp_plugin, 'fsdp_version', 1)}"
+    return ""
+
+
+def write_weights(trainer: Any, folder: Path) -> None:
+    """Called on every rank, as sharded weights are gathered from all of them; rank 0 writes."""
+    accelerator = trainer.accelerator
+    parts = {}
+    if sharding_of(trainer):
+        parts["state_dict"] = accelerator.get_state_dict(trainer.model_wrapped)
+    if accelerator.is_main_process:
+        model = accelerator.unwrap_model(trainer.model)
+        if getattr(model, "peft_config", None) is not None:
+            model = merged(model)
+        model.save_pretrained(folder, **parts)
+
+
+def merged(model: Any) -> Any:
+    """The base model of a PEFT model with the active adapters merged in: a copy in main memory."""
+    import torch
+
+    known: dict[int, Any] = {id(p): torch.nn.Parameter(_on_cpu(p), requires_grad=False) for p in model.parameters()}
+    known |= {id(b): _on_cpu(b) for b in model.buffers()}
+    return copy.deepcopy(model, known).merge_and_unload()
+
+
+def _on_cpu(tensor: Any) -> Any:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def trains_tied_layers(model: Any) -> bool:
+    """Whether adapters change the embedding or the output layer of a PEFT model whose weights for both are one."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save") for layer in layers)

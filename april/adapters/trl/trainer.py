@@ -18,11 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from april.adapters.trl import checkpoint, weights
-from april.adapters.trl.advantages import put_advantages, warn_of_other_rewards
+from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import config_for, hint_at_one_process, refuse_unsupported, require_seams
-from april.adapters.trl.data import DatasetPasses, group_reward, sample_reward
-from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of
+from april.adapters.trl.data import DatasetPasses, group_reward, put_advantages, sample_reward, warn_of_other_rewards
+from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, write_weights
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
 from april.core.batch import Batch
@@ -252,7 +251,7 @@ class Rollout:
         if self._weights_dir is None:
             return None
         path = self._weights_dir / f"step_{trainer.state.global_step}"
-        weights.write(trainer, path)
+        write_weights(trainer, path)
         return str(path)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """One HTTP server as an engine client sees it: requests, streams, control calls, and what went wrong in typed errors.
 
-aiohttp's defaults are wrong for long generations; each setting here says why it differs."""
+aiohttp's defaults are wrong for long generations; each setting here says why it differs.
+"""
 
 from __future__ import annotations
 

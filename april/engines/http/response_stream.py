@@ -3,7 +3,8 @@
 An event of one token costs far more to look at by itself than among others. So who drives a stream may let pieces
 of the response pile up here and take them together; what has arrived can be taken at any time.
 
-Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before."""
+Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before.
+"""
 
 from __future__ import annotations
 

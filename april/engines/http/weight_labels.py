@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import msgspec
+
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.errors import EngineError, WeightsGone, WireError
 from april.server_text import quoted
 
 
-class Span(Protocol):
+class Span(msgspec.Struct, gc=False):
     """Tokens [start, end) of a reply were generated under the weights called ``version``."""
 
     version: str

@@ -7,14 +7,18 @@ as the owner of its models. ``/health`` is never asked: on SGLang it takes a sec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engines.http.http_client import HttpClient, Reply
+from april.engines.http.server_probe import ServerFacts
 from april.engines.http.wire import NotJson, read_json
-from april.engines.openai.known_servers import known_server
+from april.engines.openai.probe import known_server, probe_openai
+from april.engines.sglang.probe import probe_sglang
+from april.engines.vllm.probe import probe_vllm
 from april.server_text import said
 
 VERSION_CHARS = 64
@@ -146,3 +150,26 @@ _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {
     ServerKind.SGLANG: (("/ready", lambda reply: reply.status == 503),),
 }
 """What to ask a server of a kind, and which answer means that it answers no requests. Unknown routes mean nothing."""
+
+
+SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig]] = {
+    ServerKind.VLLM: VllmEngineConfig,
+    ServerKind.SGLANG: SglangEngineConfig,
+    ServerKind.OPENAI: OpenAIEngineConfig,
+}
+"""The settings to use for a server of which only its kind is known."""
+_PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[ServerFacts]]] = {
+    VllmEngineConfig: probe_vllm,
+    SglangEngineConfig: probe_sglang,
+    OpenAIEngineConfig: probe_openai,
+}
+
+
+async def probe(client: HttpClient, config: ServerEngineConfig) -> ServerFacts:
+    """What the server behind ``client`` is, and can do for an engine of the kind of ``config``. Changes nothing there.
+
+    Raises:
+        ConfigError: it is of another kind, cannot do what april needs, or does not tell what must then be set.
+        EngineError: it could not be asked.
+    """
+    return await _PROBES[type(config)](client, config)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.weight_labels import Span
 from april.engines.protocol import EngineFinish, Int32, Request
 from april.errors import EngineError
 from april.server_text import quoted
@@ -43,15 +44,13 @@ _EXTRA: dict[TokenShape, dict[str, Any]] = {
 }
 # spelled out, for a server may have other defaults out of the model's generation_config.json
 _NEUTRAL: dict[str, Any] = {
-    "n": 1,
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    "stream": True,
-    "stream_options": {"include_usage": True},
 }
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 _FINISHES = {
     "stop": EngineFinish.STOP,
     "length": EngineFinish.LENGTH,
@@ -65,22 +64,25 @@ _ID_PREFIX = "token_id:"
 
 def completion_body(model: str, shape: TokenShape, request: Request, **changes: Any) -> bytes:
     """The JSON of one streamed request; ``changes`` are keys that replace others."""
+    body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **sampling_of(request), **STREAMED}
+    return msgspec.json.encode({**body, **_EXTRA[shape], **changes})
+
+
+def sampling_of(request: Request) -> dict[str, Any]:
+    """The sampling of a request as keys of its JSON; everything that changes the distribution is explicit."""
     sampling = request.sampling
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.token_ids.tolist(),
+    params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         **_NEUTRAL,
-        **_EXTRA[shape],
     }
     if sampling.stop_token_ids:
-        body["stop_token_ids"] = sampling.stop_token_ids
+        params["stop_token_ids"] = sampling.stop_token_ids
     if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    return msgspec.json.encode(body | changes)
+        params["seed"] = sampling.seed
+    return params
 
 
 class _Logprobs(msgspec.Struct):
@@ -91,14 +93,6 @@ class _NamedLogprobs(_Logprobs):
     tokens: list[str] = []
 
 
-class VersionSpan(msgspec.Struct, gc=False):
-    """Tokens [start, end) of a response were generated under the weights called ``version``."""
-
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | None = None
@@ -106,7 +100,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _NamedChoice(_Choice):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.weight_labels import Span
 from april.engines.http.wire import failure_of
 from april.engines.protocol import EngineFinish, Request
 from april.errors import EngineError, WireError
@@ -25,14 +26,6 @@ class Finish(msgspec.Struct, gc=False):
     matched: int | str | list[int] | None = None
     message: str | None = None
     status_code: int | None = None
-
-
-class Span(msgspec.Struct, gc=False):
-    """Tokens [start, end) of the reply were generated under ``version``."""
-
-    version: str
-    start: int
-    end: int
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):

@@ -109,7 +109,7 @@ class TransformersEngine:
         require("the transformers engine", "torch", "transformers")
         import torch
 
-        from april.engines.transformers.model_state import ModelState
+        from april.engines.transformers.model_state import ModelState, guard_optimizers
         from april.engines.transformers.model_support import (
             affordable_context,
             autocast_here,
@@ -119,7 +119,6 @@ class TransformersEngine:
             text_config,
         )
         from april.engines.transformers.model_weights import inner_model, weights_of
-        from april.engines.transformers.optimizer_guard import guard_optimizers
         from april.engines.transformers.slot_batch import SlotDecoder
 
         for label, value in (("slots", slots), ("max_len", max_len), ("stream_interval", stream_interval)):
@@ -251,7 +250,7 @@ class TransformersEngine:
 
     def _checked(self, request: Request) -> SlotRequest:
         """The request in the decoder's terms; EngineError, before anything is spent, if it makes no sense."""
-        from april.engines.transformers.slot_request import slot_request, wrong_request
+        from april.engines.transformers.slot_batch import slot_request, wrong_request
 
         where = f"{self._name}, attempt {request.attempt_id}"
         wrong: str | None

@@ -28,8 +28,9 @@ from april.engines.http.server_probe import (
     vocabulary_in_refusal,
 )
 from april.engines.http.server_process import ServerMetrics, read_metrics
+from april.engines.http.weight_labels import Span
 from april.engines.http.wire import read_json
-from april.engines.openai.wire import ASK_SPANS, VersionSpan
+from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import AbortMeans, Capabilities
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
@@ -237,7 +238,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _Logprobs
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _OneToken(msgspec.Struct):

@@ -12,7 +12,17 @@ from typing import Any
 import msgspec
 
 from april.engines.http.response_reader import End, Parser, Piece
-from april.engines.openai.wire import ASK_SPANS, CompletionParser, TokenShape, Usage, VersionSpan, counted, finish_of
+from april.engines.http.weight_labels import Span
+from april.engines.openai.wire import (
+    ASK_SPANS,
+    STREAMED,
+    CompletionParser,
+    TokenShape,
+    Usage,
+    counted,
+    finish_of,
+    sampling_of,
+)
 from april.engines.protocol import Request
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
@@ -27,34 +37,14 @@ def engine_id(route: str, attempt_id: str) -> str:
 def request_body(
     route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False
 ) -> bytes:
-    """JSON for either route; the token route gives ``spans`` unasked.
-
-    Everything that changes the distribution is explicit, or the server would take the model's own defaults;
-    ``logprobs`` 0 is the sampled token alone.
-    """
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": 0,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logprobs": 0,
-        "ignore_eos": False,
-    }
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.seed is not None and seeds:
-        params["seed"] = sampling.seed
-    body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": stream}
+    """The JSON of a request for either route; the token route gives ``spans`` unasked."""
+    params = sampling_of(request) | {"logprobs": 0, "ignore_eos": False}  # 0: the sampled token alone
+    if not seeds:
+        params.pop("seed", None)
+    body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False}
+    body |= STREAMED if stream else {}
     if priority:
         body["priority"] = request.priority
-    if stream:
-        body["stream_options"] = {"include_usage": True}
     if route == TOKEN_ROUTE:
         body |= {"token_ids": request.token_ids.tolist(), "sampling_params": params}
     else:
@@ -77,7 +67,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[Span] | None = None
     logprobs: _Logprobs | None = None
 
 

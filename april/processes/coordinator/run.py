@@ -15,9 +15,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from april.errors import CheckpointError, RolloutError, SchedulerClosed
+from april.errors import RolloutError, SchedulerClosed
 from april.processes.coordinator.messages import Delivery, Order
-from april.state_file import pack, unpack, write_atomic
+from april.state_file import read_state, write_state
 
 log = logging.getLogger("april")
 
@@ -168,10 +168,7 @@ class Run:
         Raises:
             CheckpointError: it cannot be written.
         """
-        try:
-            write_atomic(folder / STATE_FILE, pack(KIND, self._trainer.ask("state")))
-        except OSError as error:
-            raise CheckpointError(f"april's state cannot be written to {folder}: {error.strerror}") from error
+        write_state(folder / STATE_FILE, KIND, self._trainer.ask("state"))
 
     def restore(
         self, folder: Path, stored: dict[str, list[int]], row_of: Callable[[list[str]], Sequence[Any]]
@@ -190,11 +187,7 @@ class Run:
         Raises:
             CheckpointError: the state is damaged, or belongs to another checkpoint.
         """
-        try:
-            data = (folder / STATE_FILE).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"april's state in {folder} cannot be read: {error}") from error
-        state = unpack(KIND, data, str(folder))
+        state = read_state(folder / STATE_FILE, KIND)
         dropped = set(state["dropped"])
         # those that are complete wait to be settled: they may be too old one day, and begin again
         self._trainer.dispatch(row_of(self._trainer.ask("restore", state, stored)))

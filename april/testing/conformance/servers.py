@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from april.config.engines import EngineConfig, ServerEngineConfig, SglangEngineConfig
 from april.engines.kinds.factory import open_servers
-from april.engines.openai.known_servers import known_server
+from april.engines.openai.probe import known_server
 from april.engines.protocol import Engine, Float32
 from april.errors import ConfigError
 from april.testing.conformance.subject import Reference, Subject, Weights

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from april.adapters.trl.weights import merged, trains_tied_layers
+from april.adapters.trl.ranks import merged, trains_tied_layers
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": "all-linear"},
