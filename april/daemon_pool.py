@@ -1,4 +1,9 @@
-"""A thread pool that keeps the process alive for seconds only: a function that hangs costs a thread, nothing else."""
+"""A pool of daemon threads, and the few seconds for which the end of the process waits for them.
+
+A daemon thread that comes back from a native library while the interpreter ends is torn out of it, and C++ answers that
+with ``abort()``: a good run would end with code 134. So the interpreter's end waits, and says for what. Then it raises
+SystemExit in what still runs, which ends whatever comes back to Python; what never does cannot be torn out of anything.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,40 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+log = logging.getLogger("april")
+
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
+EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
+"""Seconds that the end of the process waits for functions, before it says so, and after it has interrupted them."""
+_running: dict[int, Callable[..., Any]] = {}
+"""The function that each thread of april runs."""
+_over = threading.Event()
+"""Set once functions were interrupted: the process ends now."""
+
 
 class DaemonPool(ThreadPoolExecutor):
-    """As its base class, which asyncio insists on for its default executor; but its threads are not joined at exit."""
+    """A pool whose threads are not joined at exit; its base class is what asyncio accepts as default executor."""
 
     def __init__(self, name: str, max_workers: int | None = None) -> None:
         super().__init__(max_workers)
         self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._free = threading.Semaphore(0)
-        """Threads that wait for a job."""
+        """Counts threads that wait for a job."""
         self._workers: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._over = False
         self._taking = threading.RLock()
-        """No job comes behind the words that end the threads; a signal handler may be inside it again."""
+        """Keeps jobs from coming behind the words that end the threads; reentrant, as signal handlers may submit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call ``fn`` in one of the threads.
@@ -76,46 +90,26 @@ class DaemonPool(ThreadPoolExecutor):
 
 
 def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
+    me = threading.get_ident()
     while (job := jobs.get()) is not None:
         future, function = job
-        if future.set_running_or_notify_cancel():
+        wanted, result, raised = future.set_running_or_notify_cancel(), None, None
+        if wanted:
             try:
-                with waited_for(function):
+                _running[me] = function
+                if not _over.is_set():
                     result = function()
-                future.set_result(result)
-                del result
             except BaseException as error:
-                future.set_exception(error)
-        del job, future, function  # they must not live on in an idle thread
-        free.release()
-
-
-log = logging.getLogger("april")
-
-EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
-"""How long the end of the process waits for functions, when it says so, and how long for those it has interrupted."""
-_running: dict[int, Callable[..., Any]] = {}
-"""What runs in threads of april, by thread."""
-_over = threading.Event()
-"""What still ran was interrupted: the process ends now."""
-
-
-@contextmanager
-def waited_for(function: Callable[..., Any]) -> Iterator[None]:
-    """The calling thread runs a function of the user."""
-    me = threading.get_ident()
-    _running[me] = function
-    try:
-        yield
-    finally:
-        _running.pop(me, None)
-
-
-def stay_if_over() -> None:
-    """Does not return once what ran was interrupted: nobody hears its answer, and what begins now would be torn out."""
-    if _over.is_set():
-        _running.pop(threading.get_ident(), None)
-        threading.Event().wait()
+                raised = error
+            _running.pop(me, None)
+            if _over.is_set():
+                threading.Event().wait()  # nobody hears the result, and what goes on now would be torn out
+        free.release()  # before anybody hears of the result, so that the next job needs no new thread
+        if raised is not None:
+            future.set_exception(raised)
+        elif wanted:
+            future.set_result(result)
+        del job, future, function, result, raised  # they must not live on in an idle thread
 
 
 def _wait() -> None:
@@ -137,7 +131,7 @@ def _ended_within(seconds: float) -> bool:
 
 
 def _name(function: Any) -> str:
-    """Of what is called in the end: partials and helpers are given it as their first argument."""
+    """The name of the user's function, which partials and helpers are given as their first argument."""
     while isinstance(function, partial):
         function = function.args[0] if function.args and callable(function.args[0]) else function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))

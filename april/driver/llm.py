@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -274,7 +273,7 @@ _GIVEN_UP = "this sample was given up: its group was dropped, its function took 
 def _blocking(
     generate: Callable[Concatenate[LLM, P], Coroutine[Any, Any, Completion]],
 ) -> Callable[Concatenate[BlockingLLM, P], Completion]:
-    """The same method, but it blocks."""
+    """Return the same method, but one that blocks."""
 
     def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> Completion:
         return self._wait_for(args, kwargs)
@@ -290,133 +289,107 @@ class BlockingLLM:
     asyncio.CancelledError, no Exception, when the sample is given up; let it through.
     """
 
-    __slots__ = ("_line", "_llm")
-
-    def __init__(self, llm: LLM, line: _Line) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._line = line
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._box: SimpleQueue[Outcome] | None = None
+        """The place where a call of generate waits for its outcome."""
+        self._over = False
+        """Whether no further call may generate."""
+        self._cancels_next = False
+        """Whether the next call is told that the sample was given up."""
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def sample_id(self) -> SampleId:
-        """Whose response it is."""
+        """The sample whose response this is."""
         return self._llm.sample_id
 
     def _wait_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Completion:
-        if threading.get_ident() == self._line.loop_thread:
+        if threading.get_ident() == self._loop_thread:
             # a plain function that only made a coroutine, which is awaited where coroutines are
             return self._llm.generate(*args, **kwargs)  # type: ignore[return-value]
-        return self._line.ask(args, kwargs)
-
-    generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # a method, with self first
-
-
-BlockingRolloutFunction = Callable[[Prompt, BlockingLLM], Any]
-
-_Question = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class _Line:
-    """Between one thread and april's loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.loop_thread = threading.get_ident()
-        self._lock = threading.Lock()
-        self._box: SimpleQueue[Outcome] | None = None
-        """Where somebody waits in generate."""
-        self._over = False
-        """Nobody may generate any more."""
-        self._to_be_cancelled = False
-        """Who generates next is told that the sample was given up."""
-        self._heard: deque[_Question | Outcome] = deque()
-        self._listener: asyncio.Future[None] | None = None
-
-    # in the thread
-
-    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Completion:
-        """What generate returns or raises."""
         refuse_while_held("llm.generate")
         box: SimpleQueue[Outcome] = SimpleQueue()
         with self._lock:
-            if self._to_be_cancelled:
-                self._to_be_cancelled = False
+            if self._cancels_next:
+                self._cancels_next = False
                 raise asyncio.CancelledError(_GIVEN_UP)
             if self._over:
                 raise RolloutError(AFTER_ITS_END)
             if self._box is not None:
                 raise RolloutError(ONE_CALL_AT_A_TIME)
             self._box = box
-        tell(self._loop, self.hear, (args, kwargs))
+        tell(self._loop, self._begin, args, kwargs)
         outcome = box.get()
         if outcome.error is not None:
             raise outcome.error
         completion: Completion = outcome.take()
         return completion
 
-    # on the loop
+    generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # a method, with self first
 
-    def hear(self, said: _Question | Outcome) -> None:
-        """The thread wants to generate, or its function has ended."""
-        if isinstance(said, Outcome):
-            with self._lock:
-                self._over = True
-        elif self._over:
-            self.answer(Outcome(None, RolloutError(AFTER_ITS_END)))
-            return
-        self._heard.append(said)
-        if self._listener is not None and not self._listener.done():
-            self._listener.set_result(None)
+    # ---------------------------------------------------------------- on the loop
 
-    async def listen(self) -> _Question | Outcome:
-        """The next thing that the thread says."""
-        while not self._heard:
-            self._listener = self._loop.create_future()
-            await self._listener
-        return self._heard.popleft()
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._over:
+            self._answer(Outcome(None, RolloutError(AFTER_ITS_END)))
+        else:
+            self._task = self._loop.create_task(self._generate(args, kwargs))
 
-    def answer(self, outcome: Outcome) -> None:
-        """To whoever waits in generate."""
+    async def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            outcome = Outcome(await self._llm.generate(*args, **kwargs), None)
+        except Exception as error:
+            outcome = Outcome(None, error)
+        except asyncio.CancelledError:
+            outcome = Outcome(None, asyncio.CancelledError(_GIVEN_UP))
+        self._answer(outcome)
+
+    def _answer(self, outcome: Outcome) -> None:
         with self._lock:
             box, self._box = self._box, None
         if box is not None:
             box.put(outcome)
 
-    def cancel(self) -> None:
-        """Cancels the function where it next generates, which may be now."""
+    def _end(self, *, cancelled: bool) -> None:
+        """Let no further call generate; a cancellation ends the call that waits, or else the next one."""
         with self._lock:
             self._over = True
-            self._to_be_cancelled = self._box is None
-        self.answer(Outcome(None, asyncio.CancelledError(_GIVEN_UP)))
+            self._cancels_next = cancelled and self._box is None
+        if cancelled:
+            self._answer(Outcome(None, asyncio.CancelledError(_GIVEN_UP)))
+            if self._task is not None:
+                self._task.cancel()
+
+
+BlockingRolloutFunction = Callable[[Prompt, BlockingLLM], Any]
 
 
 def as_coroutine(function: Callable[..., Any], threads: WorkerThreads) -> RolloutFunction:
-    """An async rollout function as it is; a plain one as a coroutine function that runs it in a thread."""
+    """Return an async rollout function as it is, and a plain one as a coroutine function that runs it in a thread."""
     if is_async(function):
         return function
 
     async def rollout(prompt: Prompt, llm: LLM) -> Any:
-        line = _Line()
-        threads.run(copy_context(), function, (prompt, BlockingLLM(llm, line)), line.hear)
+        blocking = BlockingLLM(llm)
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        threads.run(copy_context(), function, (prompt, blocking), ended.set_result)
         try:
-            while not isinstance(said := await line.listen(), Outcome):
-                line.answer(await _generated(llm, *said))
+            await asyncio.wait([ended])
         except asyncio.CancelledError:
-            line.cancel()
-            # its last words are waited for, as a coroutine's would be; a second cancellation ends that
-            while not isinstance(await line.listen(), Outcome):
-                pass
+            blocking._end(cancelled=True)
+            # the function's end is waited for, as a coroutine's would be; a second cancellation ends that
+            await asyncio.wait([ended])
             raise
-        if said.error is not None:
-            raise said.error
-        value = said.take()
+        blocking._end(cancelled=False)
+        outcome = ended.result()
+        if outcome.error is not None:
+            raise outcome.error
+        value = outcome.take()
         return await value if inspect.isawaitable(value) else value
 
     rollout.__qualname__ = name_of(function)
     return rollout
-
-
-async def _generated(llm: LLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(await llm.generate(*args, **kwargs), None)
-    except Exception as error:
-        return Outcome(None, error)

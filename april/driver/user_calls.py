@@ -7,18 +7,17 @@ that (a thread, a coroutine that ignores its cancellation) is left behind, and n
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, copy_context
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Protocol
 
-from april.daemon_pool import stay_if_over, waited_for
+from april.daemon_pool import DaemonPool
 from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
 from april.errors import RolloutError
 
@@ -309,19 +308,14 @@ class TimeLimits:
             self._given_more[what] = asyncio.get_running_loop().call_later(left, self._call_late, what)
 
 
-_Job = tuple[Callable[[], Any], Callable[[Outcome], None]]
-"""What to call, and what to do with its outcome."""
-
-
 class WorkerThreads:
-    """As many threads as functions run at the same time."""
+    """Daemon threads for the user's plain functions, as many as run at the same time; they are used again.
+
+    A thread that hangs costs its memory and nothing else: the next function gets another one.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[_Job | None]] = []
-        """The letter box of each idle thread."""
-        self._numbers = itertools.count(1)
-        self._closed = False
+        self._pool = DaemonPool("april-worker", max_workers=sys.maxsize)
 
     def run(
         self, context: Context, function: Callable[..., Any], args: tuple[Any, ...], heard: Callable[[Outcome], None]
@@ -332,51 +326,18 @@ class WorkerThreads:
             RolloutError: the system gives no more threads.
         """
         loop = asyncio.get_running_loop()
-        with self._lock:
-            box = self._idle.pop() if self._idle else None
-
-        def called() -> Any:
-            try:
-                with waited_for(partial(function, *args)):
-                    stay_if_over()
-                    return context.run(function, *args)
-            finally:
-                stay_if_over()
-
-        (box or self._new_thread()).put((called, lambda o: tell(loop, heard, o)))
-
-    def _new_thread(self) -> SimpleQueue[_Job | None]:
-        box: SimpleQueue[_Job | None] = SimpleQueue()
-        name = f"april-worker-{next(self._numbers)}"
         try:
-            threading.Thread(target=self._work, args=(box,), name=name, daemon=True).start()
+            job = self._pool.submit(outcome_of, partial(context.run, partial(function, *args)))
         except RuntimeError as error:
             raise RolloutError(
                 f"the system gives no more threads ({error}; this process has {threading.active_count()}); plain "
                 "functions need one each: start fewer samples at a time, or write async functions"
             ) from None
-        return box
-
-    def _work(self, box: SimpleQueue[_Job | None]) -> None:
-        ends = False
-        while not ends and (job := box.get()) is not None:
-            function, heard = job
-            outcome = outcome_of(function)
-            with self._lock:
-                # idle before anybody hears of it, so that who comes next needs no new thread
-                ends = self._closed
-                if not ends:
-                    self._idle.append(box)
-            heard(outcome)
-            del job, function, heard, outcome  # they must not live on in an idle thread
+        job.add_done_callback(lambda done: tell(loop, heard, done.result()))
 
     def close(self) -> None:
-        """Idle threads end now, the others after the function that they run; none is waited for."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for box in idle:
-            box.put(None)
+        """End idle threads now, and the others after the function that they run; none is waited for."""
+        self._pool.shutdown(wait=False)
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
