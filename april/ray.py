@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from april.processes.actor_scheduler import ActorScheduler
-from april.processes.ray_run import Run, attach, scheduler
+from april.processes.ray_run import ActorScheduler, Run, attach, scheduler
 
 __all__ = ["ActorScheduler", "Run", "attach", "scheduler"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import april
+from april.driver.loop_thread import LoopThread
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
+from april.processes.link import SocketLink
 from april.processes.rank_scheduler import RankScheduler
 
 PATIENCE_S = 60.0
@@ -56,6 +58,11 @@ def engine() -> SimulatedEngine:
 def reward(prompt: april.Prompt, response: april.Response) -> float:
     """Differs inside of groups."""
     return float(response.sample_id.index) + prompt.position / 8
+
+
+def cut(links: Iterable[Any], thread: LoopThread) -> None:
+    """What the other ends see when this process is killed."""
+    thread.call(lambda: [link._ws._writer.transport.abort() for link in links if isinstance(link, SocketLink)])
 
 
 Program = Callable[[RankScheduler, int], Any]

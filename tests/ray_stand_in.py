@@ -9,12 +9,14 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+from rank_threads import cut
+
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.processes.actor_scheduler import ActorScheduler
-from april.processes.core_actor import CoreActor
 from april.processes.ranks import Ranks
+from april.processes.ray_actors import CoreActor
+from april.processes.ray_run import ActorScheduler
 
 PATIENCE_S = 60.0
 """Of a test that would hang."""
@@ -67,14 +69,7 @@ class Method:
         return Reference(reply)
 
     async def _call(self, *arguments: Any, **named: Any) -> Any:
-        work = asyncio.ensure_future(getattr(self._actor.made, self._name)(*arguments, **named))
-        dead = asyncio.ensure_future(self._actor.dead.wait())
-        await asyncio.wait([work, dead], return_when=asyncio.FIRST_COMPLETED)
-        if self._actor.dead.is_set():
-            work.cancel()
-            raise ActorDied
-        dead.cancel()
-        return work.result()
+        return await getattr(self._actor.made, self._name)(*arguments, **named)
 
 
 def _copy(task: asyncio.Task[Any] | None, reply: Future[Any]) -> None:
@@ -99,16 +94,12 @@ class Actor:
         self._thread.start()
 
         async def begin() -> None:
-            self.made, self.dead = make(), asyncio.Event()
+            self.made = make()
 
         asyncio.run_coroutine_threadsafe(begin(), self.loop).result(PATIENCE_S)
 
     def __getattr__(self, name: str) -> Method:
-        return Method(self, "ready" if name == "__ray_ready__" else name)
-
-    def kill(self) -> None:
-        """Its process ends."""
-        self.loop.call_soon_threadsafe(self.dead.set)
+        return Method(self, name)
 
     def stop(self) -> None:
         """Nothing of it runs any more."""
@@ -127,14 +118,6 @@ class Actor:
         self.loop.close()
         for reply in self.unanswered.copy():
             _copy(None, reply)
-
-
-class RankProcess:
-    """The actor that a rank runs in, of which others see only whether it lives."""
-
-    async def ready(self) -> None:
-        """It is busy training, for ever."""
-        await asyncio.Event().wait()
 
 
 def result(reference: Reference) -> Any:
@@ -159,13 +142,12 @@ def engine() -> SimulatedEngine:
 
 
 class World:
-    """The core's actor, with an engine of its own, and the ranks' processes."""
+    """The core's actor, with an engine of its own, and the ranks that attach to it."""
 
     def __init__(self, ranks: int = 2, config: april.Config = CONFIG, prompts: int = 8, **options: Any) -> None:
         group = Ranks(world_size=ranks, address="none", token="none", **{"rank_timeout_s": 30.0} | options)  # noqa: S106
         GO_ON.set()
-        self.core = Actor(CoreActor)
-        self._actors = [self.core]
+        self.core = Actor(lambda: CoreActor("127.0.0.1"))
         seen = {"prompts": [[1 + i, 2] for i in range(prompts)], "reward": reward, "check": True}
         wrong = result(
             self.core.start.remote(
@@ -174,31 +156,27 @@ class World:
         )
         assert wrong is None, wrong
 
-    def attach(self, rank: int) -> tuple[ActorScheduler, Actor]:
-        """A rank in a new process; its scheduler, and the process."""
-        process = Actor(RankProcess)
-        self._actors.append(process)
-        seat = result(self.core.join_as_rank.remote(rank, [process]))
+    def attach(self, rank: int) -> ActorScheduler:
+        """The scheduler of a rank."""
+        seat = result(self.core.rank.remote(rank))
         if isinstance(seat, Exception):
             raise seat
-        return ActorScheduler(self.core, rank, seat), process
+        return ActorScheduler(*seat)
 
-    def kill(self, rank: ActorScheduler, process: Actor) -> None:
-        """The end of a rank's process: nothing comes from it any more, and Ray says so."""
-        rank._member._thread.call(rank._member._link._tasks.clear)
-        rank._member._thread.stop()
-        process.kill()
+    def kill(self, rank: ActorScheduler) -> None:
+        """The end of a rank's process: its connection ends, and nothing comes from it any more."""
+        cut([rank._seat._link], rank._seat._thread)
+        rank._seat._thread.stop()
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, *exc: object) -> None:
         result(self.core.close.remote())
-        conductor = self.core.made._conductor
+        conductor = self.core.made.center.conductor
         conductor.join(PATIENCE_S)
         assert not conductor.is_alive(), "it hangs"
-        for actor in reversed(self._actors):
-            actor.stop()
+        self.core.stop()
 
 
 def beside(*programs: Callable[[], Any]) -> list[Any]:

@@ -137,7 +137,7 @@ def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (started["name"], started["ranks"]) == ("my-run", 2)
     with World(ranks=started["ranks"]) as world:
         attach = inspect.signature(april.ray.attach)
-        monkeypatch.setattr(april.ray, "attach", lambda *given: world.attach(attach.bind(*given).arguments["rank"])[0])
+        monkeypatch.setattr(april.ray, "attach", lambda *given: world.attach(attach.bind(*given).arguments["rank"]))
         space = {"train": shares.append, "hand_over": lambda: None}
         loop = block("ray.md", "april.ray.attach")
         beside(*(lambda rank=rank: run(loop, space | {"rank": rank}) for rank in range(2)))

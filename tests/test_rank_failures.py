@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import rank_threads
 from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, drain, engine, names_of, raised, run_ranks
 
 import april
@@ -20,7 +19,6 @@ from april.driver.user_code import inside_user_code
 from april.errors import LinkError
 from april.processes import rank_messages as say
 from april.processes import rank_scheduler as scheduler
-from april.processes.actor_scheduler import ActorMember
 from april.processes.center import PURPOSE, Center
 from april.processes.link import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
 from april.processes.member import Member
@@ -33,13 +31,8 @@ ROUND.append(ROUND)
 
 def cut(rollouts: RankScheduler) -> None:
     """What others see when this rank's process is killed."""
-    seat = rollouts._seat
-    if isinstance(seat, Member):
-        assert isinstance(seat._link, SocketLink)
-        links = [seat._link]
-    else:
-        links = [link for link in seat._links.values() if isinstance(link, SocketLink)]
-    seat._thread.call(lambda: [link._ws._writer.transport.abort() for link in links])
+    center, seat = rollouts._center, rollouts._seat
+    rank_threads.cut([seat._link] if center is None else list(center._links.values()), seat._thread)
 
 
 def test_different_calls() -> None:
@@ -207,10 +200,9 @@ def test_an_error_that_cannot_say_what_it_is() -> None:
 def test_a_hundred_ranks_come_at_once() -> None:
     """They all wait for the same word, and none may be taken for one stranger too many."""
     store, size = Store(), 100
-    center = Center(OnePlace(world_size=size, address="127.0.0.1:0", store=store), lambda *_: b"", lambda _: None)
-    point = OnePlace(world_size=size, address="127.0.0.1:0", store=store).meeting_point()
-    center.open(point)
-    address, token = point.find()
+    here = OnePlace(world_size=size, address="127.0.0.1:0", store=store)
+    center, token = Center(here), new_token()
+    address = center.listen(token)
 
     async def come() -> None:
         hellos = [Hello(PURPOSE, f"{rank} {rank}") for rank in range(1, size)]
@@ -333,8 +325,7 @@ def test_an_interrupt_in_one_rank_loses_nothing() -> None:
 
     def program(rollouts: RankScheduler, rank: int) -> Any:
         seat, first = rollouts._seat, True
-        name = "meet" if isinstance(seat, Center) else "next"
-        original = getattr(seat, name)
+        original = seat.next
 
         def interrupted(*arguments: Any) -> Any:
             nonlocal first
@@ -343,7 +334,7 @@ def test_an_interrupt_in_one_rank_loses_nothing() -> None:
                 raise KeyboardInterrupt
             return original(*arguments)
 
-        setattr(seat, name, interrupted)
+        seat.next = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             rollouts.next_batch()
         again = rollouts.next_batch()
@@ -382,38 +373,6 @@ def test_an_interrupt_in_a_transfer(culprit: int) -> None:
         return rollouts.version, rollouts.weight_update(transfer=lambda: None, trained=batch.id)
 
     assert run_ranks(program) == [((0, 0), (0, 1))] * 2
-
-
-def test_an_interrupt_after_a_transfer_that_failed_elsewhere() -> None:
-    """Rank 0 is interrupted while its engines go on: called again, it tells all ranks of the failure, and all go on."""
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        failed: list[april.RankError] = []
-
-        def transfer() -> None:
-            if rank == 1:
-                raise ValueError("no room")
-
-        def interrupted(*arguments: Any) -> Any:
-            if failed:
-                raise failed[0]
-            try:
-                return update(*arguments)
-            except april.RankError as error:
-                failed.append(error)
-                raise KeyboardInterrupt from None
-
-        batch = rollouts.next_batch()
-        if rollouts._own is not None:
-            update, rollouts._own.weight_update = rollouts._own.weight_update, interrupted  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                rollouts.weight_update(transfer=transfer, trained=batch.id)
-        with pytest.raises(ValueError if rank == 1 else april.RankError, match="no room"):
-            rollouts.weight_update(transfer=transfer, trained=batch.id)
-        failed.clear()
-        return rollouts.weight_update(transfer=lambda: None, trained=batch.id)
-
-    assert run_ranks(program, 3) == [(0, 1)] * 3
 
 
 def test_calls_in_wrong_places() -> None:
@@ -458,10 +417,9 @@ def test_a_share_that_nobody_gets() -> None:
         assert str(outcome) == "ranks: nobody has the data_rank 1, of data_size 2"
 
 
-@pytest.mark.parametrize("kind", [Member, partial(ActorMember, core=None, number=0)], ids=["over TCP", "of an actor"])
-def test_an_answer_on_its_way_is_not_taken_for_another_calls(kind: Callable[[april.Ranks], Member]) -> None:
+def test_an_answer_on_its_way_is_not_taken_for_another_calls() -> None:
     """Who was interrupted in a call and makes another one hears that they differ, not how the first one ended."""
-    member = kind(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
+    member = Member(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
     hear = member._frame
     try:
         member.arrive(0, "next_batch()")

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_threads import cut
 from ray_stand_in import GO_ON, World, beside, until
 
 import april
 from april.errors import RankError
-from april.processes.actor_scheduler import ActorScheduler
 from april.processes.packed_call import pack_call, unpack_call
+from april.processes.ray_run import ActorScheduler
 
 EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)
 
@@ -61,7 +62,7 @@ def to_the_end(ranks: list[ActorScheduler]) -> list[april.Batch]:
 def test_every_rank_gets_its_share_until_the_data_ends() -> None:
     """Each sample in one share, metrics of the whole; the same end at the same call."""
     with World() as world:
-        ranks = [world.attach(r)[0] for r in range(2)]
+        ranks = [world.attach(r) for r in range(2)]
         shares = to_the_end(ranks)
         assert settled(shares) == EVERYTHING
         assert all(a.metrics == b.metrics for a, b in zip(shares[::2], shares[1::2], strict=True))
@@ -90,7 +91,7 @@ def raises() -> Any:
 def test_a_call_that_rank_0_cannot_make(prompts: Any, kinds: tuple[type, type], words: str) -> None:
     """What it gives cannot go to the core: all ranks are told, at that call, and go on together."""
     with World() as world:
-        ranks = [world.attach(r)[0] for r in range(2)]
+        ranks = [world.attach(r) for r in range(2)]
         outcomes = beside(*(lambda r=rank: r.evaluate(prompts if r is ranks[0] else None) for rank in ranks))
         assert tuple(map(type, outcomes)) == kinds
         assert all(words in str(outcome) for outcome in outcomes)
@@ -102,13 +103,13 @@ def test_a_call_that_rank_0_cannot_make(prompts: Any, kinds: tuple[type, type], 
 def test_a_rank_that_was_started_anew_gets_its_share_again() -> None:
     """It died while it trained: the others wait in weight_update, and nothing is trained twice or left out."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         first = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one, process)
+        world.kill(one)
         updated: list[Any] = []
         waits = threading.Thread(target=lambda: updated.append(zero.weight_update(transfer=nothing)))
         waits.start()
-        again, _ = world.attach(1)
+        again = world.attach(1)
         assert equal(again.next_batch(), first[1])
         assert again.weight_update(transfer=nothing) == (0, 1)
         waits.join()
@@ -120,11 +121,11 @@ def test_a_rank_that_was_started_anew_gets_its_share_again() -> None:
 def test_a_rank_that_died_after_the_update_goes_on_with_the_next_batch() -> None:
     """What was trained and committed is not handed out again."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         first = both([zero, one], lambda rank: rank.next_batch())
         both([zero, one], lambda rank: rank.weight_update(transfer=nothing))
-        world.kill(one, process)
-        again, _ = world.attach(1)
+        world.kill(one)
+        again = world.attach(1)
         shares = to_the_end([zero, again])
         assert min(batch.id for batch in shares) == first[0].id + 1
         assert settled(first + shares) == EVERYTHING
@@ -133,18 +134,18 @@ def test_a_rank_that_died_after_the_update_goes_on_with_the_next_batch() -> None
 def test_a_rank_that_died_in_the_wait_for_a_batch() -> None:
     """The batch was delivered while nobody was there: it gets its share when it asks for it."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         GO_ON.clear()
         shares: list[april.Batch] = []
         waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
         waits.start()
-        one._member.arrive(0, "next_batch()")
-        center = world.core.made._center
-        center._thread.run(lambda: until(lambda: center._meeting.began))
-        world.kill(one, process)
+        one._seat.arrive(0, "next_batch()")
+        center = world.core.made.center
+        center.thread.run(lambda: until(lambda: center._meeting.began))
+        world.kill(one)
         GO_ON.set()
         waits.join()
-        again, _ = world.attach(1)
+        again = world.attach(1)
         shares.append(again.next_batch())
         assert [share.id for share in shares] == [0, 0]
         both([zero, again], lambda rank: rank.weight_update(transfer=nothing))
@@ -154,10 +155,10 @@ def test_a_rank_that_died_in_the_wait_for_a_batch() -> None:
 def test_rank_0_may_die_like_any_other() -> None:
     """It has nothing that the others have not."""
     with World() as world:
-        (zero, process), (one, _) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         first = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(zero, process)
-        again, _ = world.attach(0)
+        world.kill(zero)
+        again = world.attach(0)
         assert equal(again.next_batch(), first[0])
         both([again, one], lambda rank: rank.weight_update(transfer=nothing))
         assert settled(first + to_the_end([again, one])) == EVERYTHING
@@ -166,11 +167,11 @@ def test_rank_0_may_die_like_any_other() -> None:
 def test_batches_that_are_out_are_all_handed_out_again() -> None:
     """Two were delivered and none is trained: the new rank gets both, in their order, then is where the other is."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         first = both([zero, one], lambda rank: rank.next_batch())
         second = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one, process)
-        again, _ = world.attach(1)
+        world.kill(one)
+        again = world.attach(1)
         assert equal(again.next_batch(), first[1])
         assert equal(again.next_batch(), second[1])
         for _ in range(2):
@@ -181,7 +182,7 @@ def test_batches_that_are_out_are_all_handed_out_again() -> None:
 def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all() -> None:
     """The version stays, and the update can be made again when it is back."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         both([zero, one], lambda rank: rank.next_batch())
         inside, on = threading.Event(), threading.Event()
 
@@ -195,13 +196,13 @@ def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all() -> None:
         waits = threading.Thread(target=lambda: outcome.extend(beside(lambda: zero.weight_update(transfer=nothing))))
         waits.start()
         inside.wait()
-        world.kill(one, process)
+        world.kill(one)
         waits.join()
         on.set()
         dies.join()
         assert "rank 1 was lost in its transfer" in str(outcome[0])
         assert zero.version == (0, 0)
-        again, _ = world.attach(1)
+        again = world.attach(1)
         again.next_batch()
         with pytest.raises(RankError, match="rank 1 was lost in its transfer"):
             again.weight_update(transfer=nothing)
@@ -211,10 +212,10 @@ def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all() -> None:
 def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
     """Within the deadline; a state can still be taken."""
     with World(rank_timeout_s=0.3, rank_deadline_s=0.6) as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one, process)
-        with pytest.raises(RankError, match=r"rank 1 (is gone: its actor is gone|did not come to weight_update)"):
+        world.kill(one)
+        with pytest.raises(RankError, match=r"rank 1 (is gone: the connection|did not come to weight_update)"):
             zero.weight_update(transfer=nothing)
         with pytest.raises(RankError):
             zero.next_batch()
@@ -224,10 +225,10 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
 def test_calls_that_differ_are_named_on_all_ranks() -> None:
     """And on one that came back: what it calls must be what all have called."""
     with World() as world:
-        (zero, _), (one, process) = world.attach(0), world.attach(1)
+        zero, one = world.attach(0), world.attach(1)
         both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one, process)
-        again, _ = world.attach(1)
+        world.kill(one)
+        again = world.attach(1)
         with pytest.raises(RankError, match=r"makes another call .* commit\(0\) in place of next_batch\(\)"):
             again.commit(0)
         outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
@@ -237,7 +238,7 @@ def test_calls_that_differ_are_named_on_all_ranks() -> None:
 def test_what_rank_0_gives_reaches_the_core() -> None:
     """Prompts of evaluations, more prompts, a state; values of an evaluation on every rank."""
     with World(prompts=4) as world:
-        ranks = [world.attach(r)[0] for r in range(2)]
+        ranks = [world.attach(r) for r in range(2)]
         asked = [{"input_ids": [5, 6], "answer": 7}, [8]]
         results = both(
             ranks, lambda rank: rank.evaluate(asked if rank is ranks[0] else None, n_samples=2, temperature=1)
@@ -247,7 +248,7 @@ def test_what_rank_0_gives_reaches_the_core() -> None:
         both(ranks, lambda rank: rank.next_batch())
         state = ranks[1].state_dict()
     with World(prompts=4) as world:
-        ranks = [world.attach(r)[0] for r in range(2)]
+        ranks = [world.attach(r) for r in range(2)]
         versions = both(ranks, lambda rank: rank.load_state_dict(state if rank is ranks[0] else {}, transfer=nothing))
         assert versions == [(1, 0), (1, 0)]
 
@@ -255,12 +256,12 @@ def test_what_rank_0_gives_reaches_the_core() -> None:
 def test_a_rank_that_attached_anew_is_told_so_in_its_old_place() -> None:
     """Quickly one after the other, and in a process that lives: the last one counts, and only that."""
     with World() as world:
-        zero, _ = world.attach(0)
-        ones = [world.attach(1)[0] for _ in range(3)]
+        zero = world.attach(0)
+        ones = [world.attach(1) for _ in range(3)]
         shares = to_the_end([zero, ones[-1]])
         assert settled(shares) == EVERYTHING
         for old in ones[:-1]:
-            seat = old._member
+            seat = old._seat
             seat._thread.run(partial(until, lambda seat=seat: seat.broken is not None))
             with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
                 old.next_batch()
@@ -271,7 +272,7 @@ def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
     """Its driver has ended, and Ray lets the actor's process end by itself: no thread of april's is waited for."""
     before = set(threading.enumerate())
     with World(ranks=1) as world:
-        rank, _ = world.attach(0)
+        rank = world.attach(0)
         rank.next_batch()
         rank.validate()
         joined = concurrent.futures.thread._threads_queues  # the interpreter waits for these, daemons or not
@@ -281,7 +282,7 @@ def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
 def test_mistakes() -> None:
     """Each with a sentence, before anything happens."""
     with World() as world:
-        zero, _ = world.attach(0)
+        zero = world.attach(0)
         with pytest.raises(RankError, match="rank 2 is none of 2"):
             world.attach(2)
         with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
@@ -291,37 +292,38 @@ def test_mistakes() -> None:
 def test_a_run_that_closes_between_two_calls_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What carries calls out comes back for the next one when the run closes already, and ends with it."""
     with World(ranks=1) as world:
-        center = world.core.made._center
+        center = world.core.made.center
         closes = threading.Event()
-        ended, stop = center.ended, center._thread.stop
+        carry_out, stop = center._carry_out, center.thread.begin_to_stop
 
-        def goes_on_later(*arguments: Any, **named: Any) -> None:
-            ended(*arguments, **named)
+        def goes_on_later(*arguments: Any) -> None:
+            carry_out(*arguments)
             closes.wait()
 
-        def stopped() -> None:
-            before = center._waiting
-            closes.set()
-            center._thread.run(lambda: until(lambda: center._waiting is not before))
-            stop()
+        def stopped(last: Any = None) -> None:
+            if not closes.is_set():
+                before = center._waiting
+                closes.set()
+                center.thread.run(lambda: until(lambda: center._waiting is not before))
+            stop(last)
 
-        monkeypatch.setattr(center, "ended", goes_on_later)
-        monkeypatch.setattr(center._thread, "stop", stopped)
-        world.attach(0)[0].next_batch()
+        monkeypatch.setattr(center, "_carry_out", goes_on_later)
+        monkeypatch.setattr(center.thread, "begin_to_stop", stopped)
+        world.attach(0).next_batch()
 
 
 def test_a_core_that_died_is_told_of_on_all_ranks() -> None:
     """Whoever waits for it, too."""
     with World() as world:
-        zero, _ = world.attach(0)
+        zero = world.attach(0)
         waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
         outcome: list[Any] = []
         waits.start()
-        world.core.kill()
+        center = world.core.made.center
+        cut(center._links.values(), center.thread)
         waits.join()
         assert isinstance(outcome[0], RankError)
         assert "the core is gone" in str(outcome[0])
-        world.core.loop.call_soon_threadsafe(world.core.dead.clear)
 
 
 @pytest.mark.parametrize(("method", "at"), [("weight_update", 0), ("load_state_dict", 1)])

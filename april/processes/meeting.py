@@ -1,25 +1,34 @@
-"""Where the ranks meet: rank 0's account of who has come to which call. No asyncio, no clock: time is given.
+"""Where the ranks meet: an account of who has come to which call, and what a rank that begins anew has missed.
 
 The rule: a call that changes something is made by every rank, in the same order, with the same arguments. It begins
-when all have come. What breaks the rule, breaks the meeting for all, with one sentence, for good.
+when all have come. What breaks the rule breaks the meeting for all, with one sentence, for good. No asyncio, no clock:
+time is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from april.errors import RankError
+from april.processes.rank_messages import Answer
 
 
 class Meeting:
-    """One per group of ranks. Calls are numbered from 0; rank 0 carries each out and says when it has ended."""
+    """One per group of ranks. Calls are numbered from 0; whoever carries one out says when it has ended.
 
-    def __init__(self, ranks: int, timeout_s: float) -> None:
+    Args:
+        ranks: how many.
+        timeout_s: how long those that have come to a call wait for the others.
+        returns: a rank that is lost may come back within ``timeout_s``; otherwise its loss breaks the meeting.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float, *, returns: bool = False) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.call = 0
         self.began = False
-        """All have come to the call, which rank 0 carries out."""
+        """All have come to the call, which is carried out."""
         self.step: str | None = None
         """What all ranks carry out now, in the middle of the call."""
         self.step_failed: RankError | None = None
@@ -34,6 +43,9 @@ class Meeting:
         """Who has carried out the step."""
         self.closed: set[int] = set()
         """Who has closed its scheduler."""
+        self._returns = returns
+        self._missed: dict[int, tuple[float, str]] = {}
+        """Since when ranks are lost that may come back, and why."""
         self._since: float | None = None
         """Since when some wait for others."""
 
@@ -72,8 +84,6 @@ class Meeting:
             self._break(f"{_names(self.closed)} closed before {what}, which {_names({rank})} waits for", self.closed)
             return False
         if self.began:
-            if rank == 0:
-                self._since = self.step_failed = None  # it is back, and the step that failed was of its last try
             return False
         self._what[rank] = what
         if self._since is None:
@@ -83,18 +93,14 @@ class Meeting:
         self.began, self._since = True, None
         return True
 
-    def leave(self, rank: int, call: int, now: float) -> None:
+    def leave(self, rank: int, call: int) -> None:
         """An interrupt has taken a rank out of a call: it is waited for as if it had not come."""
         if call > self.call:
             self._early.pop(rank, None)
-        if self.broken is not None or call != self.call:
-            return
-        if not self.began:
+        if self.broken is None and call == self.call and not self.began:
             self._what.pop(rank, None)
             if not self._what:
                 self._since = None
-        elif rank == 0:
-            self.step, self._since = None, now
 
     def open_step(self, step: str) -> None:
         """All ranks are to carry something out."""
@@ -116,7 +122,7 @@ class Meeting:
         return True
 
     def end_call(self, now: float) -> None:
-        """Rank 0 has carried it out, well or badly."""
+        """The call is carried out, well or badly."""
         self.call += 1
         self._last = self.what
         self.began, self.step, self.step_failed, self._since = False, None, None, None
@@ -128,10 +134,25 @@ class Meeting:
 
     # ---------------------------------------------------------------- what breaks it
 
-    def lost(self, rank: int, why: str) -> None:
-        """A rank does not answer any more."""
-        if rank not in self.closed:
+    def lost(self, rank: int, why: str, now: float) -> bool:
+        """A rank does not answer any more; whether that ends a step that all carry out."""
+        if self.broken is not None or rank in self.closed:
+            return False
+        if not self._returns:
             self._break(f"rank {rank} is gone: {why}", (rank,))
+            return False
+        self._missed[rank] = now, why
+        self.leave(rank, self.call)
+        if self.step is None or rank in self._done:
+            return False
+        self.step_failed = RankError(f"rank {rank} was lost in its {self.step}: {why}", (rank,))
+        self.step = self._since = None
+        return True
+
+    def back(self, rank: int) -> None:
+        """It is there, for the first time or again."""
+        self._missed.pop(rank, None)
+        self.closed.discard(rank)
 
     def close(self, rank: int, error: str) -> None:
         """A rank has closed its scheduler; nobody misses it before the next call."""
@@ -144,12 +165,14 @@ class Meeting:
 
     def tick(self, now: float) -> None:
         """Time has gone by; whoever is late breaks it."""
+        for rank, (since, why) in self._missed.items():
+            if now - since >= self.timeout_s:
+                again = f"it has not come back within {self.timeout_s:g} s (rank_timeout_s)"
+                self._break(f"rank {rank} is gone: {why}; {again}", (rank,))
         if self.broken is not None or self._since is None or now - self._since < self.timeout_s:
             return
         if self.step is not None:
             missing, where = self._all - self._done, f"the end of its {self.step}"
-        elif self.began:
-            missing, where = {0}, f"{self._what[0]}, in which it was interrupted, again"
         else:
             missing, where = self._all - self._what.keys(), next(iter(self._what.values()))
         self._break(f"{_names(missing)} did not come to {where} within {self.timeout_s:g} s (rank_timeout_s)", missing)
@@ -166,3 +189,47 @@ class Meeting:
 def _names(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in sorted(ranks)]
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCall:
+    """A call that all ranks have made."""
+
+    what: str
+    """its name and arguments"""
+    answer_of: Callable[[int], Answer]
+    """what a rank was answered"""
+    batch: int | None
+    """the batch that it has delivered"""
+
+
+class Journal:
+    """The calls that have ended since the oldest batch was delivered that is out; they are numbered from 0.
+
+    A rank that was started anew asks for a batch first. It gets its share of the oldest one that is still out, and what
+    all ranks were answered after that, as long as it makes the same calls; then it is where they are.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._calls: list[EndedCall] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def begins(self) -> int:
+        """Number of the call with which a rank that begins anew goes on."""
+        return self._first
+
+    def ended(self, call: EndedCall, out: Collection[int]) -> None:
+        """The next call has ended, and these batches are delivered and not trained."""
+        self._calls.append(call)
+        kept = next((i for i, c in enumerate(self._calls) if c.batch is not None and c.batch in out), len(self._calls))
+        self._first += kept
+        del self._calls[:kept]
+
+    def find(self, number: int) -> EndedCall | None:
+        """A call that is kept; None: it is yet to come, or nobody needs it any more."""
+        place = number - self._first
+        return self._calls[place] if 0 <= place < len(self._calls) else None

@@ -1,4 +1,4 @@
-"""The side of every other rank: one link to rank 0, over which it makes its calls and hears their ends."""
+"""A rank: one link to the center, over which it makes its calls and hears their ends."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.processes import rank_messages as say
-from april.processes.center import PURPOSE
+from april.processes.center import PURPOSE, Center
 from april.processes.heartbeats import Heartbeats
-from april.processes.link import Hello, Link, close_all, connect
+from april.processes.link import Hello, Link, close_all, connect, memory_links
 from april.processes.ranks import MeetingPoint, Ranks
 
 TRY_AGAIN_S = 0.2
-"""Between two attempts to reach a rank 0 that does not listen yet."""
+"""Between two attempts to reach a center that does not listen yet."""
 
 
 class Member:
-    """See above. Messages of a call are kept until the call has ended here, so an interrupted wait loses none."""
+    """See above. Messages of a call are kept until the call has ended here, so an interrupted wait loses none.
 
-    center = "rank 0"
-    """Who is there, for messages."""
+    Args:
+        name: who is at the center, for messages.
+        local: the center, if it is in this process.
+    """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, name: str = "rank 0", local: Center | None = None) -> None:
+        self._ranks, self._name, self._local = ranks, name, local
+        self.first = 0
+        """Number of its first call."""
         self._beats = Heartbeats(ranks.rank_deadline_s)
         self._link: Link | None = None
         self.broken: RankError | None = None
@@ -35,25 +39,29 @@ class Member:
         self.token = ""
         """That all ranks know."""
         self._gone: str | None = None
-        """Why rank 0 cannot be asked any more."""
+        """Why the center cannot be asked any more."""
         self._come: dict[int, list[say.Step | say.Answer]] = {}
         """What has come of each call that has not ended here."""
         self._made = (-1, "")
         """The last call."""
-        self.arguments = b""
-        """Of the call that is made next, where whoever carries it out has none of them."""
         self._ended = 0
         """Calls that have ended here."""
         self._waiting: list[tuple[int, int, Reply[say.Step | say.Answer]]] = []
         """Who waits for which message of which call."""
         self._asked: dict[int, Reply[bytes]] = {}
         self._numbers = itertools.count()
-        self._thread = LoopThread("april-ranks")
+        self._thread = LoopThread("april-ranks") if local is None else local.thread
 
     # ---------------------------------------------------------------- the trainer
 
     def open(self, point: MeetingPoint) -> None:
-        """Connect to rank 0; raises RankError if it does not listen in time."""
+        """Connect to the center; raises RankError if it does not listen in time."""
+
+        async def join_here() -> None:
+            assert self._local is not None
+            here, there = memory_links()
+            self.join(here)
+            self._local.join(self._ranks.rank, self._ranks.share, there)
 
         async def join() -> None:
             hello = Hello(PURPOSE, f"{self._ranks.rank} {self._ranks.share}")
@@ -73,24 +81,26 @@ class Member:
                         self._frame(frame)
                     return
                 except LinkError as error:
-                    # in the store it was said when rank 0 listened already
-                    if self._ranks.store is not None or loop.time() > end:
-                        raise RankError(f"rank 0 cannot be reached: {error}", (0,)) from None
+                    if point.listens or loop.time() > end:
+                        raise RankError(f"{self._name} cannot be reached: {error}", (0,)) from None
                 await asyncio.sleep(TRY_AGAIN_S)
 
+        if self._local is not None:
+            self._thread.run(join_here)
+            return
         address, token = point.find()
         self.token = token
         self._thread.run(join)
 
-    def arrive(self, call: int, what: str) -> None:
-        """Make a call."""
+    def arrive(self, call: int, what: str, arguments: bytes = b"") -> None:
+        """Make a call; ``arguments``: of rank 0, where whoever carries it out has none of them."""
         self.raise_if_broken()
 
         def begin() -> None:
             if self._made[0] == call and self._made[1] != what:
-                self._come.pop(call, None)  # it was for the call that was interrupted; rank 0 says that they differ
+                self._come.pop(call, None)  # it was for the call that was interrupted; the center says that they differ
             self._made = (call, what)
-            self._send(say.Arrive(call, what, self.arguments))
+            self._send(say.Arrive(call, what, arguments))
 
         self._thread.call(begin)
 
@@ -123,7 +133,7 @@ class Member:
         self._thread.call_later(lambda: self._send(say.Leave(call)))
 
     def ask(self, method: str, *arguments: Any) -> bytes:
-        """What rank 0 answers to a look; raises its error, or RankError if it is gone."""
+        """What the center answers to a look; raises its error, or RankError if it is gone."""
 
         def begin(reply: Reply[bytes]) -> None:
             number = next(self._numbers)
@@ -141,7 +151,9 @@ class Member:
             raise RankError(str(self.broken), self.broken.ranks)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave."""
+        """Leave; with the center, whose end tells the others, where that is in this process."""
+        if self._local is not None:
+            return
         end = partial(self._end, "" if error is None else describe(error))
         ended = False
         try:
@@ -155,7 +167,7 @@ class Member:
     # ---------------------------------------------------------------- on the loop
 
     def join(self, link: Link) -> None:
-        """Rank 0 is there, on a link."""
+        """The center is there, on a link."""
         self._link = link
         self._beats.hear(0, self._now())
         link.open(self._frame, self._lost)
@@ -169,9 +181,11 @@ class Member:
             self._lost(str(wrong))
             return
         match message:
+            case say.Joined(call):
+                self.first = call
             case say.Step(call) | say.Answer(call) if call >= self._ended:
                 number, what = self._made
-                # of the call that this one is made instead of: rank 0 will say that they differ
+                # of the call that this one is made instead of: the center will say that they differ
                 if call != number or message.what in ("", what):
                     self._come.setdefault(call, []).append(message)
             case say.Shown(number, content):
@@ -180,13 +194,13 @@ class Member:
             case say.Broken(sentence, ranks):
                 self._break(RankError(sentence, ranks))
             case say.Bye(""):
-                self._break(RankError(f"{self.center} has closed its scheduler", (0,)))
+                self._break(RankError(f"{self._name} has closed its scheduler", (0,)))
         self._look_up()
 
     def _lost(self, why: str) -> None:
         if self._gone is not None:
             return
-        self._gone = f"{self.center} is gone: {why}"
+        self._gone = f"{self._name} is gone: {why}"
         self._break(RankError(self._gone, (0,)))
         asked, self._asked = self._asked, {}
         for reply in asked.values():
@@ -231,7 +245,7 @@ class Member:
 
 
 async def _first_frames(link: Link) -> list[bytes]:
-    """What rank 0 says to a rank that it takes; raises LinkError if it does not take it."""
+    """What the center says to a rank that it takes; raises LinkError if it does not take it."""
     came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     frames: list[bytes] = []
 

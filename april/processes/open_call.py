@@ -24,8 +24,6 @@ class OpenCall:
         """Steps that this rank has carried out, and said so."""
         self.carried = 0
         """Those that it has carried out."""
-        self.result: tuple[Any, Exception | None] | None = None
-        """What rank 0's scheduler has returned or raised, before the others have it."""
         self.failed: Exception | None = None
         """What a step has raised on another rank."""
         self.outcome = Reply[Any]()

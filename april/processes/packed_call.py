@@ -31,15 +31,6 @@ _NO_BOUND = 1 << 31
 """Token ids are below it; the core knows the vocabulary."""
 
 
-class Asked:
-    """Stands for the scheduler where a call is only written down: each method returns its name and its arguments."""
-
-    engines = ()
-
-    def __getattr__(self, method: str) -> Callable[..., tuple[str, tuple[Any, ...], dict[str, Any]]]:
-        return lambda *arguments, **named: (method, arguments, named)
-
-
 def pack_call(method: str, arguments: Iterable[Any], named: Mapping[str, Any]) -> bytes:
     """A call for :func:`unpack_call`; raises ConfigError for what cannot go to another process."""
     arguments = list(arguments)

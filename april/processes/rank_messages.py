@@ -26,6 +26,12 @@ class Beat(Message):
     """Whoever sends it is alive."""
 
 
+class Joined(Message):
+    """To a rank that is taken: the number of its first call."""
+
+    call: int
+
+
 class Arrive(Message):
     """A rank makes its call number ``call``: its name and arguments as text."""
 
@@ -96,7 +102,7 @@ class Broken(Message):
     ranks: tuple[int, ...]
 
 
-Said = Beat | Arrive | Leave | Done | Ask | Bye | Step | Answer | Shown | Broken
+Said = Beat | Joined | Arrive | Leave | Done | Ask | Bye | Step | Answer | Shown | Broken
 _DECODER: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 

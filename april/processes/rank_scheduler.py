@@ -1,7 +1,8 @@
 """The scheduler of a trainer of many processes: the face of RolloutScheduler on every rank.
 
-Rank 0 has the RolloutScheduler. The rule: a call that changes something is made by every rank, in the same order, with
-the same arguments; a call that only looks is answered to whoever asks.
+The rule: a call that changes something is made by every rank, in the same order, with the same arguments; a call that
+only looks is answered to whoever asks. The RolloutScheduler is in rank 0's process, and so is the center that makes its
+calls; rank 0 is a rank as any other.
 """
 
 from __future__ import annotations
@@ -9,34 +10,36 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.batch_shares import SplitBy
 from april.core.ledger import Ledger
+from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
+from april.driver.local_host import Hosts
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import EvaluationResult
-from april.driver.user_code import call_user_code, describe, refuse_inside_user_code
+from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed
 from april.processes import content
 from april.processes import rank_messages as say
-from april.processes.center import Center
+from april.processes.center import Center, OnAll
 from april.processes.gathering import gather, gathering, release
 from april.processes.member import Member
 from april.processes.open_call import OpenCall
-from april.processes.own_scheduler import OwnScheduler, refuse_to_draw
+from april.processes.packed_call import unpack_call
 from april.processes.rank_host import FUNCTIONS, Brought, RankHost
-from april.processes.ranks import Ranks, any_port
-from april.processes.remote_hosts import HostDoor, HostListener
+from april.processes.ranks import MeetingPoint, Ranks, any_port
+from april.processes.remote_hosts import HostListener
 from april.processes.replicas import differ, sampled
 from april.scheduler import RolloutScheduler
 
@@ -48,26 +51,100 @@ JOIN = "joining"
 Transfer = Callable[[], Any]
 
 
-class _OnAll(Protocol):
-    """Has every rank carry out a step, here as ``function``."""
-
-    def __call__(self, step: str, function: Transfer, content: bytes = b"") -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call that is made together."""
 
     what: str
     """name and arguments, as the ranks compare them"""
-    run: Callable[[_OnAll], Any]
-    """what rank 0 does; when its scheduler has returned, nothing is called any more that a signal could interrupt"""
-    read: Callable[[bytes], Any]
-    """what the others make of its result"""
+    method: str
+    """of the scheduler, or JOIN"""
+    arguments: tuple[Any, ...] = ()
+    """of rank 0"""
+    named: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[bytes], Any] = content.unpack_plain
+    """what the ranks make of its result"""
     transfer: Transfer | None = None
     """the step of that name, here"""
-    generates: bool = False
-    """weights that are spread over the ranks are whole on all of them meanwhile, where engines need that"""
+
+
+class OwnScheduler(RolloutScheduler):
+    """The RolloutScheduler behind a center, with the results of its calls packed for the ranks.
+
+    Args:
+        split_by: how batches are split.
+        travels: prompts' data goes to other processes with their responses, so it must be plain.
+        options: of the RolloutScheduler.
+    """
+
+    _gathers = True
+
+    def __init__(self, config: Config, *, ranks: Ranks, split_by: SplitBy, travels: bool, **options: Any) -> None:
+        self._ranks, self._split_by, self._travels = ranks, split_by, travels
+        self._refuse_prompt = refuse_to_draw if travels else None
+        super().__init__(config, **options)
+
+    @property
+    def batches_out(self) -> list[int]:
+        """Numbers of the batches that are delivered and not committed."""
+        return self._thread.call(lambda: list(self._driver.core.leased))
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the engine with the fewest tokens."""
+        return self._vocab_size
+
+    def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
+        """What a call returns here, and what the ranks get, rank 0 nothing if it is here; see :class:`Conducted`."""
+        hand_over = partial(on_all, TRANSFER)
+        if isinstance(asked, bytes):
+            method, arguments, named = unpack_call(asked, hand_over)
+        else:
+            given = asked.method in ("weight_update", "load_state_dict")
+            arguments = [hand_over if given and callable(a) else a for a in asked.arguments]
+            method, named = asked.method, asked.named
+        if method == JOIN:
+            if missing := set(range(self._ranks.shares)) - set(shares):
+                raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
+            if arguments:
+                on_all(JOIN, content.pack_plain(arguments))
+            return None, [content.pack_plain(None)] * len(shares)
+        if method in ("next_batch", "evaluate") and gathering(self.engines):
+            on_all(GATHER)
+        result = getattr(self, method)(*arguments, **named)
+        here = not isinstance(asked, bytes)
+        if isinstance(result, Batch):
+            if self._travels:
+                for prompt in {s.id.group: s.prompt for s in result.samples}.values():
+                    content.refuse_not_plain(prompt)
+            parts = result.split(self._ranks.shares, self._split_by)
+            packed = {share: content.pack_batch(parts[share]) for share in set(shares[here:])}
+            return parts[shares[0]], [packed.get(share, b"") for share in shares]
+        if isinstance(result, PolicyVersion):
+            one = content.pack_update(result, sampled(self.engines))
+        elif isinstance(result, EvaluationResult):
+            one = content.pack_evaluation(result)
+        else:
+            one = content.pack_plain(result)
+        return result, [one] * len(shares)
+
+    def look(self, method: str, arguments: list[Any]) -> bytes:
+        """What a rank that has no scheduler itself wants to know."""
+        match method:
+            case "state_dict":
+                return content.pack_plain(self.state_dict(*arguments))
+            case "version":
+                return content.pack_plain(self.version)
+            case "ledger":
+                return content.pack_ledgers(self.ledger())
+            case "held_groups":
+                return content.pack_plain(sorted(self.held_groups()))
+            case "validate":
+                self.validate()
+                return b""
+            case "story":
+                return content.pack_plain(self.story(*arguments))
+        raise RolloutError(f"a rank cannot ask for {method}")
 
 
 class RankScheduler:
@@ -95,7 +172,8 @@ class RankScheduler:
     """
 
     _own: OwnScheduler | None = None
-    """Of rank 0."""
+    _center: Center | None = None
+    """Both of rank 0."""
     _host: RankHost | None = None
     """Of a rank that is not 0."""
 
@@ -110,67 +188,78 @@ class RankScheduler:
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
-        hosts: HostDoor | None = None,
+        hosts: Hosts | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, Config) or not isinstance(ranks, Ranks):
             raise ConfigError("RankScheduler needs an april.Config and an april.Ranks, such as april.Ranks.of_torch()")
-        self._split_by = split_by
-        seat = Center(ranks, self._look, self._end_waits) if ranks.rank == 0 else Member(ranks)
-        self._sit_down(config, ranks, seat, tokenizer)
+        if ranks.rank == 0:
+            self._center = Center(ranks)
+        self._sit_down(config, ranks, Member(ranks, local=self._center), tokenizer)
         functions = {name: options[name] for name in FUNCTIONS if name in options}
         self._brought = brought = Brought(
             config=config, ranks=ranks, spread=spread, model=model, engines=engines, tokenizer=tokenizer,
             functions=functions,
         )  # fmt: skip
-        point = ranks.meeting_point()
-
-        def create(on_all: _OnAll) -> None:
-            self._check_shares()
-            if spread and hosts is not None:
-                raise ConfigError("give hosts= or spread=True: the ranks are hosts by themselves")
-            door = None
-            if ranks.world_size > 1 and hosts is None and brought.lends:
-                door = HostListener(point.token, any_port(ranks.address), deadline_s=ranks.rank_deadline_s)
-            try:
-                own = self._own = OwnScheduler(
-                    brought.own_config, prompts=prompts, model=model, engines=engines, tokenizer=tokenizer,
-                    hosts=door or hosts, travels=ranks.world_size > 1, **options,
-                )  # fmt: skip
-            except BaseException:
-                if door is not None:
-                    door.discard()
-                raise
-            self._check_data(own, prompts)
-            if door is not None:
-                on_all(JOIN, lambda: None, content.pack_plain([door.address, bool(gathering(own.engines))]))
-
         what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, data_size={ranks.shares}, {brought})"
+        point = ranks.meeting_point()
         try:
             self._seat.open(point)
-            self._together(_Call(what=what, run=create, read=content.unpack_plain))
+            arguments: tuple[Any, ...] = ()
+            if self._center is not None:
+                own = dict(prompts=prompts, model=model, engines=engines, tokenizer=tokenizer, **options)
+                arguments = self._begin(self._center, point, split_by, hosts, own)
+            self._together(_Call(what=what, method=JOIN, arguments=arguments))
         except BaseException as error:
             self._leave(error)
             raise
 
-    def _sit_down(self, config: Config, ranks: Ranks, seat: Center | Member, tokenizer: Any, first: int = 0) -> None:
-        """What every rank has; ``first``: number of its first call."""
+    def _begin(
+        self, center: Center, point: MeetingPoint, split_by: SplitBy, hosts: Hosts | None, options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Make the scheduler, on rank 0; what the others must know to bring engines and functions.
+
+        What goes wrong is raised on all ranks, once they have come.
+        """
+        ranks, brought = self.ranks, self._brought
+        several = ranks.world_size > 1
+        if several:
+            address = ""
+            try:
+                address = center.listen(point.token)
+            finally:
+                point.publish(address)
+        door = None
+        try:
+            if brought.spread and hosts is not None:
+                raise ConfigError("give hosts= or spread=True: the ranks are hosts by themselves")
+            if several and hosts is None and brought.lends:
+                door = HostListener(point.token, any_port(ranks.address), deadline_s=ranks.rank_deadline_s)
+            self._own = OwnScheduler(
+                brought.own_config, ranks=ranks, split_by=split_by, travels=several, hosts=door or hosts, **options
+            )
+            self._check_data(self._own, options["prompts"])
+        except BaseException as error:
+            if door is not None and self._own is None:
+                door.discard()
+            if not isinstance(error, Exception):
+                raise
+            center.begin(error)
+            return ()
+        center.begin(self._own)
+        return () if door is None else (door.address, bool(gathering(self._own.engines)))
+
+    def _sit_down(self, config: Config, ranks: Ranks, seat: Member, tokenizer: Any) -> None:
+        """What every rank has."""
         self.config = config
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._seat: Center | Member = seat
-        self._calls = first
+        self._seat = seat
         self._open: OpenCall | None = None
         """A call of which nobody here has heard the end."""
         self._closed = False
         self._warned = False
         """That its weights are not those of rank 0."""
-
-    def _check_shares(self) -> None:
-        """Every share of a batch has somebody who gets it."""
-        assert isinstance(self._seat, Center)
-        if missing := set(range(self.ranks.shares)) - set(self._seat.shares):
-            raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self.ranks.shares}")
 
     def _check_data(self, own: OwnScheduler, prompts: Iterable[Any]) -> None:
         """Of the first prompt, where looking takes none away."""
@@ -183,7 +272,6 @@ class RankScheduler:
 
     def _join_rank_0(self, address: str, gathers: bool) -> None:
         """As a host, if there is something to bring; there must where the weights are to be gathered."""
-        assert isinstance(self._seat, Member)
         if self._brought.anything:
             self._host = RankHost(self._brought, address, self._seat.token)
         if gathers and not gathering(self.engines):
@@ -222,13 +310,11 @@ class RankScheduler:
 
     def commit(self, batch_id: int) -> None:
         """See :meth:`april.RolloutScheduler.commit`."""
-        what = f"commit({_text(batch_id)})"
-        self._together(_Call(what=what, run=lambda _: self._rollouts.commit(batch_id), read=content.unpack_plain))
+        self._together(_Call(what=f"commit({_text(batch_id)})", method="commit", arguments=(batch_id,)))
 
     def lower_staleness(self, to: int | None = None) -> int:
         """See :meth:`april.RolloutScheduler.lower_staleness`."""
-        what = f"lower_staleness({_text(to)})"
-        call = _Call(what=what, run=lambda _: self._rollouts.lower_staleness(to), read=content.unpack_plain)
+        call = _Call(what=f"lower_staleness({_text(to)})", method="lower_staleness", arguments=(to,))
         return self._together(call)  # type: ignore[no-any-return]
 
     def evaluate(
@@ -256,8 +342,7 @@ class RankScheduler:
 
     def extend(self, prompts: Iterable[Any]) -> None:
         """See :meth:`april.RolloutScheduler.extend`; the prompts are those that rank 0 gives."""
-        call = _Call(what="extend()", run=lambda _: self._rollouts.extend(prompts), read=content.unpack_plain)
-        self._together(call)
+        self._together(_Call(what="extend()", method="extend", arguments=(prompts,)))
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None
@@ -318,33 +403,26 @@ class RankScheduler:
         return content.unpack_plain(self._ask("story", group, index))  # type: ignore[no-any-return]
 
     def _ask(self, method: str, *arguments: Any) -> bytes:
-        assert isinstance(self._seat, Member)
         return self._seat.ask(method, *arguments)
-
-    def _look(self, method: str, arguments: list[Any]) -> bytes:
-        """Rank 0 answers another rank."""
-        return look(self._rollouts, method, arguments)
 
     # ---------------------------------------------------------------- what the calls are
 
     def _next_batch(self) -> _Call:
-        return _Call(
-            what="next_batch()", run=lambda _: self._rollouts.next_batch(), read=content.unpack_batch, generates=True
-        )
+        return _Call(what="next_batch()", method="next_batch", read=content.unpack_batch)
 
     def _weight_update(self, path: Any, transfer: Any, trained: int | None) -> _Call:
-        def run(on_all: _OnAll) -> PolicyVersion:
-            return self._rollouts.weight_update(path, transfer and (lambda: on_all(TRANSFER, transfer)), trained)
-
         what = f"weight_update(path={_text(path)}, transfer={_given(transfer)}, trained={_text(trained)})"
-        return _Call(what=what, run=run, read=self._read_version, transfer=transfer)
+        return _Call(
+            what=what, method="weight_update", arguments=(path, transfer, trained), read=self._read_version,
+            transfer=transfer,
+        )  # fmt: skip
 
     def _load(self, state: Any, path: Any, transfer: Any) -> _Call:
-        def run(on_all: _OnAll) -> PolicyVersion:
-            return self._rollouts.load_state_dict(state, path, transfer and (lambda: on_all(TRANSFER, transfer)))
-
         what = f"load_state_dict(path={_text(path)}, transfer={_given(transfer)})"
-        return _Call(what=what, run=run, read=self._read_version, transfer=transfer)
+        return _Call(
+            what=what, method="load_state_dict", arguments=(state, path, transfer), read=self._read_version,
+            transfer=transfer,
+        )  # fmt: skip
 
     def _read_version(self, packed: bytes) -> PolicyVersion:
         """With the weights of rank 0, if it has a model: this rank generates from the same ones."""
@@ -356,14 +434,14 @@ class RankScheduler:
     def _evaluate(self, prompts: Any, **arguments: Any) -> _Call:
         what = f"evaluate({', '.join(f'{name}={_text(value)}' for name, value in arguments.items())})"
         return _Call(
-            what=what, run=lambda _: self._rollouts.evaluate(prompts, **arguments), generates=True,
+            what=what, method="evaluate", arguments=(prompts,), named=arguments,
             read=partial(content.unpack_evaluation, detokenizer=self._detokenizer),
         )  # fmt: skip
 
     # ---------------------------------------------------------------- how they are made
 
     def _together(self, made: _Call) -> Any:
-        """Make a call with all ranks: rank 0 runs it, the others read what it sends; returns what came of it."""
+        """Make a call with all ranks; returns what came of it."""
         call = self._enter(made.what)
         try:
             call.run(partial(self._body, made), self._seat.leave)
@@ -373,7 +451,7 @@ class RankScheduler:
         finally:  # nothing is called from here on: no signal handler comes between the caller and the result
             call.wanted = False
             if call.over:
-                self._calls, self._open = call.number + 1, None
+                self._seat.first, self._open = call.number + 1, None
         if error is not None:
             raise error
         return value
@@ -389,7 +467,7 @@ class RankScheduler:
         finally:
             call.wanted = False
             if call.over:
-                self._calls, self._open = call.number + 1, None
+                self._seat.first, self._open = call.number + 1, None
         if error is not None:
             raise error
         return value
@@ -405,58 +483,22 @@ class RankScheduler:
             raise RolloutError(f"{what} was called while {call.what} is waited for; make one call after the other")
         if call is None or call.what != what:
             # in place of another one that was interrupted: the others are told that the calls differ
-            call = OpenCall(self._calls if call is None else call.number, what)
+            call = OpenCall(self._seat.first if call is None else call.number, what)
         call.wanted = True
         self._open = call
         return call
 
+    def _arguments(self, made: _Call, call: OpenCall) -> bytes:
+        """What the center needs of this rank to make the call."""
+        if self._center is not None:
+            self._center.asked = made
+        return b""
+
     def _body(self, made: _Call, call: OpenCall) -> Any:
-        if isinstance(self._seat, Center):
-            return self._as_rank_0(self._seat, made, call)
-        return self._as_another_rank(self._seat, made, call)
-
-    def _as_rank_0(self, seat: Center, made: _Call, call: OpenCall) -> Any:
-        def on_all(step: str, function: Transfer, content: bytes = b"") -> None:
-            try:
-                seat.step(call.number, step, function, content)
-            except RankError:
-                raise
-            except BaseException as error:
-                failed.append(f"the {step} of rank 0 raised {describe(error)}")
-                raise
-
-        failed: list[str] = []
-        seat.meet(call.number, call.what)
-        if call.result is None:
-            try:
-                if made.generates and gathering(self.engines):
-                    on_all(GATHER, lambda: gather(self.engines))
-                call.result = made.run(on_all), None
-            except Exception as error:
-                call.result = None, error
-            except BaseException:
-                if failed:
-                    seat.answer(call.number, say.told_of_rank_0(failed[0]))
-                    call.over = True
-                raise
-        release(self.engines)
-        result, wrong = call.result
-        if wrong is None:
-            try:
-                own, packed = self._pack(result)
-            except Exception as error:
-                wrong = error
-        if wrong is not None:
-            seat.answer(call.number, say.told_of_rank_0(failed[0]) if failed else say.told(wrong))
-            raise wrong
-        if not seat.answer(call.number, packed):
-            seat.raise_if_broken()
-        return own
-
-    def _as_another_rank(self, seat: Member, made: _Call, call: OpenCall) -> Any:
+        seat = self._seat
         if call.failed is not None:
             raise call.failed
-        seat.arrive(call.number, call.what)
+        seat.arrive(call.number, call.what, self._arguments(made, call))
         while isinstance(message := seat.next(call.number, call.steps), say.Step):
             if call.carried == call.steps:
                 try:
@@ -472,45 +514,25 @@ class RankScheduler:
             seat.done(call.number, message.step)
             call.steps = call.carried
         release(self.engines)
+        if self._center is not None:  # it is all here
+            value, wrong = self._center.outcome
+            if wrong is not None:
+                raise wrong
+            return value
         if message.error is not None:
             raise say.error_of(message.error)
         return made.read(message.content)
 
     def _step(self, made: _Call, message: say.Step) -> None:
-        """Carry out here what rank 0 wants of all."""
+        """Carry out here what all ranks do now."""
         if message.step == JOIN:
-            self._join_rank_0(*content.unpack_plain(message.content))
+            if self._center is None:
+                self._join_rank_0(*content.unpack_plain(message.content))
         elif message.step == GATHER:
             gather(self.engines)
         else:
             assert made.transfer is not None
             call_user_code(made.transfer)
-
-    def _pack(self, result: Any) -> tuple[Any, Sequence[bytes]]:
-        """What rank 0 returns, and what each rank gets."""
-        seat, ranks = self._seat, self.ranks
-        assert isinstance(seat, Center)
-        if isinstance(result, Batch):
-            if ranks.world_size > 1:
-                for prompt in {s.id.group: s.prompt for s in result.samples}.values():
-                    content.refuse_not_plain(prompt)
-            shares = result.split(ranks.shares, self._split_by)
-            packed = {share: content.pack_batch(shares[share]) for share in set(seat.shares[1:])}
-            return shares[ranks.share], [packed.get(share, b"") for share in seat.shares]
-        if isinstance(result, PolicyVersion):
-            return result, [content.pack_update(result, sampled(self.engines))] * ranks.world_size
-        one = content.pack_evaluation(result) if isinstance(result, EvaluationResult) else content.pack_plain(result)
-        return result, [one] * ranks.world_size
-
-    @property
-    def _rollouts(self) -> OwnScheduler:
-        if self._own is None:
-            raise SchedulerClosed("rank 0 has no scheduler (yet)")
-        return self._own
-
-    def _end_waits(self, why: RankError) -> None:
-        if self._own is not None:
-            self._own.end_waits(why)
 
     # ---------------------------------------------------------------- the end
 
@@ -535,6 +557,8 @@ class RankScheduler:
                 ends.callback(self._host.close, 0.0 if error is not None or broken is not None else FAREWELL_S)
             if self._own is not None:
                 ends.callback(self._own.close)
+            if self._center is not None:
+                ends.callback(self._center.close, error, wait=error is None)
             ends.callback(self._seat.close, error)
 
     def __enter__(self) -> Self:
@@ -554,23 +578,12 @@ class RankScheduler:
         await asyncio.to_thread(self._leave, error)
 
 
-def look(rollouts: RolloutScheduler, method: str, arguments: list[Any]) -> bytes:
-    """What a rank that has no scheduler itself wants to know."""
-    match method:
-        case "state_dict":
-            return content.pack_plain(rollouts.state_dict(*arguments))
-        case "version":
-            return content.pack_plain(rollouts.version)
-        case "ledger":
-            return content.pack_ledgers(rollouts.ledger())
-        case "held_groups":
-            return content.pack_plain(sorted(rollouts.held_groups()))
-        case "validate":
-            rollouts.validate()
-            return b""
-        case "story":
-            return content.pack_plain(rollouts.story(*arguments))
-    raise RolloutError(f"a rank cannot ask for {method}")
+def refuse_to_draw(prompt: Prompt) -> None:
+    """Raise ConfigError for a prompt whose responses could be shared with nobody."""
+    try:
+        content.refuse_not_plain(prompt)
+    except RolloutError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _text(value: Any) -> str:

@@ -130,6 +130,8 @@ class MeetingPoint:
         self._key = f"april/ranks/{next(_groups)}"
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
         """Of rank 0."""
+        self.listens = ranks.store is not None
+        """Whether somebody listens there as soon as it is found."""
 
     def publish(self, address: str) -> None:
         """Rank 0 listens there; "": nowhere."""

@@ -1,7 +1,7 @@
 """A run as actors of Ray: one has the scheduler, others may be its hosts. Trainer's ranks attach to it by its name.
 
-Ray does what it is there for: it places actors, starts hosts that died anew, and carries arrays. What happens in them
-is april as everywhere.
+Ray does what it is there for: it places actors, names them, and starts hosts anew that died. What happens in them, and
+between them, is april as everywhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from april.config.settings import Config
 from april.core.batch_shares import SplitBy
 from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion
-from april.errors import ConfigError, EngineError
+from april.engines.protocol import Engine
+from april.errors import AprilError, ConfigError, EngineError
 from april.processes import content
-from april.processes.actor_calls import this_actor
-from april.processes.actor_scheduler import ActorScheduler
-from april.processes.core_actor import CORE, CoreActor, EngineFactory, HostSpec
-from april.processes.host_actor import HostActor
+from april.processes.member import Member
+from april.processes.open_call import OpenCall
+from april.processes.packed_call import pack_call, pack_failure
 from april.processes.rank_host import FUNCTIONS
+from april.processes.rank_scheduler import RankScheduler
 from april.processes.ranks import Ranks
+from april.processes.ray_actors import CORE, CoreActor, EngineFactory, HostActor, HostSpec
 
 log = logging.getLogger("april")
 
@@ -33,6 +35,56 @@ CLOSE_S = 30.0
 """For the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""
 CALLS_AT_ONCE = 10_000
 """Of the core's actor: one of each rank always waits there for news."""
+
+
+class ActorScheduler(RankScheduler):
+    """The face of :class:`april.RolloutScheduler` for one rank of a run, from :func:`april.ray.attach`.
+
+    A call that changes something is made by every rank, in the same order and with the same arguments; a call that only
+    looks is answered to whoever asks. Prompts for ``evaluate`` and ``extend`` and the state for ``load_state_dict``
+    are those that rank 0 gives.
+    """
+
+    _unpacked: Exception | None = None
+    """What rank 0 gave to a call and cannot go to the core."""
+
+    def __init__(self, config: Config, ranks: Ranks, tokenizer: Any = None) -> None:
+        self._sit_down(config, ranks, Member(ranks, "the core"), tokenizer)
+        point = ranks.meeting_point()
+        point.listens = True
+        self._seat.open(point)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """None: they are in other processes."""
+        return []
+
+    def _weight_update(self, path: Any, transfer: Any, trained: int | None) -> Any:
+        if path is None and transfer is None:
+            raise ConfigError(
+                "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "
+                "place; give path=, or transfer="
+            )
+        return super()._weight_update(path, transfer, trained)
+
+    def _arguments(self, made: Any, call: OpenCall) -> bytes:
+        if self.ranks.rank:
+            return b""
+        try:
+            return pack_call(made.method, made.arguments, made.named)
+        except Exception as error:
+            self._unpacked = error
+            return pack_failure(error)
+
+    def _body(self, made: Any, call: OpenCall) -> Any:
+        self._unpacked = None
+        try:
+            return super()._body(made, call)
+        except AprilError as told:
+            raise self._unpacked or told from None
+
+    def __repr__(self) -> str:
+        return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"
 
 
 class Run:
@@ -220,10 +272,11 @@ def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
         core = ray.get_actor(CORE, _namespace(name))
     except ValueError:
         raise ConfigError(f"there is no run {name!r} in this cluster (any more)") from None
-    seat = ray.get(core.join_as_rank.remote(rank, this_actor()))
+    seat = ray.get(core.rank.remote(rank))
     if isinstance(seat, Exception):
         raise seat
-    return ActorScheduler(core, rank, seat, tokenizer)
+    config, ranks = seat
+    return ActorScheduler(config, ranks, tokenizer)
 
 
 def _ray() -> Any:
