@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 ABORTS ?= 1000
 # Random lives in random.
 LIVES ?= 2000
+# april is read anew by every process that a test starts; an environment that forbids bytecode would compile it each time.
+export PYTHONDONTWRITEBYTECODE :=
 # A process of tests per core, so one thread for each: those of torch would wait for each other.
 test random coverage: export OMP_NUM_THREADS = 1
 

@@ -6,6 +6,8 @@ is printed. For each, one line comes back: the exit code. Neither april nor its 
 
 from __future__ import annotations
 
+import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -21,7 +23,12 @@ def main() -> None:
     import hypothesis.strategies  # noqa: F401
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
-    import pytest_asyncio  # noqa: F401
+    import torch  # noqa: F401
+    import transformers.models.auto  # noqa: F401
+
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        plugin.load()
+    gc.freeze()  # runs end with a collection, which need not look at what stands here
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -48,6 +55,7 @@ def _run(asked: dict[str, Any]) -> int:
         os.dup2(number, onto)
     os.chdir(asked["directory"])
     os.environ.update(asked["environment"])
+    sys.dont_write_bytecode = False  # what pytest makes of a file of tests is the same for the next run
     sys.path.insert(0, asked["directory"])
     # what is there already was not rewritten, and has no assertions that a test shows
     return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *asked["arguments"]]))
