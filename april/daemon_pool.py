@@ -82,7 +82,7 @@ class DaemonPool(ThreadPoolExecutor):
                 worker.join()
 
     def join(self, seconds: float) -> bool:
-        """Whether all threads have ended within ``seconds``, after a :meth:`shutdown`."""
+        """Return whether all threads have ended within ``seconds``, after a :meth:`shutdown`."""
         end = time.monotonic() + seconds
         for worker in self._workers:
             worker.join(max(0.0, end - time.monotonic()))

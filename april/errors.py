@@ -29,9 +29,9 @@ class EngineUnreachable(EngineError):
     def __init__(self, message: str, *, why: str = "", distrusted: str = "") -> None:
         super().__init__(message)
         self.why = why
-        """What went wrong, in a few words; empty: nothing came in time."""
+        """The reason in a few words; empty means that nothing came in time."""
         self.distrusted = distrusted
-        """What is wrong with the server's certificate; empty: that was not it."""
+        """The error in the server's certificate; empty if that was not the reason."""
 
 
 class EngineBusy(EngineError):
@@ -90,7 +90,7 @@ class RankError(AprilError, RuntimeError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """Whose doing it is, as far as that is known."""
+        """The ranks that caused it, as far as they are known."""
 
 
 class OffPolicyError(AprilError, RuntimeError):
@@ -99,7 +99,7 @@ class OffPolicyError(AprilError, RuntimeError):
     def __init__(self, message: str, report: dict[str, float]) -> None:
         super().__init__(message)
         self.report = report
-        """What ``off_policy_report`` would have returned."""
+        """The report that ``off_policy_report`` would have returned."""
 
 
 class CheckpointError(AprilError, ValueError):

@@ -1,4 +1,4 @@
-"""How to install what an optional part of april needs: a command that works where april came from."""
+"""The command that installs an optional part's packages, from where april itself came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter keeps of samples beside april's books, and when it is forgotten."""
+"""Values that an adapter keeps of samples beside april's books, and the time when they are forgotten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from april.core.types import SampleId
 
 
 class KeptSamples:
-    """Of samples whose group leaves april's books without a batch, nothing is kept for longer than two batches.
+    """Forgets samples whose group left april's books without a batch, within two batches.
 
     Not for less: a state may have been taken just before, which asks for them, and a reward may come just after.
 

@@ -24,15 +24,15 @@ from april.errors import ConfigError, RolloutError, UsageError
 log = logging.getLogger("april")
 
 PATIENCE_S = 10.0
-"""How long a held model is waited for without a word."""
+"""Seconds that a held model is waited for before a warning."""
 _held: ContextVar[tuple[tuple[ModelTurns, object], ...]] = ContextVar("april_held_models", default=())
-"""The turns that this context has, each with the mark of its owner."""
+"""The turns that this context owns, each with its owner's mark."""
 _known: weakref.WeakKeyDictionary[Any, ModelTurns] = weakref.WeakKeyDictionary()
 _knowing = threading.RLock()
 
 
 class ModelTurns:
-    """Who may use one model at the moment."""
+    """The turns of one model: the owner of the present one, and the queue behind it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -40,10 +40,10 @@ class ModelTurns:
         self._depth = 0
         self._queue: deque[tuple[object, Callable[[], None], str]] = deque()
         self.holder = ""
-        """Where the code is that has the turn; empty: nobody, or a decoder."""
+        """The place of the code that has the turn; empty for a decoder or nobody."""
 
     def ask(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
-        """Whether ``owner`` has the turn now; otherwise ``wake`` is called when it has, from whichever thread."""
+        """Return whether ``owner`` has the turn now; if not, ``wake`` is called when it has, from any thread."""
         with self._lock:
             if self._owner is None or self._owner is owner:
                 self._owner, self.holder = owner, where or self.holder
@@ -71,7 +71,7 @@ class ModelTurns:
                 self._depth = 1
 
     def owned_by(self, owner: object) -> bool:
-        """Whether ``owner`` has the turn."""
+        """Return whether ``owner`` has the turn."""
         return self._owner is owner
 
     def excuse(self, owner: object) -> None:

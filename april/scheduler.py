@@ -46,13 +46,13 @@ log = logging.getLogger("april")
 
 
 class NotGiven(Enum):
-    """Stands for an argument that was left out, where None says something."""
+    """The default of an argument for which None has a meaning."""
 
     REWARD = "no reward"
 
 
 _ASKING = threading.RLock()
-"""Held for two assignments: of what is to be one step for other threads. A signal handler may be inside it again."""
+"""Makes two assignments one step for other threads; a signal handler may enter it again."""
 
 
 class RolloutScheduler:
@@ -90,9 +90,9 @@ class RolloutScheduler:
 
     _loop_type: type[LoopThread] = LoopThread
     _gathers = False
-    """Whether whoever calls this brings the ranks together around it, as engines with ``gathers_weights`` need."""
+    """True if whoever calls this brings the ranks together around it, as engines with ``gathers_weights`` need."""
     _refuse_prompt: Callable[[Prompt], None] | None = None
-    """Of whoever cannot use every prompt; see :class:`PromptSource`."""
+    """The check of a subclass that cannot use every prompt; see :class:`PromptSource`."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class RolloutScheduler:
                 self._asking = None
 
     def _ask(self, me: object) -> None:
-        """One call at a time: until a batch is handed out it is the next one, for everybody who asks."""
+        """Let one call at a time ask: until a batch is handed out, it is the next one for everybody."""
         with _ASKING:
             if self._asking is None:
                 self._asking = me
@@ -305,7 +305,7 @@ class RolloutScheduler:
         self._thread.call(lambda: self._driver.commit(batch_id))
 
     def lower_staleness(self, to: int | None = None) -> int:
-        """From now on prompts are drawn to be trained within ``to`` weight updates (None: one less); returns the bound.
+        """Draw further prompts to be trained within ``to`` weight updates; None means one less. Returns the bound.
 
         What was drawn before keeps the bound that it had, and nothing is dropped for it: all that is trained keeps the
         new bound once that has been delivered. It lasts over restarts, until ``max_staleness`` is configured otherwise.
@@ -495,7 +495,7 @@ class RolloutScheduler:
         self._thread.call(self._driver.core.validate)
 
     def story(self, group: int, index: int) -> str:
-        """What happened to one sample, one line per transition."""
+        """The history of one sample, one line per transition."""
         return self._thread.call(lambda: self._driver.core.story(SampleId(group, index)))
 
     def __repr__(self) -> str:
@@ -533,7 +533,7 @@ class RolloutScheduler:
             raise error
 
     async def _give_up(self) -> None:
-        """What is left to do when the close was interrupted."""
+        """End what is left after an interrupted close."""
         await self._abandoned.end()
         if self._driver.hosts is not None:
             await self._driver.hosts.close()
@@ -584,7 +584,7 @@ def check_functions(
 
 
 PATIENCE_S = 10.0
-"""How long engines have to close."""
+"""Seconds that engines have to close."""
 
 
 class Abandoned:
@@ -607,12 +607,12 @@ class Abandoned:
         self._ends = ends
 
     async def dropped(self) -> None:
-        """:meth:`end`, and a log that says why."""
+        """Close everything, and log why."""
         log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
         await self.end()
 
     async def end(self) -> None:
-        """Close them; nothing else is left on the loop."""
+        """Close the engines and threads, the last things on the loop."""
         if self._threads is not None:
             self._threads.close()
         closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]

@@ -1,4 +1,4 @@
-"""What april saves beside a trainer's checkpoint: sealed bytes, in msgpack, of which nothing is ever executed."""
+"""Files with april's state beside a trainer's checkpoint: sealed bytes in msgpack, never executed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pack(kind: str, content: Any) -> bytes:
 
 
 def unpack(kind: str, data: bytes, where: str) -> Any:
-    """What was packed; ``where`` it was found is for the message.
+    """Return what was packed; the message of an error names ``where`` it was found.
 
     Raises:
         CheckpointError: it was changed, is of another kind, or another version of april wrote it.
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""What file systems say that cannot sync a directory."""
+"""Errors of file systems that cannot sync a directory."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -142,7 +142,7 @@ def _remove_left_over(path: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Of mode 0700, with those above it that are missing."""
+    """Make a directory of mode 0700, and those above it that are missing."""
     if directory.exists():
         return
     make_directory(directory.parent)
@@ -151,7 +151,7 @@ def make_directory(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """What was renamed or made in it is on the disk."""
+    """Write to the disk what was renamed or made in a directory."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_torch(arrays: Mapping[str, Any], device: torch.device | str | int | None = None) -> dict[str, torch.Tensor]:
-    """The same names with tensors of the same shapes, copied to ``device`` (None: torch's default).
+    """Copy the arrays to tensors of the same names and shapes, on ``device`` (None means torch's default).
 
     Integers become int64, as gather and embeddings want their indices; the uint8 masks become bool, which selects,
     multiplies and goes into torch.where (sums are int64; for ``1 - mask`` write ``~mask``); floats become float32.

@@ -31,7 +31,7 @@ TRANSFER = 0
 
 
 class Phase(StrEnum):
-    """How far an update is."""
+    """The phases of an update."""
 
     IDLE = "idle"
     STOPPING = "stopping"
@@ -139,7 +139,7 @@ class EngineCalls:
         self._context.out.append(do.ProbeEngine(name, self._number))
 
     def answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
-        """Whether no weights have moved since the probe was sent, and whether no step has begun or ended either."""
+        """Return whether no weights have moved since the probe was sent, and whether no step began or ended either."""
         self._context.engines.states[event.engine].probe = 0
         moves, turns = self._asked.pop(event.engine)
         return moves == self.moves, (moves, turns) == (self.moves, self.turns)
@@ -174,12 +174,12 @@ class WeightUpdates:
         self._adopt = adopt
         self.phase = Phase.IDLE
         self.half_updated: str | None = None
-        """Why nothing may be generated: the engines hold different weights, or unknown ones."""
+        """The reason why nothing may be generated: the engines hold different weights, or unknown ones."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
         """Content hashes of ``path`` while it holds the present weights; empty means nobody could read it."""
         self._known = True
-        """Whether the present weights are those of ``contents``, or of every server's start where ``path`` is None."""
+        """True if the present weights are those of ``contents``, or of every server's start where ``path`` is None."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
         self._left_out: set[str] = set()
@@ -194,37 +194,37 @@ class WeightUpdates:
         """Calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
-        """Whether some update, of this run or an earlier one, has begun to write weights, however it ended."""
+        """True if some update, of this run or an earlier one, has begun to write weights, however it ended."""
         self._first = context.clock.current
 
     @property
     def none_yet(self) -> bool:
-        """Whether every engine still has the weights of its start, as no update has begun."""
+        """True if every engine still has the weights of its start, as no update has begun."""
         return not self._calls.moves and self._context.clock.current == self._first
 
     @property
     def running(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """True if an update has begun and not ended."""
         return self.phase is not IDLE
 
     @property
     def waits(self) -> bool:
-        """Whether an update waits for its time."""
+        """True if an update waits for its time."""
         return self.phase is STOPPING or bool(self._requests)
 
     @property
     def pending(self) -> bool:
-        """Whether there is an update, which runs or waits."""
+        """True if there is an update, which runs or waits."""
         return self.phase is not IDLE or bool(self._requests)
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be generated, unless an update that may mend it is pending; whoever waits is told this."""
+        """The reason why nothing can be generated, unless a pending update may mend it."""
         return None if self.half_updated is None or self.pending else self.half_updated
 
     @property
     def waits_for(self) -> str:
-        """What the first update in turn waits for, for people."""
+        """The thing that the first update in turn waits for, for people."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
         match self.phase:
             case Phase.IDLE:
@@ -247,7 +247,7 @@ class WeightUpdates:
 
     @property
     def loads_a_state(self) -> bool:
-        """Whether the first update in turn is that of ``load_state_dict``."""
+        """True if the first update in turn is that of ``load_state_dict``."""
         first = self._update if self.running else next(iter(self._requests), self._update)
         return first.restores
 
@@ -264,7 +264,7 @@ class WeightUpdates:
         return max((u.trained for u in updates if u.trained is not None), default=-1)
 
     def can_give(self, state: EngineState) -> bool:
-        """Whether april itself can give an engine the present weights.
+        """Return whether april itself can give an engine the present weights.
 
         After a broken load, the label of the start alone does not bring the weights of the start back.
         """
@@ -360,7 +360,7 @@ class WeightUpdates:
         self._take_over()
 
     def checks(self, name: str) -> bool:
-        """Whether the update waits for this engine's answer to a probe."""
+        """Return whether the update waits for this engine's answer to a probe."""
         return self.phase is Phase.CHECKING and name in self._awaited
 
     def checked(self, event: ev.EngineProbed) -> None:

@@ -28,15 +28,15 @@ from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, 
 log = logging.getLogger("april")
 
 PIECES_AT_ONCE = 32
-"""Pieces of one answer that may pile up before they are looked at."""
+"""The most pieces of one response that pile up before they are looked at."""
 CORRUPT, WEIGHTS_WRITTEN = AttemptFailure.CORRUPT, AttemptFailure.WEIGHTS_WRITTEN
 LAST_TRIES_S = (0.05, 0.2, 0.8)
-"""Pauses between the last tries to get the text of an answer that is here, whole."""
+"""Pauses between the last tries to get the text of a complete response."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One attempt at an engine."""
+    """The stream of one attempt."""
 
     attempt: Attempt
     streams: AttemptStreams
@@ -44,24 +44,24 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     sent: bool = False
     chunks: AsyncIterator[Chunk] | None = None
-    """The engine's answer, while it is read."""
+    """The engine's response, while it is read."""
     end: Chunk | None = None
-    """The one with the finish."""
+    """The chunk with the finish reason."""
     unread: list[Chunk] = field(default_factory=list)
-    """What came and was found good, and has no text yet as the tokenizer fails: not on the tape."""
+    """Good chunks without text, as the tokenizer fails; they are not on the tape yet."""
     stops: StopMatcher | None = None
-    """Behind what is on the tape; None: there are no stop strings, or it has to be made anew."""
+    """The matcher after what is on the tape; None without stop strings, or if it has to be made anew."""
     failure: RolloutError | None = None
-    """Of the tokenizer, the last one."""
+    """The tokenizer's last error."""
     rejected: _Rejected | None = None
-    """What :meth:`AttemptStreams.catch_up` has found to be wrong."""
+    """The error that :meth:`AttemptStreams.catch_up` has found."""
     heard_s: float = 0.0
-    """When something came last, in loop time."""
+    """The loop time at which something came last."""
     token_s: float = 0.0
-    """When tokens came last, as far as pieces have been looked at; at first: when the request was sent."""
+    """The loop time at which tokens came last, or the request was sent."""
 
     def late(self) -> float | None:
-        """No token is known to have come for too long."""
+        """Handle a time without tokens."""
         return self.streams.look_for_tokens(self)
 
 
@@ -184,7 +184,7 @@ class AttemptStreams:
         return stream.checks.end(stream.end, matched=attempt.tape.stopped)
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
-        """Small pieces are looked at together, each at once only where a stop string may end the response."""
+        """Read small pieces together, or each at once where a stop string may end the response."""
         most = 1 if stream.attempt.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
@@ -235,7 +235,7 @@ class AttemptStreams:
                 stream.token_s = stream.heard_s  # the pile's last piece may be a younger one, without tokens
 
     def _accept(self, stream: _Stream, chunk: Chunk) -> None:
-        """A chunk that can be true goes onto the tape; raises _Rejected for others."""
+        """Put a chunk onto the tape if it can be true, else raise _Rejected."""
         attempt = stream.attempt
         try:
             stream.checks.piece(chunk, self._view.current)
@@ -250,7 +250,7 @@ class AttemptStreams:
             self._read_text(stream)
 
     def _read_text(self, stream: _Stream) -> bool:
-        """What came goes onto the tape as far as its text can be looked at for stop strings; whether that is all.
+        """Move chunks onto the tape as far as their text can be searched for stop strings; returns whether that is all.
 
         If the tokenizer fails, it is asked again with the next chunk.
         """
@@ -270,14 +270,14 @@ class AttemptStreams:
         return not stream.unread
 
     async def _last_tries(self, stream: _Stream) -> None:
-        """The answer is here, whole; what holds the tokenizer up may be over soon."""
+        """Try to read the text of a complete response again, as the tokenizer may work again soon."""
         for pause_s in LAST_TRIES_S:
             await asyncio.sleep(pause_s)
             if self._read_text(stream):
                 return
 
     def _over(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
-        """Tell the end of an attempt; if something of it is unread even now, it is the tokenizer that has failed."""
+        """Post the end of an attempt; if some of it is still unread, the tokenizer has failed."""
         if stream.unread:
             attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
             if isinstance(event, ev.AttemptFailed) and event.kind in (CORRUPT, WEIGHTS_WRITTEN):
@@ -289,7 +289,7 @@ class AttemptStreams:
         self._post(event)
 
     def _append(self, stream: _Stream, chunk: Chunk, kept: int | None) -> None:
-        """A chunk goes onto the tape up to the token that completes a stop string; what follows is counted only."""
+        """Put a chunk onto the tape up to the token that completes a stop string; only count what follows."""
         tape, tokens = stream.attempt.tape, chunk.tokens
         if tape.stopped:
             tape.after_stop += len(tokens)
@@ -320,7 +320,7 @@ class AttemptStreams:
             self._spawn(self._ask_abort(engine, command.attempt_ids))
 
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
-        """One call of the engine's abort; that it failed is no error, for it is asked again if need be."""
+        """Call the engine's abort once; a failure is no error, as the abort is repeated if need be."""
         try:
             async with asyncio.timeout(self._view.abort_deadline_s):
                 await engine.abort(attempt_ids)

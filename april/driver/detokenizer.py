@@ -1,4 +1,4 @@
-"""Text of tokens, by the user's tokenizer: for stop strings and rewards. Nothing else in april looks at text."""
+"""The text of tokens, by the user's tokenizer, for rewards and stop strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from april.errors import ConfigError, RolloutError
 
 
 class Tokenizer(Protocol):
-    """What april needs of a tokenizer; those of Hugging Face fit. Called from several threads."""
+    """The part of a tokenizer that april needs; those of Hugging Face fit. It is called from several threads."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ``ids``."""
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
 
 TRIES = 3
-"""Those of Hugging Face, shared by threads, fail now and then (\"Already borrowed\") and work when asked again."""
+"""Tries to decode: tokenizers of Hugging Face that threads share fail now and then (\"Already borrowed\")."""
 
 
 class Detokenizer:
@@ -74,7 +74,7 @@ UNFINISHED_TOKENS = 3
 
 
 def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32) -> StopMatcher:
-    """For what an attempt brings after the tokens that ``came`` [k] of it."""
+    """Make the matcher for the tokens of an attempt after those that ``came`` [k]."""
     sampling, before = attempt.sampling, attempt.token_ids
     if len(came):
         before = np.concatenate((before, came))
@@ -84,7 +84,7 @@ def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32
 
 
 def completes_a_stop(attempt: Attempt, came: Int32, detokenizer: Detokenizer | None) -> bool:
-    """Whether the last of the tokens [k] that an attempt has brought can complete a stop string, and does in the text.
+    """Return whether the last of an attempt's tokens [k] may complete a stop string, and does in the text.
 
     Without a ``detokenizer`` nobody can look at the text. Raises RolloutError if the tokenizer fails.
     """
@@ -122,9 +122,9 @@ class StopMatcher:
         self._foreign = max(0, len(self._ids) - in_call)
         """Tokens at the window's start that are not the call's."""
         self._begin = 0
-        """Where in the window's text a match may begin."""
+        """The position in the window's text from which a match may begin."""
         self._seen = 0
-        """Text of the window up to here was looked at."""
+        """The length of the window's text that was looked at."""
         self._silent = min_tokens
         self._slide()
 
@@ -158,7 +158,7 @@ class StopMatcher:
         return None
 
     def _suspicious(self) -> tuple[bool, int]:
-        """Whether any of the new tokens may have completed a stop string, and how much text is readable.
+        """Return whether any of the new tokens may have completed a stop string, and how much text is readable.
 
         Text that is readable now was so token by token. Byte tokens of which one is wrong can make those before it
         unreadable again: then only each token's own turn tells.
@@ -177,7 +177,7 @@ class StopMatcher:
         return finished, max(len(text.rstrip(GAP)), len(finished.rstrip(GAP)))
 
     def _completed(self, text: str) -> bool:
-        """Whether a stop string begins where it may and ends in what was not looked at yet."""
+        """Return whether a stop string begins where it may and ends in what was not looked at yet."""
         return any(text.find(s, max(self._begin, self._seen - len(s) + 1)) >= 0 for s in self._stops)
 
     def _slide(self) -> None:

@@ -58,7 +58,7 @@ class EngineControl:
         self._call(command, "update_weights", lambda: self._load(command))
 
     async def _load(self, command: do.LoadEngine) -> str:
-        """Returns what its directory holds, which must be the same before and after."""
+        """Load weights; returns the directory's content hash, which must be the same before and after."""
         engine, path = self._engines[command.engine], command.path
         if path is None:
             await engine.update_weights(command.version)
@@ -76,7 +76,7 @@ class EngineControl:
         return before
 
     async def content_of(self, path: str) -> str:
-        """Stands for what a directory holds; empty if it cannot be read here, or not in time."""
+        """The hash of a directory's content; empty if it cannot be read here, or not in time."""
         if not getattr(asyncio.get_running_loop(), "threads_wake_it", True):
             return content_of(path)
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -137,7 +137,7 @@ class EngineControl:
     async def _in_time(
         self, name: str, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
     ) -> list[Exception]:
-        """What it raised, if anything; EngineUnreachable if it took longer."""
+        """Await a method; returns its error, if any, and EngineUnreachable if it took longer."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -184,7 +184,7 @@ class EngineControl:
         self._post(answer)
 
     async def ask_all(self) -> None:
-        """Until all servers have said how they are."""
+        """Wait until all servers have answered a probe."""
         self._post(ev.EnginesAsked())
         if self._probes:
             await asyncio.wait(set(self._probes))

@@ -1,4 +1,4 @@
-"""How far a step was from the limit of its engines, and which cause took the rest.
+"""The distance of a step from the limit of its engines, and the causes that took the rest.
 
 The limit is the time that the tokens of these requests, each at its place in its response, take on the same engines,
 by their fitted cost, when all places are busy all the time and nothing is prefilled twice. Re-prefill costs what its
@@ -50,7 +50,7 @@ def distance_of(
     brought: Iterable[tuple[DecodeCost, Brought]], *, places: float, seconds: float, again: float,
     idle: Mapping[str, float],
 ) -> Distance | None:
-    """Of the requests that ended within some time; None where there were none, or it was none.
+    """The distance over some time; None without requests or time.
 
     Args:
         brought: by engine, its cost and what its requests brought.
@@ -86,7 +86,7 @@ def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
 
 
 class EngineCosts:
-    """What decoding costs on each engine, fitted to its latest requests.
+    """The cost of decoding on each engine, fitted to its latest requests.
 
     Anew whenever they are half as many more, or all that are remembered are new.
     """
@@ -95,10 +95,10 @@ class EngineCosts:
         self._requests = requests
         self._fitted: dict[str, FittedCost] = {}
         self._seen: dict[str, int] = {}
-        """Requests that an engine had brought at its latest fit."""
+        """The requests of each engine at its latest fit."""
 
     def look(self) -> None:
-        """Fit those that have brought enough since, a few of them at a time; forget those that are forgotten there."""
+        """Fit engines that have brought enough since their last fit, a few at a time, and forget those that left."""
         for gone in self._seen.keys() - {name for name, _ in self._requests}:
             del self._seen[gone]
             self._fitted.pop(gone, None)
@@ -112,11 +112,11 @@ class EngineCosts:
                 self._fitted[name] = found
 
     def __iter__(self) -> Iterator[tuple[str, FittedCost]]:
-        """By engine."""
+        """Iterate over engines and their fitted costs."""
         return iter(self._fitted.items())
 
     def of(self, engine: str) -> DecodeCost | None:
-        """Of one engine; of one that has not brought enough yet, that of another one; None while nobody knows."""
+        """The cost of an engine, or of another one while its own is unknown; None while none is known."""
         found = self._fitted.get(engine) or next(iter(self._fitted.values()), None)
         return None if found is None else found.cost
 
@@ -129,7 +129,7 @@ class StepLimit:
         self.costs = EngineCosts(requests)
 
     def metrics(self, metrics: Mapping[str, float], places: float) -> dict[str, float]:
-        """Of the batch with these metrics; nothing while the cost of engines is not known."""
+        """The metrics of a batch's distance; empty while the cost of engines is unknown."""
         self.costs.look()
         known = [(self.costs.of(name), brought) for name, brought in self._requests.take().items()]
         found = distance_of(

@@ -1,4 +1,4 @@
-"""What a rollout function sees: ``llm.generate``, which looks as if it simply took long.
+"""The policy as a rollout function sees it: ``llm.generate``, which looks as if it simply took long.
 
 When a step ends in the middle of a call, april aborts the engine request and keeps its tokens; the coroutine
 stays parked. In a later step the request is continued under newer weights, and the coroutine gets one
@@ -150,13 +150,13 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
 
 
 def refused_argument(name: str) -> str:
-    """Why ``llm.generate`` has no such argument."""
+    """The message that refuses an argument which ``llm.generate`` does not have."""
     known = "token_ids, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
     return f"llm.generate: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
-    """What no engine can be asked for, or None."""
+    """The reason why no engine can be asked for this, or None."""
     for name, kind in (("max_tokens", Integral), ("min_tokens", Integral), ("temperature", Real), ("top_p", Real)):
         value = getattr(sampling, name)
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -183,7 +183,7 @@ def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def exact_types(sampling: SamplingParams) -> SamplingParams:
-    """The same with Python's own int and float, once they are not wrong: a record writes what its replay reads."""
+    """Turn the numbers into Python's own int and float, so that a record writes what its replay reads."""
     return replace(
         sampling,
         max_tokens=int(sampling.max_tokens),
@@ -248,7 +248,7 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
 
 
 def completion_of(sample: Sample, call: RecordedCall) -> Completion:
-    """What a complete generate call added to its sample."""
+    """The completion of a call: what it added to its sample."""
     start, end, finish = call
     tape = sample.tape
     return Completion(
@@ -297,9 +297,9 @@ class BlockingLLM:
         self._box: SimpleQueue[Outcome] | None = None
         """The place where a call of generate waits for its outcome."""
         self._over = False
-        """Whether no further call may generate."""
+        """True if no further call may generate."""
         self._cancels_next = False
-        """Whether the next call is told that the sample was given up."""
+        """True if the next call is told that the sample was given up."""
         self._task: asyncio.Task[None] | None = None
 
     @property

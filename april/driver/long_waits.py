@@ -19,11 +19,11 @@ log = logging.getLogger("april")
 WARN_AFTER_S = 60.0
 """The time after which a wait for the same thing is warned of, unless the configuration says otherwise."""
 TELL_AFTER_S = 6.0
-"""Of such a wait, until whoever looks at the run from outside hears of it."""
+"""The time after which a wait is told to those who watch the run from outside."""
 What = tuple[Waits | str, Phase]
-"""What is waited for; of a weight update also how far it is."""
+"""The thing that is waited for, and the phase of the weight update."""
 CALLS = {Waits.UPDATE: "weight_update", Waits.EVALUATION: "evaluate"}
-"""What the trainer has called, where that is not next_batch."""
+"""The call of the trainer, where it is not next_batch."""
 
 
 class LongWaits:
@@ -46,16 +46,16 @@ class LongWaits:
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | {str(Waits.TRAINER): None}
         self._what: What = TRAINER, IDLE
         self._said: tuple[str, str] | None = None
-        """Call and sentence of a wait that the core knows nothing of."""
+        """The call and sentence of a wait that the core does not know."""
         self._since = 0.0
         self._told = False
         self._observed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._warned: dict[What, float] = {}
-        """Seconds of the longest wait that was warned of."""
+        """The longest wait that was warned of, in seconds."""
 
     def look(self) -> None:
-        """Something has happened: what the trainer waits for now may be another thing."""
+        """Look what the trainer waits for now; call it after every event."""
         core = self._core
         what: Waits | str = waits_of(core) if self._said is None else self._said[1]
         if what is EVALUATION and core.context.attempts.of_evaluations:
@@ -68,7 +68,7 @@ class LongWaits:
 
     @contextmanager
     def on(self, call: str, sentence: str) -> Iterator[None]:
-        """Inside, ``call`` waits for what the sentence says, whatever the core waits for."""
+        """Say that ``call`` waits for what the sentence says, whatever the core waits for."""
         self._said = call, sentence
         self.look()
         try:
@@ -79,7 +79,7 @@ class LongWaits:
 
     @property
     def standing(self) -> str:
-        """What is waited for and for how long; empty: responses, or nothing."""
+        """The thing that is waited for and the time so far; empty for responses or nothing."""
         if self._what[0] in (RESPONSES, TRAINER):
             return ""
         what = waits_for(self._core) if self._said is None else self._said[1]
@@ -87,11 +87,11 @@ class LongWaits:
 
     @property
     def waited_s(self) -> float:
-        """For so long the trainer has waited for the same thing."""
+        """Seconds that the trainer has waited for the same thing."""
         return self._now() - self._since
 
     def close(self) -> None:
-        """Nothing is warned of any more."""
+        """Stop warning."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -107,7 +107,7 @@ class LongWaits:
             self._timer = asyncio.get_running_loop().call_at(at, self._check)
 
     def _check(self) -> None:
-        """It is time to say it, if that is still what is waited for, and nothing has come meanwhile."""
+        """Tell or warn of the wait, if it goes on and nothing has come meanwhile."""
         self._timer = None
         what = self._what
         if (limit := self._limit_s(what)) is None:

@@ -33,9 +33,9 @@ T = TypeVar("T")
 Work = Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]
 
 STOP_PATIENCE_S = 10.0
-"""How long stop waits for cancelled tasks to end, and for threads."""
+"""Seconds that stop waits for cancelled tasks and for threads."""
 ANSWER_PATIENCE_S = 10.0
-"""How long the end waits for a loop that something blocks."""
+"""Seconds that the end waits for a loop that something blocks."""
 
 _CLOSED = "the scheduler is closed; create a new one"
 
@@ -44,7 +44,7 @@ class LoopThread:
     """A daemon thread that runs one event loop until :meth:`stop`."""
 
     threads_wake_it = True
-    """Other threads may call something on its loop while that waits."""
+    """True if other threads can wake the loop while it waits."""
 
     def __init__(self, name: str = "april-loop") -> None:
         self._process = os.getpid()
@@ -52,7 +52,7 @@ class LoopThread:
         self._pool = DaemonPool(f"{name}-to-thread")
         self._loop.set_default_executor(self._pool)
         self._pending: set[Reply[Any]] = set()
-        """What somebody waits for; the end of the loop answers them all."""
+        """Replies that somebody waits for; the end of the loop answers them all."""
         self._stopping = self._ended = False
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -75,7 +75,7 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether coroutines can still be submitted."""
+        """True if coroutines can still be submitted."""
         return not self._stopping
 
     @property
@@ -202,7 +202,7 @@ class LoopThread:
     # ---------------------------------------------------------------- the end
 
     def waits_for(self, reply: Reply[Any]) -> bool:
-        """Whether something submitted has ended, well or badly; False: the loop has not answered for a while."""
+        """Return whether something submitted has ended, well or badly; False: the loop has not answered for a while."""
         while True:
             alive = Reply[None]()
             self.call_later(partial(alive.give, None))
@@ -264,7 +264,7 @@ class LoopThread:
 
 
 _LIBRARIES = (os.path.dirname(os.__file__), "<")
-"""Where the standard library and installed packages are."""
+"""The directory of the standard library and of installed packages."""
 
 
 def result_of(reply: Reply[T]) -> T:
@@ -298,7 +298,7 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
 
 OUTCOME = "outcome"
 LOOK_AGAIN_S = 1.0
-"""A thread that waits looks by itself as often: its wake-up call may have gone to a wait that was interrupted."""
+"""Seconds after which a waiting thread looks by itself: an interrupted wait may have taken its wake-up call."""
 
 
 class Reply(Generic[T]):
@@ -312,7 +312,7 @@ class Reply(Generic[T]):
         self._gate = threading.Lock()
         self._gate.acquire()
         self._given: dict[str, tuple[Any, BaseException | None]] = {}
-        """Empty, or with one entry, which ``setdefault`` puts there in one step."""
+        """The outcome, once there is one: ``setdefault`` puts it here in one step."""
         self._task: asyncio.Task[T] | None = None
         self._unwanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -320,11 +320,11 @@ class Reply(Generic[T]):
     # ---------------------------------------------------------------- any thread
 
     def done(self) -> bool:
-        """Whether it has been given."""
+        """Return whether it has been given."""
         return bool(self._given)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is given; False: it has taken longer than ``timeout`` seconds."""
+        """Wait until it is given; returns False after ``timeout`` seconds without it."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._given:
             left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - time.monotonic())
@@ -344,18 +344,18 @@ class Reply(Generic[T]):
         return value  # type: ignore[no-any-return]
 
     def error(self) -> BaseException | None:
-        """Of one that is given."""
+        """The error of a reply that is given, or None."""
         return self._given[OUTCOME][1] if self._given else None
 
     def cancel(self) -> None:
-        """Nobody wants it any more: what would give it is cancelled, or does not begin."""
+        """Cancel what would give it, or keep it from beginning."""
         self._unwanted = True
         if self._loop is not None and not self._given:
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(self._cancel_task)
 
     def give(self, value: T | None, error: BaseException | None = None) -> None:
-        """It is there; what comes second is not heard."""
+        """Give a result or an error; only the first counts."""
         mine = value, error
         if self._given.setdefault(OUTCOME, mine) is mine:
             self._open()
@@ -398,13 +398,13 @@ class Reply(Generic[T]):
 
 EVERY_S = 0.25
 PATIENCE_S = 0.05
-"""A loop that is not blocked answers sooner."""
+"""Seconds within which a loop that is not blocked answers."""
 WARN_S = 1.0
-"""A function that has blocked the loop for so long is told of, once."""
+"""Seconds after which a function that blocks the loop is warned of, once."""
 
 
 class LoopWatch:
-    """Of the loop that ``thread`` runs. Nothing is seen on a loop with a clock of its own, as tests have them."""
+    """Watches the loop that ``thread`` runs; a loop with a virtual clock is not watched."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         self._loop = loop
@@ -413,17 +413,17 @@ class LoopWatch:
         self._answered = threading.Event()
         self._looked_s = loop.time()
         self._blocked: defaultdict[str, float] = defaultdict(float)
-        """Seconds by function since they were last taken."""
+        """Seconds for which each function has blocked the loop since the last ``take``."""
         self._in_all: defaultdict[str, float] = defaultdict(float)
         self._told: set[str] = set()
 
     def start(self) -> None:
-        """Watch, in a thread of its own."""
+        """Begin to watch, in a thread of its own."""
         if abs(self._loop.time() - time.monotonic()) < 1.0:
             threading.Thread(target=self._main, name=f"{self._thread.name}-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """At once; from any thread."""
+        """Stop watching; may be called from any thread."""
         self._closed.set()
 
     def take(self) -> tuple[float, str]:
@@ -437,7 +437,7 @@ class LoopWatch:
             self.look()
 
     def look(self) -> None:
-        """Ask the loop, until it answers; what it is in meanwhile has blocked it since the last look."""
+        """Ask the loop until it answers; the function that it is in meanwhile has blocked it since the last look."""
         self._answered.clear()
         try:
             self._loop.call_soon_threadsafe(self._answered.set)

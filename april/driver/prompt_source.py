@@ -1,4 +1,4 @@
-"""Where prompts come from: any iterable of prompts, pass after pass, drawn one by one and checked as they are drawn.
+"""The source of prompts: any iterable of them, pass after pass, drawn one by one and checked as they are drawn.
 
 A draw may run in a thread (``fetch``) while its loop goes on; what it found counts as drawn once it is handed over.
 Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each pass has a
@@ -32,13 +32,13 @@ DRAW_ALLOWANCE_S = 0.005
 
 
 class DrawPatience:
-    """How long the loop waits for a draw in a thread beside it."""
+    """The time that the loop may wait for draws in a thread."""
 
     def __init__(self) -> None:
         self.left_s = QUICK_DRAW_S
 
     def waited(self, seconds: float, *, found: bool) -> None:
-        """It has waited, and there were prompts or not: slow draws use up what is left, each of them once."""
+        """Note a wait, and whether there were prompts after it: slow draws use up the time that is left."""
         left_s = min(QUICK_DRAW_S, self.left_s + DRAW_ALLOWANCE_S - seconds) if found and self.left_s else 0.0
         self.left_s = max(0.0, left_s)
 
@@ -47,18 +47,18 @@ NOTHING_DRAWN = b""
 
 
 class Stand(NamedTuple):
-    """Where a source stands."""
+    """A source's position."""
 
     epoch: int = 0
     position: int = 0
     digest: bytes = NOTHING_DRAWN
-    """Of the prompts drawn in this pass, one after the other."""
+    """The digest of the prompts drawn in this pass, in order."""
     extended: bool = False
-    """Some of them are what extend gave."""
+    """True if some of them came from extend."""
 
 
 class Draw(NamedTuple):
-    """What one draw has found; ``stand`` is where the source stood after it."""
+    """The result of one draw; ``stand`` is the source's position after it."""
 
     prompts: list[Prompt]
     exhausted: bool
@@ -67,13 +67,13 @@ class Draw(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The prompts as a source goes on through them from ``stand``, which a state says."""
+    """The prompts from the position ``stand`` of a saved state on."""
 
     stand: Stand
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
-    """Times that extend had been called and no draw had reached it."""
+    """The number of iterators of extend that no draw had reached."""
     found: bytes
     """Digest of what was passed over; equal to that of the stand, unless ``missing``."""
     missing: int
@@ -118,17 +118,17 @@ class PromptSource:
         self._expected = NOTHING_DRAWN
         """Digest after what is to be skipped."""
         self._others: str | None = None
-        """What extend gave is not what it gave before a restart: nothing more is drawn."""
+        """The error where extend gave other prompts than before a restart: nothing more is drawn."""
         self._stand = Stand()
-        """After what was handed over."""
+        """The position after what was handed over."""
         self._more: list[Iterator[Any]] = []
-        """What extend gave and no draw has reached."""
+        """Iterators that extend gave and no draw has reached."""
         self._failed = False
-        """The iterator has raised, and nothing has come since."""
+        """True if the iterator has raised and nothing has come since."""
         self._over = ""
-        """Why nothing more comes, though the prompts have not come to their end."""
+        """The reason why nothing more comes before the prompts have ended."""
         self.is_slow = not isinstance(prompts, Sequence)
-        """It may do what takes long (read files, ask a server) when it is drawn from."""
+        """True if a draw may take long, as it may read files or ask a server."""
         self._iterator = self._begin(prompts, 0)
         self._once = self._iterator is prompts
         if epochs != 1 and self._once:
@@ -170,7 +170,7 @@ class PromptSource:
         return self.hand_over(self.fetch(count))
 
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
-        """What was fetched counts as drawn from now on; more prompts may have come meanwhile."""
+        """Count what was fetched as drawn; more prompts may have come meanwhile."""
         self._stand = draw.stand
         if self.first is None and draw.prompts:
             self.first = draw.prompts[0]
@@ -251,7 +251,7 @@ class PromptSource:
             return _and(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0) -> Prompt:
-        """It as a prompt; raises ConfigError if it is unusable."""
+        """Make a prompt of an item; raises ConfigError if it is unusable."""
         prompt = as_prompt(item, self._vocab_size, position, epoch)
         if self._refuse is not None:
             self._refuse(prompt)
@@ -277,7 +277,7 @@ class PromptSource:
     # ---------------------------------------------------------------- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, without what is being drawn."""
+        """The source's position, without what is being drawn."""
         stand = self._stand
         return {**stand._asdict(), "digest": stand.digest.hex()}
 
@@ -343,7 +343,7 @@ class PromptSource:
         return way._replace(iterator=iterator, more=more, found=found, missing=0)
 
     def take(self, way: Way) -> None:
-        """Go this way from now on."""
+        """Go on from there."""
         stand, self._iterator = way.stand, way.iterator
         self._more = [*way.more, *self._more[way.known :]]
         self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
@@ -412,7 +412,7 @@ def _is_chat(item: Any) -> bool:
 
 
 def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:
-    """One prompt from what a user's data set yields; raises ConfigError naming its position."""
+    """Make a prompt of what a user's data set yields; raises ConfigError naming its position."""
     ids: Any
     data: Mapping[str, Any] = {}
     if isinstance(item, Prompt):
@@ -466,7 +466,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
 
 
 _said: set[str] = set()
-"""What this process has put into the store: its own second scheduler is no other rank."""
+"""Digests that this process has put into the store: its own second scheduler is no other rank."""
 
 
 def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:

@@ -1,4 +1,4 @@
-"""What a driver looks at before it goes on from a state, beside what the core does: sampling, settings.
+"""Checks of a state before a driver goes on from it, beside those of the core: sampling, settings.
 
 Other prompts are refused in ``prompt_source``, other engines and damaged numbers in ``core/restoring.py``.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger("april")
 KIND = "rollouts"
 """The kind of state that a scheduler saves."""
 ALWAYS_REFUSED = {"stop", "stop_token_ids"}
-"""What is held may have them in its middle."""
+"""Settings that must not change, as held tokens may contain such stops in their middle."""
 
 
 def state_of(core: State, prompts: State, sampling: SamplingParams) -> State:
@@ -30,7 +30,7 @@ def state_of(core: State, prompts: State, sampling: SamplingParams) -> State:
 
 
 def parts_of(state: Any) -> tuple[State, State, State]:
-    """What :func:`state_of` was given; raises CheckpointError for a state that is none, or was changed."""
+    """The arguments of :func:`state_of`; raises CheckpointError for a state that is none, or was changed."""
     require_sealed(KIND, state)
     parts = [state.get(name) for name in ("core", "prompts", "sampling")]
     if not all(isinstance(part, dict) for part in parts):
@@ -79,7 +79,7 @@ def refuse_undrawn(core: RolloutCore, stand: Stand) -> None:
 
 
 def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
-    """Say which settings are others than those of the state."""
+    """Log the settings that differ from those of the state."""
     changes = changed_settings(core, state)
     if changes:
         log.info(

@@ -113,7 +113,7 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
 
 
 def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
-    """One finite float per sample of a group; raises UsageError naming the group."""
+    """Check that there is a finite float for each sample of a group; raises UsageError naming the group."""
     # iterating over these would give keys, characters, or any order
     unordered = isinstance(values, (Mapping, Set, str, bytes))
     try:

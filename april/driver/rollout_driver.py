@@ -66,7 +66,7 @@ EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
 }  # fmt: skip
-"""What a failed evaluation raises, by what is to blame; for all else it is an EngineError."""
+"""The error that a failed evaluation raises, by the kind of failure; EngineError for all others."""
 
 
 @dataclass(slots=True)
@@ -80,12 +80,12 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverOptions:
-    """Who looks on while a driver runs, and how it runs apart from what it decides."""
+    """Observers of a driver, and how it runs apart from what it decides."""
 
     check: bool = False
-    """Whether all of the core's books are cross-checked after every event."""
+    """True if all of the core's books are cross-checked after every event."""
     draws_beside: bool = False
-    """Whether slow prompts are drawn in a thread, for which a virtual clock would not wait."""
+    """True if slow prompts are drawn in a thread, for which a virtual clock would not wait."""
     record: RunRecord | None = None
     config: Mapping[str, Any] | None = None
     """The configuration, for the record."""
@@ -97,7 +97,7 @@ class DriverOptions:
 
 
 class RolloutDriver:
-    """One core, its engines and the user's functions."""
+    """Drives one core with its engines and the user's functions."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class RolloutDriver:
         return batch
 
     def _note_handed_out(self) -> None:
-        """A batch that the trainer has is not the next one any more; what was said of weights may not hold any more."""
+        """Forget a batch that the trainer has, and an error of weights, which may not hold any more."""
         future = self._pending.batch
         if future is None or not future.done():
             return
@@ -321,14 +321,14 @@ class RolloutDriver:
         return "" if path is None else await self.local.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
-        """The trainer is done with this batch and those before it, and no weight update follows from them."""
+        """Commit this batch and those before it: no weight update follows from them."""
         self._raise_if_broken()
         for out in self._out("commit", batch_id):
             if out <= batch_id:
                 self.post(ev.BatchCommitted(out))
 
     def lower_staleness(self, to: int | None) -> int:
-        """What is drawn from now on is trained within ``to`` weight updates, by default one less than before."""
+        """Draw further prompts to be trained within ``to`` weight updates, by default one less than before."""
         self._raise_if_broken()
         now = self.core.leases.bound
         bound = now - 1 if to is None else to
@@ -343,7 +343,7 @@ class RolloutDriver:
         return bound
 
     def _out(self, call: str, named: int | None) -> list[int]:
-        """The batches that the trainer has; raises ConfigError if it names one that it does not have yet."""
+        """The batches that the trainer has; raises ConfigError if ``named`` is none of them or of those before."""
         if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
             raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
         newest = -1 if self.handed_out is None else self.handed_out
@@ -353,24 +353,24 @@ class RolloutDriver:
         return [b for b in self.core.leased if b <= newest]
 
     async def quiet(self) -> None:
-        """Until nothing computes on the trainer's model any more: an attempt that was fenced may still do so."""
+        """Wait until nothing computes on the trainer's model: an attempt that was fenced may still do so."""
         await self.local.quiet()
         if self.hosts is not None:
             await self.hosts.quiet()
 
     async def ask_engines(self) -> None:
-        """Until all servers have said how they are."""
+        """Wait until all servers have answered a probe."""
         await self.local.engine_control.ask_all()
         if self.hosts is not None:
             await self.hosts.probed()
 
     async def caught_up(self) -> None:
-        """Until the books have what other hosts' running requests have brought; a state is whole without it, too."""
+        """Wait until the books have the tokens of other hosts' running requests; a state is whole without them, too."""
         if self.hosts is not None:
             await self.hosts.catch_up()
 
     def _servers(self) -> list[str]:
-        """Engines that do not read the trainer's own model."""
+        """The engines that do not read the trainer's own model."""
         here = [name for name, engine in self.local.engines.items() if engine.capabilities.remote]
         return here if self.hosts is None else here + self.hosts.servers
 
@@ -380,7 +380,7 @@ class RolloutDriver:
     # ---------------------------------------------------------------- data and restarts
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """More prompts after those there are."""
+        """Add prompts after those there are."""
         self._source.extend(prompts)
         self.post(ev.SourceExtended())
 
@@ -435,7 +435,7 @@ class RolloutDriver:
         return self.core.clock.current
 
     async def _way_to(self, prompts: dict[str, Any]) -> Way:
-        """The prompts from where they stood; in a thread where they may be slow."""
+        """Pass over the prompts drawn before a restart, in a thread where they may be slow."""
         if not (self._options.draws_beside and self._source.is_slow):
             return self._source.way_to(prompts)
         found: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
@@ -474,7 +474,7 @@ class RolloutDriver:
             self.recorder.close()
 
     def post(self, event: ev.Event) -> None:
-        """Give one event to the core and do what it says."""
+        """Give one event to the core and carry out its commands."""
         if self._broken is not None:
             return
         try:
@@ -486,7 +486,7 @@ class RolloutDriver:
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
-        """Nothing goes on after an error that nobody expected; everybody who waits is told."""
+        """Stop after an unexpected error, and give it to everybody who waits."""
         if self._broken is not None:
             return
         log.error("april stops", exc_info=error)
@@ -515,7 +515,7 @@ class RolloutDriver:
                 done.set()
 
         def ended(outcome: Outcome) -> None:
-            """The thread has drawn; a closed driver is not interested."""
+            """Take what the thread has drawn."""
             if quick:
                 return
             self._drawing = False

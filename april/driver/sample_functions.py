@@ -53,7 +53,7 @@ class RolloutSettings:
     """The settings under which a process runs engines and functions."""
 
     sampling: SamplingParams
-    """What calls of ``llm.generate`` use unless they say otherwise."""
+    """The sampling of calls of ``llm.generate`` that do not change it."""
     allow_mismatch: bool = False
     function_timeout_s: float | None = None
     """The longest time of one call of a function; None means no limit."""
@@ -64,17 +64,17 @@ class RolloutSettings:
     vocab_size: int = 0
     """The smallest vocabulary of all engines, those of other processes included."""
     any_temperature: bool = True
-    """Whether the log-probabilities of all engines follow the temperature."""
+    """True if the log-probabilities of all engines follow the temperature."""
 
 
 CAUSES = 8
 """The most failures of functions that are remembered as causes."""
 CLEAN_UP_S = 10.0
-"""How long the end of cancelled functions is waited for, where somebody waits."""
+"""Seconds that cancelled functions of an evaluation have to end."""
 
 
 class _Failed(NamedTuple):
-    """What is told of a failure, and its kind (see SampleFailed)."""
+    """The text of a failure, and its kind (see SampleFailed)."""
 
     error: str
     kind: str
@@ -123,21 +123,21 @@ class SampleFunctions:
         self._failures = FailureLog()
         self._worked: set[Function] = set()
         self._raised: dict[str, BaseException] = {}
-        """The latest failures, by what was said of them."""
+        """The latest errors, by their text."""
         self.raised: dict[int, BaseException] = {}
-        """By evaluation: what its first function that failed has raised."""
+        """The first error of a function, by evaluation."""
         self.elsewhere: dict[int, dict[SampleId, Any]] = {}
-        """By evaluation: what rollout functions returned that ran on other hosts."""
+        """The values that rollout functions on other hosts returned, by evaluation."""
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancelled functions of evaluations, which clean up."""
 
     def forget(self, samples: Iterable[SampleId]) -> None:
-        """These samples are delivered."""
+        """Forget delivered samples."""
         for sample in samples:
             self._runners.pop(sample, None)
 
     def output_of(self, sample: SampleId) -> Any:
-        """What its rollout function has returned here."""
+        """The value that a sample's rollout function has returned here."""
         runner = self._runners.get(sample)
         return None if runner is None else runner.output
 
@@ -202,7 +202,7 @@ class SampleFunctions:
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
-        """Log it, and remember it as the cause of what may be raised for it."""
+        """Log a failure, and keep it as the cause of what may be raised for it."""
         place = place_of(error, function)
         kind = kind_of(error, place)
         told, once = told_of(error, place), bool(kind) and which not in self._worked
@@ -215,11 +215,11 @@ class SampleFunctions:
         return failed
 
     def cause_of(self, failure: str) -> BaseException | None:
-        """What a function here has raised, of which ``failure`` tells at its end."""
+        """The error of a function here whose text ends ``failure``."""
         return next((error for said, error in reversed(self._raised.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
-        """Its evaluation ends by this."""
+        """End a sample's evaluation with an error."""
         assert sample.evaluation is not None
         self.raised.setdefault(sample.evaluation.request.evaluation, error)
         told = told_of(error, place_of(error))
@@ -227,7 +227,7 @@ class SampleFunctions:
         self._post(ev.SampleFailed(sample.id, why))
 
     async def cleaned_up(self) -> None:
-        """Until the cancelled functions of evaluations have ended, for a while."""
+        """Wait a while for the cancelled functions of evaluations to end."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLEAN_UP_S)
 
@@ -268,7 +268,7 @@ class SampleFunctions:
         self._score(command.group.members)
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
-        """What reward functions see of finished samples; ``judged``: with their rewards, as filters do."""
+        """Finished samples as reward functions see them, or with their rewards (``judged``), as filters do."""
         return [
             response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
         ]

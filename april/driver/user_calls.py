@@ -27,14 +27,14 @@ PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 """Plain reward functions and filters that run at the same time; those past their time limit are not counted."""
 
 WARN_AGAIN = 10
-"""Times that which makes a function slow, before another warning names it."""
+"""A function is named again after this many times the limit of a slow one."""
 
 Answered = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Call:
-    """One call of a user's function."""
+    """A call of a user's function."""
 
     __slots__ = ("_answered", "_calls", "_function", "_warned", "_where", "task")
 
@@ -44,18 +44,18 @@ class Call:
         self._where = where
         self._answered: Answered | None = answered
         self._warned = False
-        """That it takes long this time."""
+        """True once a warning has named this call."""
         self.task: asyncio.Task[None] | None = None
-        """What runs it on the loop, where something does."""
+        """The task that runs the function on the loop, if one does."""
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return name_of(self._function)
 
     @property
     def over(self) -> bool:
-        """Answered or cancelled."""
+        """True once the call is answered or cancelled."""
         return self._answered is None
 
     def answer(self, value: Any, error: BaseException | None) -> None:
@@ -67,7 +67,7 @@ class Call:
         answered(value, error)
 
     def late(self) -> float | None:
-        """It takes long, which is said once, or too long: that is its answer, and it is left behind."""
+        """Warn once of a call that takes long; answer one that takes too long with an error and leave it behind."""
         limits = self._calls.limits
         if limits.early_s is not None and not self._warned:
             self._warned = True
@@ -85,18 +85,18 @@ class Call:
         return None
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more; a coroutine is cancelled, a plain function runs to its end."""
+        """Drop the answer; a coroutine is cancelled, a plain function runs to its end."""
         self._answered = None
         if self.task is not None:
             self._calls.limits.stop(self)
             self.task.cancel()
 
     def stop_clock(self) -> None:
-        """What follows is not the function's time."""
+        """Stop counting the function's time."""
         self._calls.limits.stop(self)
 
     def start_clock(self) -> None:
-        """The function goes on, with the whole time before it."""
+        """Count the function's time from zero again."""
         if not self.over:
             self._warned = False
             self._calls.limits.start(self)
@@ -112,12 +112,12 @@ class UserCalls:
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
-        """By name: before when nothing is said of a function that takes long."""
+        """The time, by function, before which no warning names it again."""
         self._places = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[Call, Callable[..., Any], tuple[Any, ...]]] = deque()
-        """Plain functions for which there is no place yet."""
+        """Plain functions that wait for a place."""
         self._in_threads: dict[Call, asyncio.Future[None] | None] = {}
-        """Plain functions that hold a place, and who waits for their end."""
+        """Plain functions that hold a place, each with the future of its end, if somebody waits for that."""
 
     def begin(self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered) -> Call:
         """Call ``function(*args)``; then ``answered(value, error)`` on the loop, at most once.
@@ -151,7 +151,7 @@ class UserCalls:
         log.warning("%s has been at work on %s for %g s; %s", name, where, early_s, ends)
 
     def leave(self, call: Call) -> None:
-        """If it holds a place, the next may have it."""
+        """Give the place that a call holds, if any, to the next one."""
         if call in self._in_threads:
             ended = self._in_threads.pop(call)
             if ended is not None and not ended.done():
@@ -236,7 +236,7 @@ class Timed(Protocol):
     """Something that can be late."""
 
     def late(self) -> float | None:
-        """Its time is over; called on the loop. Returns the seconds that it has left after all (None: it was late)."""
+        """Handle the end of its time, on the loop; returns the seconds that are left after all, or None."""
 
 
 class TimeLimits:
@@ -253,11 +253,11 @@ class TimeLimits:
         """In the order of their deadlines."""
         self._timer: asyncio.TimerHandle | None = None
         self._given_more: dict[Timed, asyncio.TimerHandle] = {}
-        """Those that had time left when they were late, each with a timer of its own."""
+        """A timer for each that still had time left when its first limit ran out."""
         self._closed = False
 
     def start(self, what: Timed) -> None:
-        """Its time begins now; nothing happens if it is running already."""
+        """Begin to count its time, unless it is counted already."""
         if self._first is None or self._closed or what in self._deadlines or what in self._given_more:
             return
         loop = asyncio.get_running_loop()
@@ -266,19 +266,19 @@ class TimeLimits:
             self._timer = loop.call_at(deadline, self._check)
 
     def stop(self, what: Timed) -> None:
-        """It does not run any more; its next start begins from zero."""
+        """Stop timing; the next start begins from zero."""
         self._deadlines.pop(what, None)
         if (timer := self._given_more.pop(what, None)) is not None:
             timer.cancel()
 
     def restart(self, what: Timed) -> None:
-        """Its time begins again, if it was running."""
+        """Begin from zero, if its time was running."""
         if what in self._deadlines and self._first is not None:
             self._deadlines[what] = asyncio.get_running_loop().time() + self._first
             self._deadlines.move_to_end(what)
 
     def close(self) -> None:
-        """Nothing is late any more, and nothing starts."""
+        """Stop all timing for good."""
         self._closed = True
         self._deadlines.clear()
         for timer in self._given_more.values():
@@ -289,7 +289,7 @@ class TimeLimits:
             self._timer = None
 
     def _check(self) -> None:
-        """The timer of the oldest has run out, or of one that has been stopped since."""
+        """Call ``late`` of all whose time is over, and set the timer for the next."""
         loop = asyncio.get_running_loop()
         # until the end this timer counts as running: what late() starts needs no second one
         while self._deadlines:
@@ -341,7 +341,7 @@ class WorkerThreads:
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Call on the loop, from a thread; a loop that has ended is not interested."""
+    """Call a function on the loop from another thread; do nothing if the loop has ended."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

@@ -61,7 +61,7 @@ def refuse_inside_user_code() -> None:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: async functions, objects with an async ``__call__``, partials of both."""
+    """Return whether a call gives a coroutine: an async function or ``__call__``, or a partial of one."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -90,7 +90,7 @@ def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a user would call it."""
+    """The name that a user knows a function by."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -98,7 +98,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def code_of(function: Callable[..., Any] | None) -> CodeType | None:
-    """Where it is defined, below partials and decorators that tell."""
+    """The code of a function, below partials and decorators that name what they wrap."""
     while isinstance(function, functools.partial):
         function = function.func
     if function is None:
@@ -112,7 +112,7 @@ def code_of(function: Callable[..., Any] | None) -> CodeType | None:
 
 
 class Outcome:
-    """What a function returned or raised; a coroutine that nobody fetches is closed with it."""
+    """The value or error of a function; a coroutine that nobody takes is closed with it."""
 
     __slots__ = ("_value", "error")
 
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def awaitable(self) -> bool:
-        """Whether the value is still to be awaited."""
+        """True if the value is still to be awaited."""
         return inspect.isawaitable(self._value)
 
     def take(self) -> Any:
@@ -131,7 +131,7 @@ class Outcome:
         return value
 
     def close(self) -> None:
-        """Nobody will take it."""
+        """Close a coroutine that nobody has taken."""
         if inspect.iscoroutine(self._value):
             self._value.close()
 
@@ -158,7 +158,7 @@ def harmless(error: BaseException) -> BaseException:
 
 
 def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
-    """What a CancelledError means when nobody cancelled this task: something inside was. Raised again otherwise."""
+    """Turn a CancelledError into a RolloutError if this task was not cancelled; else raise it again."""
     task = asyncio.current_task()
     assert task is not None
     if task.cancelling():
@@ -167,12 +167,12 @@ def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
 
 
 def cancelled_inside() -> RolloutError:
-    """Nobody cancelled the function, so it was something inside of it."""
+    """The error for a function in which something was cancelled, but not the function itself."""
     return RolloutError("something that it waited for was cancelled")
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, as text that UTF-8 can carry: names of files may have halves of characters."""
+    """The message of an error, as text that UTF-8 can carry: names of files may have halves of characters."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # of the user's own ``__str__``
@@ -191,11 +191,11 @@ _HOUSE = str(Path(__file__).parent.parent) + os.sep
 _PLACES = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 _LIBRARIES = tuple(place + os.sep for place in _PLACES)
 MOST_CAUSES = 16
-"""Of an error that are looked at; some are their own cause."""
+"""The most causes of an error that are looked at; some errors are their own cause."""
 
 
 def is_users(file: str) -> bool:
-    """Whether code is the user's: neither april's nor an installed library's."""
+    """Return whether code is the user's: neither april's nor an installed library's."""
     return not file.startswith((_HOUSE, "<frozen", *_LIBRARIES))
 
 
@@ -216,7 +216,7 @@ def place_of(error: BaseException, function: Callable[..., Any] | None = None) -
 
 
 def told_of(error: BaseException, place: str) -> str:
-    """What it says, and where."""
+    """The text of an error with its place."""
     said = f"{describe(error)} ({place})" if place else describe(error)
     if isinstance(error, ValueError) and "main thread" in str(error):  # signal.signal, and what is built on it
         said += (
@@ -239,7 +239,7 @@ def kind_of(error: BaseException, place: str) -> str:
 
 
 def _passes(error: BaseException, deep: int = MOST_CAUSES) -> bool:
-    """It, or what it was raised for, may pass; of a group, any of its errors."""
+    """Return whether an error, its cause or any error of a group may pass."""
     if isinstance(error, (OSError, EOFError, MemoryError)) or type(error).__module__ != "builtins":
         return True
     if isinstance(error, BaseExceptionGroup):

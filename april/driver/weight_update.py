@@ -29,7 +29,7 @@ Transfer = Callable[[], Awaitable[None]]
 
 
 class WeightUpdate:
-    """One update, or one load of a state, whose transfer is awaited on the loop.
+    """An update, or a load of a state, whose transfer is awaited on the loop.
 
     Args:
         transfer: awaited in the task of :meth:`ended`.
@@ -44,7 +44,7 @@ class WeightUpdate:
         self.number = 0
 
     def begin(self, number: int) -> None:
-        """The core is asked for it under this number."""
+        """Begin to wait for the update of this number."""
         loop = asyncio.get_running_loop()
         self.number = number
         self.engines_paused: asyncio.Future[None] = loop.create_future()
@@ -100,7 +100,7 @@ class TrainerUpdate(WeightUpdate):
         """The thread that is about to hand over and waits for the end."""
         self._transferred = transfer is None
         self._void: BaseException | None = None
-        """What interrupted the caller before it had handed over anything: the update does not happen."""
+        """The error that interrupted the caller before it had handed over anything: the update does not happen."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
         """The engines are paused, or the update has ended already."""
@@ -109,7 +109,7 @@ class TrainerUpdate(WeightUpdate):
     # ---------------------------------------------------------------- the trainer's thread
 
     def is_for(self, asked: tuple[object, ...]) -> bool:
-        """Whether this update, whose end nobody has heard, is the one that is ``asked`` for now."""
+        """Return whether this update, whose end nobody has heard, is the one that is ``asked`` for now."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
         return self._asked == asked and self._void is None and not failed
 
@@ -156,7 +156,7 @@ class TrainerUpdate(WeightUpdate):
         self._transferred = True
 
     def _begin(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> Reply[PolicyVersion]:
-        """Once, however often an interrupted thread asks for it."""
+        """Begin the update once, however often an interrupted thread asks for it."""
 
         def begun() -> Reply[PolicyVersion]:
             if self._reply is None:
@@ -193,7 +193,7 @@ class WeightUpdates:
         self._post = post
         self._open: dict[int, WeightUpdate] = {}
         self._errors: dict[int, BaseException] = {}
-        """What calls of engines have raised, by call (0: the transfer), for whoever waits for an update."""
+        """The errors of engine calls, by call (0 is the transfer), for whoever waits for an update."""
         self._last = 0
 
     def begin(self, update: WeightUpdate, **request: Any) -> None:
@@ -217,11 +217,11 @@ class WeightUpdates:
             self._post(ev.HandedOver(number))
 
     def cancel(self, number: int) -> None:
-        """Its caller was cancelled."""
+        """Tell the core that the caller was cancelled."""
         self._post(ev.UpdateCancelled(number))
 
     def failed(self, call: int, error: BaseException) -> None:
-        """A call of an engine has raised this."""
+        """Keep the error of an engine's call."""
         if self._open:
             self._errors[call] = error
 
@@ -233,16 +233,16 @@ class WeightUpdates:
     # ---------------------------------------------------------------- commands of the core
 
     def transfer_now(self, command: do.HandOver) -> None:
-        """The engines are paused for the transfer."""
+        """Let the transfer begin: the engines are paused."""
         self._open[command.update].engines_paused.set_result(None)
 
     def restore(self, command: do.Restore) -> None:
-        """The saved state goes into the core."""
+        """Put the saved state into the core."""
         self._open[command.update].restore()
         self._post(ev.Restored(command.update))
 
     def end(self, command: do.UpdateEnded) -> None:
-        """Whoever waits for the update goes on."""
+        """End an update with its version or error."""
         update = self._open.pop(command.update)
         if command.failed is not None:
             update.fail(EngineError(command.why) if command.why else self._errors[command.failed])
@@ -256,7 +256,7 @@ UNCHANGED = {
     "weight_update": "would keep the old weights under the new version",
     "load_state_dict": "would keep the weights that they have now, whatever they are, under the checkpoint's version",
 }
-"""What servers do if nobody gives them weights, by the call that changes the version."""
+"""The consequence for servers if nobody gives them weights, by the call that changes the version."""
 
 
 def directory_for(

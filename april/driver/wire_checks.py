@@ -46,7 +46,7 @@ class AnswerChecks:
         self.count = 0
         """Tokens that came."""
         self.aborted = False
-        """Its end was asked for."""
+        """True once april has asked for the end."""
 
     def piece(self, chunk: Chunk, newest: PolicyVersion) -> None:
         """Look at the next chunk; raises WireError unless it can be true (:func:`check_chunk`) behind those before."""
@@ -75,7 +75,7 @@ class AnswerChecks:
             )
 
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
-        """Why it has ended, if that can be true (:func:`check_end`).
+        """The reason of the end, if it can be true (:func:`check_end`).
 
         ``matched``: april has found a stop string in it, so the engine's end is another one.
 
