@@ -1,4 +1,4 @@
-"""Exporters: the metrics and a few responses of each batch, in TensorBoard and W&B; see docs/watch.md.
+"""Exporters: the metrics and a few responses of each batch, in TensorBoard and W&B; see docs/report.md.
 
 An exporter needs its package when it is made, and not before.
 """
@@ -26,13 +26,13 @@ _ONE_LINE = {
     "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
     "Prometheus": "for name, value in batch.metrics.items(): gauge.labels(name).set(value)",
 }
-"""How a trainer logs to what april has no exporter for, as docs/watch.md says it."""
+"""How a trainer logs to what april has no exporter for, as docs/report.md says it."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _ONE_LINE:
         raise ImportError(f"april.export has no {name}: log with one line in your trainer, {_ONE_LINE[name]} "
-                          "(docs/watch.md)")  # fmt: skip
+                          "(docs/report.md)")  # fmt: skip
     raise AttributeError(f"module 'april.export' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""april in an actor of Ray, which trainer's ranks on any node ask by the name of the run. See docs/ray.md."""
+"""april in an actor of Ray, which trainer's ranks on any node ask by the name of the run. See docs/processes.md."""
 
 from __future__ import annotations
 

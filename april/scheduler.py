@@ -73,14 +73,14 @@ class RolloutScheduler:
         model: the model object for an embedded engine.
         engines: engine objects, instead of those that ``config.engine`` describes.
         hosts: where other processes bring engines and functions of theirs, such as :class:`april.HostListener`; without
-            ``model`` and ``engines`` it waits for the first. See docs/hosts.md.
+            ``model`` and ``engines`` it waits for the first. See docs/processes.md.
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
             ``response.text()`` need it, nothing else does.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
         record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
-            name, or an :class:`april.RunRecord` with a size limit. See docs/record.md.
+            name, or an :class:`april.RunRecord` with a size limit. See docs/report.md.
         progress: a line in ``next_batch`` that says how the step stands: None: where standard error is a terminal, or
-            in a notebook; False: never; or a rich ``Console``. See docs/watch.md.
+            in a notebook; False: never; or a rich ``Console``. See docs/report.md.
         exporters: where the metrics of each batch go, such as :class:`april.export.TensorBoard`; closed with this.
         sample_texts: responses per batch that they get as text, decoded by ``tokenizer``.
 
@@ -282,7 +282,7 @@ class RolloutScheduler:
         A call that a signal handler interrupts (Ctrl-C) has either not begun or goes on to its end; inside ``transfer``
         it is as any other exception there. Called again with the same arguments (without ``trained``: before the next
         batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
-        docs/signals.md.
+        docs/restarts.md.
         """
         run = partial(self._driver.update_weights, trained=trained)
         return self._with_weights("weight_update", run, path, transfer, trained)

@@ -5,7 +5,7 @@ lengths lognormal with mean 3,000, sigma 0.6 between and 0.5 within prompts; the
 no code with it (``benchmarks.quorum_model``; stepwise, refill none and sample). Speeds are over sync of the same seed;
 training takes no time, but in continuous generation one batch time, and over sync with the same trainer.
 Run: ``python -m benchmarks.frontier``; it writes ``runs/frontier/frontier.json`` and ``docs/images/frontier.png`` and
-prints the table of ``docs/simulate.md``. ``--draw``: the same of the rows that were written, without a run.
+prints the table of ``docs/measurements.md``. ``--draw``: the same of the rows that were written, without a run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Start the servers (docs/servers.md says how), then run this with the directory o
 ``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
 stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes on after the
 last step of a run that has ended or died, whatever the servers hold by then. ``--continuous``: they generate while you
-train (docs/asynchronous.md).
+train (docs/staleness.md).
 """
 
 from __future__ import annotations

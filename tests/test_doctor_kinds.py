@@ -279,9 +279,9 @@ def test_sglang_that_speculates() -> None:
 
 
 def test_the_example_in_the_documents(tmp_path: Path) -> None:
-    """docs/doctor.md shows what a plain vLLM server gets, word by word."""
+    """docs/troubleshooting.md shows what a plain vLLM server gets, word by word."""
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}', "utf-8")
-    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text("utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text("utf-8")
     (example,) = re.findall(r"```text\n(.*?)```", page, re.S)
 
     with raw_server(vllm_server(developer=False, scale_out=False, root=str(tmp_path))) as server:

@@ -61,7 +61,7 @@ def test_the_loop_of_ones_own_learns(
 def test_the_loop_of_ranks_runs_as_one_process(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without torchrun, as docs/ranks.md says; what it saved goes on."""
+    """Without torchrun, as docs/processes.md says; what it saved goes on."""
     monkeypatch.syspath_prepend(EXAMPLES)  # it takes model and task from own_loop.py
     example, saved = loaded("own_loop_ranks"), str(tmp_path / "saved.pt")
 

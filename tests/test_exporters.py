@@ -378,9 +378,9 @@ def test_an_exporter_that_april_does_not_have_is_one_line(name: str) -> None:
     """The error says the line, which is that of the page."""
     with pytest.raises(ImportError, match=f"april.export has no {name}: log with one line") as caught:
         getattr(april.export, name)
-    line = re.search(r"in your trainer, (.*) \(docs/watch.md\)", str(caught.value))
+    line = re.search(r"in your trainer, (.*) \(docs/report.md\)", str(caught.value))
     assert line is not None
-    assert line[1] in (Path(__file__).parent.parent / "docs" / "watch.md").read_text("utf-8")
+    assert line[1] in (Path(__file__).parent.parent / "docs" / "report.md").read_text("utf-8")
 
 
 def test_names_have_a_prefix() -> None:

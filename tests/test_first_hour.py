@@ -123,7 +123,7 @@ CHAT = [{"role": "user", "content": "What is 2+2?"}]
 @pytest.mark.parametrize("prompt", ["text", CHAT, {"prompt": CHAT}, {"prompt": "text"}, {"input_ids": "text"}])
 def test_text_and_chats_as_prompts(prompt: Any) -> None:
     """The message names the call that makes token ids of them, and the page."""
-    with pytest.raises(ConfigError, match=r"apply_chat_template\(messages.*docs/chat-templates.md") as raised:
+    with pytest.raises(ConfigError, match=r"apply_chat_template\(messages.*docs/rollouts.md") as raised:
         as_prompt(prompt, 100, 0)
     assert ("a list of chat messages" in str(raised.value)) == (prompt is CHAT)
 

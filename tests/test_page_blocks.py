@@ -17,6 +17,7 @@ import yaml
 from page_blocks import COMMANDS, PAGES, ROOT, YAML, Block, block, blocks
 
 import april
+from april.core.state import RolloutCore
 from april.record.standing import Standing, Waits
 from april.view.progress import Line
 
@@ -28,58 +29,63 @@ README, EXAMPLES, PYTHON = "test_readme.py", "test_page_examples.py", "test_page
 HERE, COMMAND, CONFORMANCE = "test_page_blocks.py", "test_page_commands.py", "test_conformance_docs.py"
 EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
     "README.md": [
-        (README, "test_the_loop_in_the_readme_runs_and_is_at_most_15_lines"),
-        (README, "test_the_loop_in_the_readme_runs_and_is_at_most_15_lines"),
-        (README, "test_the_multi_turn_function_in_the_readme_runs"),
-        (README, "test_the_restart_in_the_readme_works"),
-        (README, "test_the_restart_in_the_readme_works_on_servers"),
-        (PYTHON, "test_ranks_in_the_readme"),
+        (README, "test_the_first_program_runs_as_pasted"),
         (README, "test_the_engine_field_in_the_readme_is_one"),
     ],
-    "api.md": [(PYTHON, "test_the_api_in_short")] * 3,
-    "architecture.md": [(HERE, "test_the_rooms_of_the_house_are_there")],
+    "api.md": [(PYTHON, "test_the_api_in_short")] * 2,
+    "architecture.md": [
+        *[(HERE, "test_drawings_name_what_is_there")] * 2,
+        (HERE, "test_the_rooms_of_the_house_are_there"),
+    ],
     "areal.md": [(PYTHON, "test_areal")],
-    "asynchronous.md": [(EXAMPLES, "test_continuous_generation_as_on_the_page")],
-    "chat-templates.md": [(EXAMPLES, "test_chat_templates_as_on_the_page")] * 4,
+    "choosing.md": [(COMMAND, "test_tables_have_the_lines_of_the_page")],
     "corrections.md": [("test_off_policy_report.py", "test_corrections_as_on_the_page")] * 2,
-    "doctor.md": [("test_doctor_kinds.py", "test_the_example_in_the_documents")],
     "embedded.md": [
         (PYTHON, "test_the_embedded_engine"),
         (PYTHON, "test_a_reward_that_asks_the_reference"),
         (PYTHON, "test_an_autocast_around_the_scheduler"),
     ],
     "engines.md": [
-        (CONFORMANCE, "test_the_example_is_a_test"),
         (CONFORMANCE, "test_vllm_in_process_as_on_the_page"),
-        (CONFORMANCE, "test_the_sketch_of_an_actor_runs_with_stand_ins"),
+        (CONFORMANCE, "test_the_example_is_a_test"),
     ],
-    "hosts.md": [(PYTHON, "test_hosts")] * 2,
-    "plan.md": [(COMMAND, "test_tables_have_the_lines_of_the_page")],
+    "processes.md": [
+        *[(EXAMPLES, "test_ranks_as_on_the_page")] * 5,
+        *[(PYTHON, "test_hosts")] * 2,
+        *[(PYTHON, "test_ray")] * 2,
+    ],
     "quorum.md": [(EXAMPLES, "test_advantages_as_on_the_page")] * 2,
-    "ranks.md": [(EXAMPLES, "test_ranks_as_on_the_page")] * 5,
-    "ray.md": [(PYTHON, "test_ray")] * 2,
-    "record.md": [(PYTHON, "test_a_record")],
-    "restarts.md": [(PYTHON, "test_a_restart"), (PYTHON, "test_a_restart"), (PYTHON, "test_a_restart_on_servers")],
+    "report.md": [
+        (HERE, "test_the_line_is_drawn_as_on_the_page"),
+        (PYTHON, "test_a_record"),
+        (PYTHON, "test_exporters"),
+        (PYTHON, "test_metrics_and_texts_by_hand"),
+        (PYTHON, "test_metrics_and_texts_by_hand"),
+    ],
+    "restarts.md": [
+        (PYTHON, "test_a_restart"),
+        (PYTHON, "test_a_restart"),
+        (PYTHON, "test_a_restart_on_servers"),
+        ("test_signals_docs.py", "test_the_loop_of_the_docs"),
+    ],
+    "rollouts.md": [(EXAMPLES, "test_rollouts_as_on_the_page")] * 5 + [(PYTHON, "test_the_api_in_short")],
     "sampling.md": [(PYTHON, "test_stop_strings")],
+    "servers.md": [(HERE, "test_drawings_name_what_is_there")],
     "settings.md": [(README, "test_the_flags_in_the_docs_work")],
-    "signals.md": [("test_signals_docs.py", "test_the_loop_of_the_docs")],
     "simulate.md": [
         (COMMAND, "test_tables_have_the_lines_of_the_page"),
         (COMMAND, "test_own_lengths_as_on_the_page"),
         (COMMAND, "test_tables_have_the_lines_of_the_page"),
     ],
     "slime.md": [(PYTHON, "test_metadata_of_slime")],
+    "staleness.md": [(EXAMPLES, "test_continuous_generation_as_on_the_page")],
     "testing.md": [
         ("test_testing_docs.py", "test_the_whole_test_runs_as_it_stands"),
         ("test_testing_docs.py", "test_the_script_on_the_page_is_a_script"),
     ],
     "trl.md": [(PYTHON, "test_trl")],
-    "watch.md": [
-        (HERE, "test_the_line_is_drawn_as_on_the_page"),
-        (PYTHON, "test_exporters"),
-        (PYTHON, "test_metrics_and_texts_by_hand"),
-        (PYTHON, "test_metrics_and_texts_by_hand"),
-    ],
+    "troubleshooting.md": [("test_doctor_kinds.py", "test_the_example_in_the_documents")],
+    "tutorial.md": [("test_tutorial.py", "test_the_tutorial_runs_as_pasted")] * 3,
 }
 """Page: the test that runs each of its blocks that are neither commands nor settings, in their order."""
 
@@ -133,6 +139,15 @@ def test_the_rooms_of_the_house_are_there() -> None:
     assert packages <= named <= there
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "servers.md"])
+def test_drawings_name_what_is_there(page: str) -> None:
+    """Names in a drawing are methods of the scheduler, or of the core."""
+    drawn = [b.text for b in blocks("text") if b.page == page and "--" in b.text]
+    words = {word for text in drawn for word in re.findall(r"\w+_\w+|\w+(?=\()", text)} - {"step_7", "step_8", "step"}
+    assert words
+    assert {w for w in words if not hasattr(april.RolloutScheduler, w) and not hasattr(RolloutCore, w)} == set()
+
+
 def test_the_line_is_drawn_as_on_the_page() -> None:
     """Step 12 after 34 s, with the figures of the page."""
     line = Line()
@@ -142,4 +157,4 @@ def test_the_line_is_drawn_as_on_the_page() -> None:
     }  # fmt: skip
     for passed in (0, 24, 34):
         line.add(float(passed), Standing(observed=12_300 * passed, **moment))
-    assert str(line) == block("watch.md", "step 12").text.strip()
+    assert str(line) == block("report.md", "step 12").text.strip()

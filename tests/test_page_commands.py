@@ -58,6 +58,7 @@ ONLY_READ = {
     "vllm serve": "a real server: make test-engines",
     "python -m verl.trainer.main_ppo": "a real trainer: make test-adapters",
     "python -m april.adapters.openrlhf": "a real trainer: make test-adapters",
+    "python train.py": "the reader's own program: test_tutorial.py runs it",
     "torchrun": "the reader's own program; make test-adapters runs TRL on two ranks",
     "pip install": "make test installs this package, make test-adapters the others",
     "make ": "what make verify makes",
@@ -173,10 +174,10 @@ def program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torchrun(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own parser takes its words, and the program the rest; train.py is the reader's."""
+    """torch's own parser takes its words, and the program the rest; train.py and train_ranks.py are the reader's."""
     found = get_args_parser().parse_args(words)
     assert int(found.nproc_per_node) > 0
-    if found.training_script != "train.py":
+    if found.training_script not in ("train.py", "train_ranks.py"):
         program([*(["-m"] if found.module else []), found.training_script, *found.training_script_args], monkeypatch)
 
 
@@ -191,7 +192,8 @@ def pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for word in words:
         named = re.fullmatch(r"\.(?:\[(\w+)\])?", word)
-        assert word in ("install", f"trl=={TRL_VERSION}") or (named and (named[1] is None or named[1] in extras)), word
+        others = ("install", f"trl=={TRL_VERSION}", "reasoning-gym")
+        assert word in others or (named and (named[1] is None or named[1] in extras)), word
 
 
 def make(target: str) -> None:
@@ -213,6 +215,8 @@ def execute(words: list[str], page: str, monkeypatch: pytest.MonkeyPatch) -> Non
             server(rest)
         case ["python", "-m", "verl.trainer.main_ppo", *rest] | ["python", "-m", "april.adapters.openrlhf", *rest]:
             TRAINERS[page](rest)
+        case ["python", "train.py"]:
+            pass
         case ["python", *rest]:
             program(rest, monkeypatch)
         case ["pip", *rest]:
@@ -264,7 +268,7 @@ def shapes(text: str) -> set[str]:
     [
         ("simulate.md", "One workload", "simulate --sweep"),
         ("simulate.md", "Generation and training", "simulate --sweep --train-time 1x"),
-        ("plan.md", "What cannot be had", "plan lengths.jsonl"),
+        ("choosing.md", "What cannot be had", "plan lengths.jsonl"),
     ],
 )
 def test_tables_have_the_lines_of_the_page(

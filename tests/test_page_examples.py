@@ -52,20 +52,20 @@ class Tokenizer:
         return 5
 
 
-def test_chat_templates_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with data, a reward on text, another end of a turn, and a second turn: the blocks as they stand."""
-    first, reward, end, turns = blocks(DOCS / "chat-templates.md")
+    first, end, reward, tool, turns = blocks(DOCS / "rollouts.md")[:5]
     space: dict[str, Any] = {"april": april, "MODEL": "model", "torch": torch}
     with monkeypatch.context() as patch:
         named = SimpleNamespace(from_pretrained=lambda model: Tokenizer())
         patch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=named))
-        exec(compile(first, "chat-templates.md", "exec"), space)  # noqa: S102 - of the page
-    exec(compile(end + turns, "chat-templates.md", "exec"), space)  # noqa: S102 - as above
+        exec(compile(first, "rollouts.md", "exec"), space)  # noqa: S102 - of the page
+    exec(compile(end + turns, "rollouts.md", "exec"), space)  # noqa: S102 - as above
     assert space["config"].sampling.stop_token_ids == (5,)
     space["dataset"] = [{"question": f"What is {i}?", "answer": "a"} for i in range(9)]
     space["config"] = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=300)
     space["model"] = tiny_model()
-    exec(compile(reward, "chat-templates.md", "exec"), space)  # noqa: S102 - as above
+    exec(compile(reward, "rollouts.md", "exec"), space)  # noqa: S102 - as above
     with space["rollouts"] as rollouts:
         batch = rollouts.next_batch()
     assert {s.reward for s in batch.samples} <= {0.0, 1.0}
@@ -81,6 +81,18 @@ def test_chat_templates_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as rollouts:  # fmt: skip
         batch = rollouts.next_batch()
     assert all(april.SegmentKind.ENVIRONMENT in {s.kind for s in sample.segments} for sample in batch.samples)
+
+    async def same_answer(tokens: Any) -> list[int]:
+        return [5, 6, 7]
+
+    space = {"run_tool": same_answer}
+    exec(compile(tool, "rollouts.md", "exec"), space)  # noqa: S102 - as above
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=300)
+    with april.RolloutScheduler(
+        config, prompts=[[3, 4, 5]] * 2, rollout=space["rollout"], model=tiny_model(), check=True
+    ) as rollouts:
+        batch = rollouts.next_batch()
+    assert all(sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7] for sample in batch.samples)
 
 
 def test_advantages_as_on_the_page() -> None:
@@ -99,7 +111,7 @@ def test_advantages_as_on_the_page() -> None:
 
 def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
     """The loop as it stands, on a server: it generates while the trainer trains, and has the weights of every step."""
-    (loop,) = blocks(DOCS / "asynchronous.md")
+    (loop,) = blocks(DOCS / "staleness.md")
     server = FakeVllmServer(max_running=8, turns=5)
     batches: list[april.Batch] = []
 
@@ -115,7 +127,7 @@ def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
     }  # fmt: skip
     with ServerThread(server):
         space["engine"] = {"kind": "vllm", "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2]}
-        exec(compile(loop, "asynchronous.md", "exec"), space)  # noqa: S102 - of the page
+        exec(compile(loop, "staleness.md", "exec"), space)  # noqa: S102 - of the page
         assert not server.violations
     assert [batch.trained_at.n for batch in batches] == [0, 1, 2, 3]
     assert all(batch.group_sizes == (8,) * 8 for batch in batches)
@@ -125,33 +137,33 @@ def test_continuous_generation_as_on_the_page(tmp_path: Path) -> None:
 def test_ranks_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop as it stands, for the process that torchrun did not start; the loss of a share, and shares by hand."""
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
-    loop, loss, tensor_parallel, by_hand, ranks = blocks(DOCS / "ranks.md")
+    loop, loss, tensor_parallel, by_hand, ranks = blocks(DOCS / "processes.md")[:5]
     batches: list[april.Batch] = []
     space: dict[str, Any] = {
         "april": april, "prompts": [[1, 2 + i] for i in range(8)], "reward": lambda prompt, response: 1.0,
         "engine": {"kind": "simulated"}, "model": None, "train": lambda model, batch: batches.append(batch),
         "hand_over": lambda: None,
     }  # fmt: skip
-    exec(compile(loop, "ranks.md", "exec"), space)  # noqa: S102 - of the page
+    exec(compile(loop, "processes.md", "exec"), space)  # noqa: S102 - of the page
     assert [len(batch) for batch in batches] == [16, 16]
     total = 0.0
     for space["batch"] in batches[0].split(3):
-        exec(compile(loss, "ranks.md", "exec"), space)  # noqa: S102 - as above
+        exec(compile(loss, "processes.md", "exec"), space)  # noqa: S102 - as above
         total += float(space["weights"].sum())
         assert space["scale"] == 3
     assert total == pytest.approx(1.0)
     space["rollouts"] = SimpleNamespace(next_batch=lambda: batches[0])
-    exec(compile(by_hand, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    exec(compile(by_hand, "processes.md", "exec"), space)  # noqa: S102 - as above
     assert sum(map(len, space["shares"])) == 16
     space |= {"rank": 1, "token": april.new_token()}
-    exec(compile(ranks, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    exec(compile(ranks, "processes.md", "exec"), space)  # noqa: S102 - as above
     assert (space["ranks"].share, space["ranks"].shares) == (1, 2)
     monkeypatch.setattr(space["dist"], "get_rank", lambda: 3)
     monkeypatch.setattr(space["dist"], "get_world_size", lambda: 4)
     store = SimpleNamespace(_get_default_store=lambda: object())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "distributed_c10d", store)
-    exec(compile(tensor_parallel, "ranks.md", "exec"), space)  # noqa: S102 - as above
+    exec(compile(tensor_parallel, "processes.md", "exec"), space)  # noqa: S102 - as above
     assert (space["ranks"].rank, space["ranks"].share, space["ranks"].shares) == (3, 1, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(april.ConfigError, match="the ranks are on several machines; give address="):

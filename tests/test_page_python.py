@@ -57,7 +57,7 @@ def test_the_api_in_short(capsys: pytest.CaptureFixture[str]) -> None:
     space = run(block("api.md", "rollouts = april.RolloutScheduler"), reader())
     with space["rollouts"] as rollouts:
         assert len(rollouts.next_batch()) == 4
-        run(block("api.md", "rollouts.evaluate"), space | {"held_out_prompts": PROMPTS[:3]})
+        run(block("rollouts.md", "rollouts.evaluate"), space | {"held_out_prompts": PROMPTS[:3]})
     mean, error = map(float, capsys.readouterr().out.split())
     assert 0 < mean <= 30
     assert 0 <= error < 30
@@ -91,22 +91,11 @@ def test_an_autocast_around_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(rollouts.next_batch()) == 4
 
 
-def test_ranks_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is one rank, and has the whole batch."""
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
-    trained: list[april.Batch] = []
-    run(
-        block("README.md", "RankScheduler"),
-        reader(dist=torch.distributed, train=lambda m, batch: trained.append(batch)),
-    )
-    assert [len(batch) for batch in trained] == [4]
-
-
 def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's lines in one thread, a host's in another: the batch is made there, and both end."""
     monkeypatch.setenv("APRIL_TOKEN", april.new_token())
     at: queue.Queue[str] = queue.Queue()
-    listening, joining = block("hosts.md", "HostListener"), block("hosts.md", "april.Host(")
+    listening, joining = block("processes.md", "HostListener"), block("processes.md", "april.Host(")
 
     def listener(token: str, address: str) -> april.HostListener:
         assert address == "0.0.0.0:7000"
@@ -133,13 +122,13 @@ def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run takes these arguments, and both ranks get every response once between them, to the end of the data."""
     shares: list[april.Batch] = []
     monkeypatch.setattr(april.ray, "scheduler", inspect.signature(april.ray.scheduler).bind)
-    started = run(block("ray.md", "april.ray.scheduler"), reader(config=RAY_CONFIG))["run"].arguments
+    started = run(block("processes.md", "april.ray.scheduler"), reader(config=RAY_CONFIG))["run"].arguments
     assert (started["name"], started["ranks"]) == ("my-run", 2)
     with World(ranks=started["ranks"]) as world:
         attach = inspect.signature(april.ray.attach)
         monkeypatch.setattr(april.ray, "attach", lambda *given: world.attach(attach.bind(*given).arguments["rank"]))
         space = {"train": shares.append, "hand_over": lambda: None}
-        loop = block("ray.md", "april.ray.attach")
+        loop = block("processes.md", "april.ray.attach")
         beside(*(lambda rank=rank: run(loop, space | {"rank": rank}) for rank in range(2)))
     assert sorted(s.id for share in shares for s in share.samples) == [(g, i) for g in range(8) for i in range(3)]
 
@@ -148,19 +137,24 @@ def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is written where the page says, and can be replayed, however short."""
     monkeypatch.chdir(tmp_path)
     simulated = april.Config(**SMALL, engine={"kind": "simulated"})
-    run(block("record.md", "record="), reader(config=simulated))
+    run(block("report.md", "record="), reader(config=simulated))
     assert replay(tmp_path / "runs" / "record.jsonl").core.context.batches == 0
 
 
 def test_a_restart(tmp_path: Path) -> None:
-    """What the first block saves, the second goes on from."""
+    """What the first block saves, the second goes on from, with weights trained on one batch: each prompt once."""
     save, load = block("restarts.md", "torch.save"), block("restarts.md", "torch.load")
-    space = reader(path=tmp_path / "checkpoint.pt")
-    with april.RolloutScheduler(
-        space["config"], prompts=PROMPTS, reward=space["reward"], model=space["model"]
-    ) as first:
-        run(save, space | {"rollouts": first, "batch": first.next_batch()})
-    assert run(load, space)["rollouts"].version == (1, 1)
+    small = {"rollout_batch_size": 1, "over_sampling_batch_size": 2, "n_samples_per_prompt": 1}
+    config = april.Config(**small, max_response_len=60)
+    space = reader(path=tmp_path / "checkpoint.pt", config=config, prompts=PROMPTS[:4])
+    with april.RolloutScheduler(config, prompts=PROMPTS[:4], reward=space["reward"], model=space["model"]) as first:
+        batch = first.next_batch()
+        run(save, space | {"rollouts": first, "batch": batch})
+    space["rest"] = []
+    more = "    rest += [rollouts.next_batch() for _ in range(3)]\n"
+    run(Block("restarts.md", load.number, "python", load.text + more), space)
+    assert space["rollouts"].version == (1, 1)
+    assert sorted(s.prompt.position for b in (batch, *space["rest"]) for s in b.samples) == [0, 1, 2, 3]
 
 
 def test_a_restart_on_servers(tmp_path: Path) -> None:
@@ -249,7 +243,7 @@ def test_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the page are made with what stands there, and closed; the packages are another test's."""
     made: dict[Any, Kept] = {}
     monkeypatch.setattr(april.export, "TensorBoard", lambda given: made.setdefault(given, Kept()))
-    run(block("watch.md", "exporters="), reader())
+    run(block("report.md", "exporters="), reader())
     assert {given: exporter.closed for given, exporter in made.items()} == {"runs/tensorboard": 1}
 
 
@@ -259,7 +253,7 @@ def test_metrics_and_texts_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     with real_schedulers.scheduler() as rollouts:
         batch = rollouts.next_batch()
     own = SimpleNamespace(log=lambda row, step: rows.append((row, step)))
-    run(block("watch.md", "import named"), {"run": own, "loss": 0.5, "step": 7, "batch": batch})
+    run(block("report.md", "import named"), {"run": own, "loss": 0.5, "step": 7, "batch": batch})
     assert rows[0][0] == {"loss": 0.5} | {f"april/{name}": v for name, v in batch.metrics.items()}
-    run(block("watch.md", "sample_texts(batch"), {"batch": batch, "tokenizer": Words()})
+    run(block("report.md", "sample_texts(batch"), {"batch": batch, "tokenizer": Words()})
     assert len(capsys.readouterr().out.splitlines()) == 4

@@ -1,4 +1,4 @@
-"""docs/signals.md is true: its loop stops when it is told to, wherever it is, and what it saves loses nothing."""
+"""docs/restarts.md is true: its loop stops when it is told to, wherever it is, and what it saves loses nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from real_schedulers import assert_nothing_is_left, check, scheduler
 import april
 from april.driver.rewards import Response
 
-PAGE = (Path(__file__).parent.parent / "docs" / "signals.md").read_text("utf-8")
-(LOOP,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+PAGE = (Path(__file__).parent.parent / "docs" / "restarts.md").read_text("utf-8")
+(LOOP,) = (b for b in re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M) if "signal.signal" in b)
 PROMPTS = [[i, 7] for i in range(1, 40)]
 
 
@@ -62,7 +62,7 @@ class Stopped:
             "train": self.train,
             "save": self.saved.update,
         }
-        exec(compile(LOOP, "docs/signals.md", "exec"), space)  # noqa: S102
+        exec(compile(LOOP, "docs/restarts.md", "exec"), space)  # noqa: S102
 
 
 @pytest.mark.parametrize("where", ["waiting", "training"])

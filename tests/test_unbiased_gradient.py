@@ -20,7 +20,7 @@ from length_toy import Array, Estimate, Groups
 from april.corrections.advantages import Method, first_others, group_advantages
 
 DRAWS = 100_000
-PAGE = Path(__file__).parent.parent / "docs" / "quorum.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements.md"
 
 
 def quorum_advantages(groups: Groups, k: int, method: Method = "rloo") -> Array:
@@ -178,7 +178,7 @@ def test_places_for_two_groups_are_enough() -> None:
 
 
 def figures() -> dict[str, float]:
-    """The table of docs/quorum.md, in per cent."""
+    """The tables of docs/measurements.md, in per cent."""
     right = {k: toy.estimate(whole(), quorum_advantages(whole(), k)) for k in (4, 8)}
     failures = {"by chance": fifth, "more often when long": per_token}
     found = {"`rloo`, quorum 1": right[8].bias, "`rloo`, quorum 0.5": right[4].bias}
@@ -196,7 +196,7 @@ def figures() -> dict[str, float]:
 @pytest.mark.skipif(not PAGE.exists(), reason="a copy of the tree without docs")
 def test_the_figures_on_the_page() -> None:
     """Every row of the table is what is measured here: ``python tests/test_unbiased_gradient.py``."""
-    section = PAGE.read_text("utf-8").partition("\n## Advantages\n")[2].partition("\n## ")[0]
+    section = PAGE.read_text("utf-8").partition("\n### Bias of the gradient\n")[2].partition("\n##")[0]
     shown = re.findall(r"^\| (.+?) \| ([\d.]+) % \|", section, re.M)
     assert {name: float(per_cent) for name, per_cent in shown} == pytest.approx(figures(), abs=0.1)
 

@@ -403,7 +403,7 @@ def _ended_with_a_failure(epoch: int, drawn: int) -> str:
 
 TEMPLATE = (
     'make token ids of text and chats first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, '
-    'return_dict=True)["input_ids"] (docs/chat-templates.md)'
+    'return_dict=True)["input_ids"] (docs/rollouts.md)'
 )
 
 

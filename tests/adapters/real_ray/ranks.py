@@ -1,4 +1,4 @@
-"""The page docs/ray.md on a real Ray: its blocks as they stand, with a rank that is killed and started anew."""
+"""The page docs/processes.md on a real Ray: its blocks as they stand, with a rank that is killed and started anew."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def cluster() -> Iterator[None]:
 
 def blocks() -> tuple[str, str]:
     """Of the page: the driver's and a rank's."""
-    driver, rank = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "ray.md").read_text("utf-8"), re.S | re.M)
+    page = (ROOT / "docs" / "processes.md").read_text("utf-8").partition("\n## Ray\n")[2]
+    driver, rank = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
     return driver, rank
 
 
