@@ -90,7 +90,7 @@ def test_another_areal_is_named_by_what_has_changed(monkeypatch: pytest.MonkeyPa
             """Takes one more."""
 
     monkeypatch.setattr(module, "WorkflowExecutor", Changed)
-    with pytest.raises(ConfigError, match=r"WorkflowExecutor.pause of AReaL .* takes \(self, hard\)"):
+    with pytest.raises(ConfigError, match=r"WorkflowExecutor.pause of areal .* takes \(self, hard\)"):
         checks.require_areal()
     monkeypatch.delattr(module, "WorkflowExecutor")
     with pytest.raises(ConfigError, match="is not there, and april"):

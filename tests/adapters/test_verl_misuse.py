@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from adapters.stand_in_verl import config
+from april import seams
 from april.adapters.verl import checks
 from april.adapters.verl.settings import HERE, OURS, settings_of
 from april.errors import ConfigError
@@ -133,7 +134,7 @@ def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Refused by name before anything of it is used."""
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
-    monkeypatch.setattr(checks, "installed_version", lambda: version)
+    monkeypatch.setattr(seams, "version_of", lambda package: version)
     with pytest.raises(ConfigError, match=r"is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x"):
         checks.require_verl()
 
@@ -147,7 +148,7 @@ def test_functions_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     there.A = A  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verl.stand_in", there)
-    monkeypatch.setattr(checks, "installed_version", lambda: "0.9.7")
+    monkeypatch.setattr(seams, "version_of", lambda package: "0.9.7")
     monkeypatch.setattr(checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})
     checks.require_seams()
     monkeypatch.setattr(checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "global_steps")})
@@ -161,7 +162,7 @@ def test_functions_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_of_verl_or_ray_is_imported() -> None:
     """The parts that the coordinator and the driver run by need neither."""
     adapter = (f"adapters.verl.{name}" for name in ("checks", "outputs", "settings"))
-    for name in (*adapter, "coordinator.coordinator", "coordinator.run"):
+    for name in (*adapter, "processes.coordinator.coordinator", "processes.coordinator.run"):
         importlib.import_module(f"april.{name}")
     assert "ray" not in sys.modules
     assert not isinstance(sys.modules.get("verl.trainer"), ModuleType)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from importlib import metadata
-from typing import Any
-
-from april.errors import ConfigError
+from april.seams import import_trainer, require_seams
 
 TRIED = "1.0.4"
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -42,36 +37,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 def require_areal() -> None:
     """Raise ConfigError for the first thing that this AReaL has not, or has otherwise."""
-    try:
-        importlib.import_module("areal")
-    except ImportError as error:
-        raise ConfigError(
-            f"april.adapters.areal runs AReaL, which is not installed here: pip install areal=={TRIED} (its import "
-            f"failed: {error}); in a loop of your own use april.RolloutScheduler"
-        ) from error
-    for where, parameters in SEAMS.items():
-        found = _parameters(where)
-        if found != parameters:
-            has = "is not there" if found is None else f"takes ({', '.join(found)})"
-            raise ConfigError(
-                f"{where} of AReaL {_version()} {has}, and april.adapters.areal builds on ({', '.join(parameters)}); "
-                f"pip install areal=={TRIED}"
-            )
-
-
-def _parameters(where: str) -> tuple[str, ...] | None:
-    module, _, path = where.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-        return tuple(inspect.signature(inspect.unwrap(found)).parameters)
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def _version() -> str:
-    try:
-        return metadata.version("areal")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    needs = "april.adapters.areal runs AReaL, which is not installed here"
+    import_trainer("areal", needs, TRIED, "; in a loop of your own use april.RolloutScheduler")
+    require_seams("areal", TRIED, SEAMS)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from itertools import chain
 from typing import Any
 
@@ -16,6 +13,7 @@ from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config
 from april.core.types import OnDataEnd, OnFailedSample
 from april.errors import ConfigError
+from april.seams import import_trainer
 
 log = logging.getLogger("april")
 
@@ -33,27 +31,7 @@ _SAMPLING = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None,), "repetition_
 
 def require_trl() -> Any:
     """The package trl; raises ConfigError if it cannot be imported."""
-    try:
-        return importlib.import_module("trl")
-    except ImportError as error:
-        raise ConfigError(
-            f"april.adapters.trl needs trl: pip install trl=={TESTED_VERSION} (its import failed: {error})"
-        ) from error
-
-
-def require_seams(base: Any) -> None:
-    """Raise ConfigError unless a trainer class has the methods that the adapter builds on."""
-    for name, parameters in SEAMS.items():
-        found = getattr(base, name, None)
-        if found is None or tuple(inspect.signature(found).parameters) != parameters:
-            try:
-                version = metadata.version("trl")
-            except metadata.PackageNotFoundError:
-                version = "of an unknown version"
-            raise ConfigError(
-                f"{base.__name__}.{name}({', '.join(parameters[1:])}) is not there in trl {version}; april's adapter "
-                f"was held against trl {TESTED_VERSION}: install that, or another version that has it"
-            )
+    return import_trainer("trl", "april.adapters.trl needs trl", TESTED_VERSION)
 
 
 def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:

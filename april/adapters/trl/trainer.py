@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import config_for, hint_at_one_process, refuse_unsupported, require_seams
+from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, hint_at_one_process, refuse_unsupported
 from april.adapters.trl.data import DatasetPasses, group_reward, put_advantages, sample_reward, warn_of_other_rewards
 from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, write_weights
 from april.config.engines import TransformersEngineConfig
@@ -28,6 +28,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
 from april.errors import ConfigError, RolloutError
+from april.seams import require_seams
 
 Filter = Callable[[Any, Any], Any]
 
@@ -301,7 +302,7 @@ def april_trainer(base: Any) -> Any:
     Raises:
         ConfigError: ``base`` has not what this adapter builds on.
     """
-    require_seams(base)
+    require_seams("trl", TESTED_VERSION, SEAMS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
         """Takes ``rollout_func=april.adapters.trl.rollout(...)``; everything else is as in its base."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from importlib import metadata
 from typing import Any
 
+from april import seams
 from april.errors import ConfigError
 
 TESTED_VERSION = "0.9.1"
@@ -34,13 +32,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 def require_verl() -> Any:
     """The package verl, of a version that fits; raises ConfigError otherwise."""
-    try:
-        verl = importlib.import_module("verl")
-    except ImportError as error:
-        raise ConfigError(
-            f"april.adapters.verl needs verl: pip install verl=={TESTED_VERSION} (its import failed: {error})"
-        ) from error
-    version = installed_version()
+    verl = seams.import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
+    version = seams.version_of("verl")
     numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
     if not OLDEST <= numbers < TOO_NEW:
         raise ConfigError(
@@ -50,39 +43,6 @@ def require_verl() -> Any:
     return verl
 
 
-def installed_version() -> str:
-    """Of verl; empty if it has no metadata."""
-    try:
-        return metadata.version("verl")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def require_seams() -> None:
     """Raise ConfigError for the first thing that this verl has not, or has otherwise."""
-    for where, parameters in SEAMS.items():
-        found = _parameters(where)
-        if found != parameters:
-            has = "is not there" if found is None else f"takes ({', '.join(found)})"
-            raise ConfigError(
-                f"{where} of verl {installed_version()} {has}, and april.adapters.verl builds on "
-                f"({', '.join(parameters)}); pip install verl=={TESTED_VERSION}"
-            )
-
-
-def _parameters(where: str) -> tuple[str, ...] | None:
-    module, _, path = where.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(plain_class(found), name)
-        names = inspect.signature(inspect.unwrap(found)).parameters
-        return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds one of its own
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-
-
-def plain_class(found: Any) -> Any:
-    """The class behind a Ray actor class; anything else as it is."""
-    made = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
-    return found if made is None else getattr(made, "__ray_actor_class__", made)
+    seams.require_seams("verl", TESTED_VERSION, SEAMS)

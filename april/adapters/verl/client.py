@@ -13,11 +13,11 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.verl.checks import plain_class
 from april.adapters.verl.outputs import fields_of, result_of
 from april.core.tape import Int32
 from april.processes.coordinator import calls
 from april.processes.coordinator.messages import Result
+from april.seams import plain_class
 
 
 class Remote:

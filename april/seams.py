@@ -1,0 +1,68 @@
+"""Whether an installed trainer is one that its adapter was held against: trainers promise none of their internals."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from april.errors import ConfigError
+
+Seams = Mapping[str, tuple[str, ...]]
+"""Functions that are called, overridden or relied on, ``module:path``, with the names of their parameters."""
+
+
+def import_trainer(package: str, needs: str, tested: str, otherwise: str = "") -> Any:
+    """The package; raises ConfigError, which begins with ``needs``, where it cannot be imported."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        wants = f"{needs}: pip install {package}=={tested}"
+        raise ConfigError(f"{wants} (its import failed: {error}){otherwise}") from error
+
+
+def version_of(package: str) -> str:
+    """The installed version; ``of unknown version`` where the package has no metadata."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def require_seams(package: str, tested: str, seams: Seams, owner: Any = None) -> None:
+    """Raise ConfigError for the first of the functions that is not there, or takes other parameters.
+
+    Args:
+        package: name of the distribution.
+        tested: the version that the adapter was held against.
+        seams: the functions; with an ``owner`` their paths are below that object.
+    """
+    for where, parameters in seams.items():
+        found = _parameters(where, owner)
+        if found != parameters:
+            has = "is not there" if found is None else f"takes ({', '.join(found)})"
+            path = where if owner is None else f"{owner.__name__}.{where}"
+            raise ConfigError(
+                f"{path} of {package} {version_of(package)} {has}, and april's adapter builds on "
+                f"({', '.join(parameters)}); pip install {package}=={tested}"
+            )
+
+
+def _parameters(where: str, owner: Any) -> tuple[str, ...] | None:
+    module, _, path = where.rpartition(":")
+    try:
+        found: Any = owner if owner is not None else importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(plain_class(found), name)
+        names: Sequence[str] = tuple(inspect.signature(inspect.unwrap(found)).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds one of its own
+
+
+def plain_class(found: Any) -> Any:
+    """The class behind a Ray actor class; anything else as it is."""
+    made = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
+    return found if made is None else getattr(made, "__ray_actor_class__", made)
