@@ -19,7 +19,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.request_log import RequestLog
+from april.core.event_pump import RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits

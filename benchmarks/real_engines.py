@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from april.config.settings import Config
-from april.core.idle import Idle
-from april.core.request_log import Brought, Ran
+from april.core.event_pump import Brought, Ran
+from april.core.partial_buffer import Idle
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
 from april.driver import limit as step_limit

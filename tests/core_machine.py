@@ -15,8 +15,7 @@ from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.timers import Timer, TimerKind
-from april.core.types import Attempt, EngineFinish, Prompt
+from april.core.types import Attempt, EngineFinish, Prompt, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
 EOS = 1

@@ -15,12 +15,10 @@ from core_world import EOS, Held, Key, Life, Running, Token, World
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.admission_cap import AdmissionCap
-from april.core.engine_table import RESTS_BEFORE_QUARANTINE
+from april.core.engine_table import RESTS_BEFORE_QUARANTINE, AdmissionCap
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.timers import Timer, TimerKind
 from april.core.types import (
     Attempt,
     AttemptFailure,
@@ -31,6 +29,8 @@ from april.core.types import (
     OnStale,
     Prompt,
     SampleId,
+    Timer,
+    TimerKind,
 )
 from april.core.versions import PolicyVersion
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.core.admission_cap import FULL, AdmissionCap
+from april.core.engine_table import FULL, AdmissionCap
 
 
 def test_preemptions_lower_the_cap_below_what_was_held() -> None:

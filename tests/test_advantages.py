@@ -17,9 +17,8 @@ from core_machine import CoreMachine, settings
 import april
 from april.core import events as ev
 from april.core.batch import Batch, DeliveredSample
-from april.core.batch_shares import BatchShare
 from april.core.types import FinishReason, OnFailedSample, Prompt, SampleId
-from april.corrections.advantages import METHODS, first_others
+from april.corrections.advantages import METHODS, BatchShare, first_others
 
 STANDARDISED = ("grpo", "dapo", "gspo")
 

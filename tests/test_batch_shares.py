@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import april
 from april.core.batch import Batch, DeliveredSample
-from april.core.batch_shares import BatchShare
 from april.core.tape import Segment, SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
+from april.corrections.advantages import BatchShare
 
 
 def sample_of(group: int, index: int, spans: list[int], cohort: tuple[tuple[int, float], ...]) -> DeliveredSample:

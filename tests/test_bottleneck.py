@@ -10,9 +10,8 @@ import pytest
 
 import april
 from april.config.engine_fit import fits
-from april.core.bottleneck import PARTS, bottleneck
-from april.core.idle import Idle
-from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS
+from april.core.partial_buffer import Idle
+from april.core.run_times import PARTS, SECONDS, SHARES, UPDATE_PARTS, bottleneck
 from april.core.sampling import LogprobKind
 from april.core.settings import CoreSettings
 from april.core.types import GenerationMode, Refill, Work

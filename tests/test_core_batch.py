@@ -10,8 +10,7 @@ from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import deliver_sample
-from april.core.batch_arrays import pad
+from april.core.batch import deliver_sample, pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import EngineFinish, SampleId

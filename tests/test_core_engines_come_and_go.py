@@ -18,8 +18,7 @@ from april.core.engine_table import EngineGate, EngineTable, EngineWeights
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.timers import Timer, TimerKind
-from april.core.types import AttemptFailure, Prompt
+from april.core.types import AttemptFailure, Prompt, Timer, TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.weight_updates import Phase
 from april.errors import InvariantError

@@ -19,8 +19,7 @@ from april.core.engine_table import EngineWeights
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.timers import TimerKind
-from april.core.types import Attempt, AttemptFailure, EngineFinish, Prompt, SampleId
+from april.core.types import Attempt, AttemptFailure, EngineFinish, Prompt, SampleId, TimerKind
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 

@@ -13,8 +13,16 @@ from april.core import events as ev
 from april.core.engine_table import FAILURES_BEFORE_QUARANTINE
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptCounts
-from april.core.timers import Timer, TimerKind
-from april.core.types import AttemptFailure, CallState, DropReason, EngineFinish, OnLongPrompt, SampleId
+from april.core.types import (
+    AttemptFailure,
+    CallState,
+    DropReason,
+    EngineFinish,
+    OnLongPrompt,
+    SampleId,
+    Timer,
+    TimerKind,
+)
 from april.core.versions import FIRST_VERSION
 from april.errors import InvariantError
 
@@ -418,6 +426,6 @@ def test_a_pause_that_is_overtaken() -> None:
         m.core.handle(ev.AttemptEnded.of(m.in_flight.pop(attempt_id), EngineFinish.STOP))
         m.core.handle(ev.SampleReturned(SampleId(*key)))
     ((first, _),) = retry_timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")))
-    m.core._failures.begin_again(group.samples[1], DropReason.STALE)
+    m.core.lives.begin_again(group.samples[1], DropReason.STALE)
     commands = m.core.handle(ev.TimerFired(first))
     assert not any(isinstance(c, do.ScoreGroup) for c in commands)  # the other one is to return first

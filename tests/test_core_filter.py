@@ -119,7 +119,7 @@ def test_verdict_on_a_group_with_a_sample_that_began_again_is_void(keep: bool) -
     m = Judged(samples=2, over=2, n=1)
     m.post(ev.StepRequested())
     question = m.finish(0)
-    m.core._failures.begin_again(m.core.buffer.groups[0].samples[1], DropReason.STALE)
+    m.core.lives.begin_again(m.core.buffer.groups[0].samples[1], DropReason.STALE)
     m.post(OLD_TIMER)
     assert m.verdict(question, keep=keep) == []
     assert 0 in m.core.buffer.groups

@@ -12,8 +12,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.timers import TimerKind
-from april.core.types import AttemptFailure, CallState, EngineFinish, Group, OnStale, Prompt, SampleId
+from april.core.types import AttemptFailure, CallState, EngineFinish, Group, OnStale, Prompt, SampleId, TimerKind
 from april.core.versions import PolicyVersion
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))

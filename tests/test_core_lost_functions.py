@@ -14,7 +14,6 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.timers import TimerKind
 from april.core.types import (
     AttemptFailure,
     EngineFinish,
@@ -24,6 +23,7 @@ from april.core.types import (
     RecordedCall,
     SampleId,
     SampleState,
+    TimerKind,
 )
 
 TWO = tuple(EngineLimits(name, 4096, None, (EOS,)) for name in "ab")

@@ -18,8 +18,7 @@ from april.core.engine_table import (
     EngineHealth,
 )
 from april.core.settings import EngineLimits
-from april.core.timers import Timer, TimerKind
-from april.core.types import Attempt, AttemptFailure, EngineFinish
+from april.core.types import Attempt, AttemptFailure, EngineFinish, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
 TWO = (EngineLimits("a", 4096, None, (EOS,)), EngineLimits("b", 4096, None, (EOS,)))

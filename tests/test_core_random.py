@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
-from april.core.timers import Timer, TimerKind
-from april.core.types import AttemptFailure, EngineFinish, FinishReason, OnStale, Refill, SampleId, SampleState
+from april.core.types import (
+    AttemptFailure,
+    EngineFinish,
+    FinishReason,
+    OnStale,
+    Refill,
+    SampleId,
+    SampleState,
+    Timer,
+    TimerKind,
+)
 
 ENGINES = (EngineLimits("a", 400, 5, (EOS,)), EngineLimits("b", 500, None, (EOS,)), EngineLimits("c", 450, 3, (EOS,)))
 

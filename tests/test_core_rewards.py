@@ -21,7 +21,7 @@ def scored_anew() -> CoreMachine:
         m.end(next(a.id for a in m.in_flight.values() if a.sample.id == key))
     assert {s.id.group for s in m.batches[0].samples} == {1}
     group = m.core.buffer.groups[0]
-    m.core._failures.begin_again(group.samples[1], DropReason.STALE)
+    m.core.lives.begin_again(group.samples[1], DropReason.STALE)
     m.post(ev.BatchCommitted(0))
     m.post(ev.StepRequested())
     attempt_id = next(a.id for a in m.in_flight.values() if a.sample.id == (0, 1))

@@ -24,8 +24,18 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.state import RolloutCore
-from april.core.timers import Timer, TimerKind
-from april.core.types import EngineFinish, GenerationMode, GroupState, OnDataEnd, OnStale, Refill, Sample, SampleState
+from april.core.types import (
+    EngineFinish,
+    GenerationMode,
+    GroupState,
+    OnDataEnd,
+    OnStale,
+    Refill,
+    Sample,
+    SampleState,
+    Timer,
+    TimerKind,
+)
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 

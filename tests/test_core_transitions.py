@@ -11,8 +11,8 @@ import pytest
 from core_machine import CoreMachine, settings
 
 from april.core import events as ev
-from april.core.transitions import LEGAL
 from april.core.types import (
+    LEGAL,
     AttemptState,
     CallState,
     EngineFinish,

@@ -11,7 +11,7 @@ from update_player import UpdatePlayer
 
 from april.core import events as ev
 from april.core.engine_table import EngineWeights
-from april.core.timers import TimerKind
+from april.core.types import TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.weight_updates import Phase
 

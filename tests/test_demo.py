@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from april.core.batch import Batch
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.demo import figure
 from april.demo import run as demo_run
 from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, why_empty

@@ -11,7 +11,6 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.settings import EngineLimits
-from april.core.timers import TimerKind
 from april.core.types import (
     AttemptFailure,
     DropReason,
@@ -22,6 +21,7 @@ from april.core.types import (
     OnStale,
     SampleId,
     SampleState,
+    TimerKind,
 )
 from april.core.versions import PolicyVersion
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from april.core import events as ev
-from april.core.request_log import KEPT, RequestLog
+from april.core.event_pump import KEPT, RequestLog
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit, predicted_s
 from april.simulate.simulation import Simulation
@@ -61,7 +61,7 @@ def test_a_step_costs_what_it_costs() -> None:
 
 def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> list[Any]:
     """An engine, step by step; bursts of ``places`` requests, each when the one before has ended."""
-    from april.core.request_log import Ran
+    from april.core.event_pump import Ran
     from april.core.types import SampleId
 
     ended, now = [], 0.0

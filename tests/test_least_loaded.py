@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from april.core import least_loaded
+from april.core import engine_table
 from april.core.engine_table import AFFINITY_SLACK, EngineGate, EngineHealth, EngineState, EngineTable
 from april.core.settings import EngineLimits
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -65,7 +65,7 @@ def change(table: EngineTable, rng: random.Random, number: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_engine_is_the_one_that_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every change, for every version, whatever is avoided and preferred, and however often places are given."""
-    monkeypatch.setattr(least_loaded, "SPARE", seed % 2 * least_loaded.SPARE)
+    monkeypatch.setattr(engine_table, "SPARE", seed % 2 * engine_table.SPARE)
     rng = random.Random(seed)
     table = EngineTable([limits(rng, i) for i in range(rng.choice([1, 2, 3, 70]))], FIRST_VERSION)
     found = set()
@@ -110,4 +110,4 @@ def test_engines_that_come_and_go_make_no_number_grow() -> None:
     for _ in range(1000):
         table.leave("comes")
         table.join(EngineLimits("comes", 100)).confirm(FIRST_VERSION)
-        assert max(state.place for state in table.states.values()) <= 2 * len(table.states) + least_loaded.SPARE
+        assert max(state.place for state in table.states.values()) <= 2 * len(table.states) + engine_table.SPARE

@@ -13,7 +13,7 @@ from core_machine import CoreMachine, settings
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.length_ledger import LONGEST, LengthLedger, Lengths, bucket_of, shortest_of
+from april.core.ledger import LONGEST, LengthLedger, Lengths, bucket_of, shortest_of
 from april.core.settings import CoreSettings
 from april.core.types import (
     DropReason,

@@ -31,7 +31,7 @@ from test_three_epochs import (
 from virtual_rollouts import EOS, VOCAB, virtual
 
 from april.core.batch import Batch, DeliveredSample
-from april.core.length_ledger import bucket_of
+from april.core.ledger import bucket_of
 from april.core.types import DropReason, GenerationMode, OnDataEnd, OnFailedSample, Prompt, Refill
 from april.driver.llm import LLM
 from april.driver.rewards import Response

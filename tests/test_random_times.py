@@ -11,7 +11,7 @@ from trainer_lives import Life
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.core.run_times import RunTimes, TrainerTime
 from april.core.types import GenerationMode, OnStale, Refill
 

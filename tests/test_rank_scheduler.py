@@ -132,7 +132,7 @@ def test_what_travels_is_what_was_delivered() -> None:
     for name in ("id", "version", "group_sizes", "metrics", "logprob_kind", "bottleneck", "branches", "share"):
         assert getattr(own, name) == getattr(same, name), name
     assert own.token_ages.tolist() == same.token_ages.tolist()
-    assert other.share == april.core.batch_shares.BatchShare(1, 2, 6, own.share.loss_tokens)
+    assert other.share == april.core.batch.BatchShare(1, 2, 6, own.share.loss_tokens)
 
 
 def test_more_ranks_than_samples() -> None:

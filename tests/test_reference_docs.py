@@ -15,7 +15,7 @@ import settings_page
 import april
 from april.auto import auto_run
 from april.auto.question import Answer, Question
-from april.core.step import STEP_METRICS
+from april.core.state import STEP_METRICS
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from april.cli import app
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.engines.simulated.fitted_cost import fit
 from april.record.file import RunRecord
 from april.record.lines import lines_of

@@ -12,7 +12,7 @@ import torch
 from real_schedulers import config
 
 import april
-from april.core import scoring
+from april.core import lives
 from april.corrections.advantages import METHODS
 from april.driver.rewards import Response
 from april.engines.protocol import Request
@@ -141,7 +141,7 @@ def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyPatch) 
 
     async def program() -> None:
         with monkeypatch.context() as before:
-            before.setattr(scoring, "held_reward", float)
+            before.setattr(lives, "held_reward", float)
             async with rollouts(**options()) as scheduler:
                 batch = await scheduler.next_batch()
                 state = scheduler.state_dict(trained_through=batch.id)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import april
-from april.core.request_log import KEPT, Brought, Ran, RequestLog
+from april.core.event_pump import KEPT, Brought, Ran, RequestLog
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import SampleId

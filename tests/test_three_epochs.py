@@ -120,7 +120,7 @@ class World:
             max_response_len=CAP, on_data_end=self.end, run_id=len(self.records), **self.changes,
         )  # fmt: skip
         self.driver, self.core = self.rollouts.driver, self.rollouts.core
-        failures = self.core._failures
+        failures = self.core.lives
         give_up = failures.give_up
 
         def recorded(group: Group, reason: DropReason, error: str) -> None:

@@ -11,7 +11,6 @@ from trainer_updates import Saved, UpdatingPlayer
 from april.config.settings import LEAST_QUORUM
 from april.core import events as ev
 from april.core.settings import CoreSettings, quorum_of
-from april.core.timers import TimerKind
 from april.core.types import (
     AttemptFailure,
     EngineFinish,
@@ -20,6 +19,7 @@ from april.core.types import (
     OnFailedSample,
     OnStale,
     Refill,
+    TimerKind,
 )
 
 TROUBLES = [AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT, AttemptFailure.BUSY, AttemptFailure.REFUSED]

@@ -20,7 +20,6 @@ from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.timers import Timer
 from april.core.types import (
     MOST_SAMPLES,
     Attempt,
@@ -34,6 +33,7 @@ from april.core.types import (
     Prompt,
     SampleId,
     SampleState,
+    Timer,
 )
 from april.core.versions import PolicyVersion
 

@@ -16,8 +16,7 @@ from april.core import snapshot
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
 from april.core.state import RolloutCore
-from april.core.timers import TimerKind
-from april.core.types import AttemptFailure, OnStale, Prompt
+from april.core.types import AttemptFailure, OnStale, Prompt, TimerKind
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 

@@ -15,8 +15,7 @@ from core_machine import EOS, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
-from april.core.timers import Timer, TimerKind
-from april.core.types import AttemptFailure
+from april.core.types import AttemptFailure, Timer, TimerKind
 from april.core.versions import FIRST_VERSION
 
 Call = do.PauseEngine | do.LoadEngine | do.ResumeEngine

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from april.core.commands import Abort, Command, Fence, StartTimer
-from april.core.timers import Timer, TimerKind
-from april.core.types import Attempt
+from april.core.types import Attempt, Timer, TimerKind
 
 
 class AbortController:

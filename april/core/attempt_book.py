@@ -16,7 +16,7 @@ from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
-from april.core.types import Attempt, GenerateCall, Sample
+from april.core.types import Attempt, GenerateCall, Sample, SampleId
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
@@ -107,3 +107,37 @@ class AttemptBook:
     def _end_ids(self, call: GenerateCall) -> frozenset[int]:
         eos, stops = self._engines.eos_token_ids, call.sampling.stop_token_ids
         return eos.union(stops) if stops else eos
+
+
+class Places:
+    """``total`` of them: ``max_in_flight``."""
+
+    def __init__(self, total: int, attempts: AttemptBook) -> None:
+        self.total = self.most = total
+        """``most``: so many may be taken. What was sent before there were fewer places is not cut for that."""
+        self._attempts = attempts
+        self.reserved: set[SampleId] = set()
+        """Samples whose function was started and has asked for nothing yet."""
+
+    @property
+    def free(self) -> int:
+        """How many requests may be sent, or functions started; below 0 while more are taken than there are now."""
+        return self.total - self.taken
+
+    @property
+    def taken(self) -> int:
+        """How many are in use."""
+        attempts = self._attempts
+        return len(attempts.in_flight) + len(attempts.of_evaluations) + len(self.reserved)
+
+    def change(self, total: int) -> None:
+        """So many there are from now on."""
+        self.total, self.most = total, max(total, self.taken)
+
+    def reserve(self, sample: Sample) -> None:
+        """Its function is started."""
+        self.reserved.add(sample.id)
+
+    def give_back(self, sample: Sample) -> None:
+        """Its function has asked for something, or is over; nothing happens if that was so before."""
+        self.reserved.discard(sample.id)

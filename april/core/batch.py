@@ -7,21 +7,21 @@ Shapes: B rows, T longest response, P longest prompt.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.batch_arrays import padded_arrays, ragged_arrays
-from april.core.batch_shares import BatchShare, SplitBy, split_batch, whole_of
 from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
-from april.corrections.advantages import Method, first_others_of, group_advantages
+from april.corrections.advantages import BatchShare, Method, first_others_of, group_advantages
 
 UInt8 = NDArray[np.uint8]
 
@@ -292,3 +292,140 @@ def batch_metrics(
         "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
     }
+
+
+Array = NDArray[Any]
+Columns = dict[str, tuple[list[Array], type[np.generic], int]]
+"""Per-token values: the rows, their type, what the padding is."""
+
+
+def ragged_arrays(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
+    """Flat arrays; see :meth:`april.core.batch.Batch.ragged`."""
+    prompts = [s.prompt.token_ids for s in samples]
+    arrays = {"prompt_ids": _joined(prompts, np.int32), "prompt_offsets": _offsets(prompts)}
+    for name, (rows, dtype, _) in _response_columns(samples, 0).items():
+        arrays[name] = _joined(rows, dtype)
+    arrays["response_offsets"] = _offsets([s.tokens for s in samples])
+    return arrays | _per_sample(samples)
+
+
+def padded_arrays(samples: Sequence[DeliveredSample], pad_id: int, *, left_pad_prompts: bool) -> dict[str, Array]:
+    """Rectangular arrays; see :meth:`april.core.batch.Batch.padded`."""
+    prompts = [s.prompt.token_ids for s in samples]
+    responses = [s.tokens for s in samples]
+    arrays = {
+        "prompt_ids": pad(prompts, pad_id, np.int32, left=left_pad_prompts),
+        "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
+        "response_mask": pad(_ones(responses), 0, np.uint8),
+    }
+    for name, (rows, dtype, fill) in _response_columns(samples, pad_id).items():
+        arrays[name] = pad(rows, fill, dtype)
+    if left_pad_prompts:
+        arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)
+        arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
+    else:
+        whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+        arrays["input_ids"] = pad(whole, pad_id, np.int32)
+        arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
+    return arrays | _per_sample(samples)
+
+
+def pad(rows: Sequence[Array], fill: float, dtype: type[np.generic], *, left: bool = False) -> Array:
+    """Rows of different length as one array [len(rows), longest], padded on the right (or on the left)."""
+    longest = max((len(r) for r in rows), default=0)
+    out = np.full((len(rows), longest), fill, dtype)
+    for i, row in enumerate(rows):
+        start = longest - len(row) if left else 0
+        out[i, start : start + len(row)] = row
+    return out
+
+
+def _response_columns(samples: Sequence[DeliveredSample], pad_id: int) -> Columns:
+    versions = [s.versions for s in samples]
+    return {
+        "response_ids": ([s.tokens for s in samples], np.int32, pad_id),
+        "loss_mask": ([s.loss_mask for s in samples], np.uint8, 0),
+        "logprobs": ([s.logprobs for s in samples], np.float32, 0),
+        "version_n": ([v[:, 1] for v in versions], np.int32, -1),
+        "version_incarnation": ([v[:, 0] for v in versions], np.int32, -1),
+    }
+
+
+def _per_sample(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
+    return {
+        "rewards": np.array([s.reward for s in samples], np.float32),
+        "group_ids": np.array([s.id.group for s in samples], np.int64),
+        "staleness": np.array([s.staleness for s in samples], np.int32),
+    }
+
+
+def _ones(rows: Sequence[Array]) -> list[Array]:
+    return [np.ones(len(row), np.uint8) for row in rows]
+
+
+def _joined(rows: Sequence[Array], dtype: type[np.generic]) -> Array:
+    return np.concatenate(rows, dtype=dtype) if rows else np.empty(0, dtype)
+
+
+def _offsets(rows: Sequence[Array]) -> Array:
+    """int64 [B + 1]: where each row begins, and the end."""
+    return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+
+
+SplitBy = Literal["samples", "tokens"]
+
+
+def whole_of(samples: Sequence[DeliveredSample]) -> BatchShare:
+    """A batch that was not split."""
+    return BatchShare(0, 1, len(samples), sum(int(np.count_nonzero(s.loss_mask)) for s in samples))
+
+
+def split_batch(batch: Batch, ranks: int, by: SplitBy) -> list[Batch]:
+    """See :meth:`april.core.batch.Batch.split`."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
+    if by not in get_args(SplitBy):
+        raise ValueError(f'split: by must be "samples" or "tokens", got {by!r}')
+    if by == "samples":
+        shares = _contiguous(len(batch), ranks)
+    else:
+        shares = _balanced([len(s.prompt.token_ids) + len(s.tokens) for s in batch.samples], ranks)
+    whole = batch.share
+    groups = [number for number, size in enumerate(batch.group_sizes) for _ in range(size)]
+    return [
+        replace(
+            batch,
+            samples=tuple(batch.samples[row] for row in rows),
+            group_sizes=tuple(_run_lengths([groups[row] for row in rows])),
+            _part=replace(whole, rank=rank, ranks=ranks),
+        )
+        for rank, rows in enumerate(shares)
+    ]
+
+
+def _contiguous(rows: int, ranks: int) -> Sequence[Sequence[int]]:
+    """The first ``rows % ranks`` shares have one row more."""
+    starts = [rank * (rows // ranks) + min(rank, rows % ranks) for rank in range(ranks + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _balanced(tokens: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
+    """The longest row first, each to the share that has the fewest tokens (then rows) so far; rows in their order."""
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        held, count, rank = heap[0]
+        shares[rank].append(row)
+        heapq.heapreplace(heap, (held + tokens[row], count + 1, rank))
+    return [sorted(rows) for rows in shares]
+
+
+def _run_lengths(numbers: Sequence[int]) -> list[int]:
+    """How often each number follows itself."""
+    lengths: list[int] = []
+    for i, number in enumerate(numbers):
+        if i and numbers[i - 1] == number:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    return lengths

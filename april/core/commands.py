@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from april.core.batch import Batch
-from april.core.timers import Timer
-from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Message, Sample
+from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Message, Sample, Timer
 from april.core.versions import PolicyVersion
 
 

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from april.core.abort_controller import AbortController
-from april.core.attempt_book import AttemptBook
+from april.core.attempt_book import AttemptBook, Places
 from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
-from april.core.evaluation import Evaluation
 from april.core.events import WorkChanged
-from april.core.history import History
-from april.core.leases import Leases
-from april.core.ledger import Ledger
-from april.core.length_ledger import LengthLedger
-from april.core.mistakes import Mistakes
+from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
-from april.core.partial_buffer import PartialBuffer
-from april.core.places import Places
+from april.core.partial_buffer import Leases, PartialBuffer
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.timers import Timer, TimerKind
-from april.core.transitions import LEGAL, State, Stateful
-from april.core.types import SETTLED, Attempt, Group, GroupState, Sample, SampleId, SampleState, Work
+from april.core.types import (
+    LEGAL,
+    SETTLED,
+    WHOLE_GROUP,
+    Attempt,
+    Evaluation,
+    Group,
+    GroupState,
+    Sample,
+    SampleId,
+    SampleState,
+    State,
+    Stateful,
+    Timer,
+    TimerKind,
+    Work,
+)
 from april.core.versions import VersionClock
 from april.errors import InvariantError
+
+HISTORY_EVENTS = 100_000
+"""Enough for several steps of a large run; 16 to 32 MB, by what the notes say (measured)."""
+
+
+class History:
+    """Transitions as (event number, sample, what)."""
+
+    def __init__(self, most: int | None = HISTORY_EVENTS) -> None:
+        # flat, so that the garbage collector need not walk it
+        self.log: deque[tuple[int, int, int, str]] = deque(maxlen=most)
+
+    def note(self, event_number: int, sample: SampleId, what: str) -> None:
+        """Remember one transition."""
+        self.log.append((event_number, sample.group, sample.index, what))
+
+    def story(self, sample: SampleId) -> str:
+        """One line per transition of this sample and of its group, oldest first."""
+        own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
+        lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
+        return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
 
 
 class CoreContext:
@@ -60,7 +89,6 @@ class CoreContext:
         """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
         self.urgent: list[Sample] = []
         """As of the latest plan; with what took the place of such a one since."""
-        self.mistakes = Mistakes(settings)
         self.failure: str | None = None
         """Why the step cannot go on."""
         self.without_room: list[Sample] = []

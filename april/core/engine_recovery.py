@@ -16,7 +16,7 @@ from april.core import engine_table
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.engine_table import EngineGate, EngineHealth, EngineState, EngineWeights
-from april.core.timers import Timer, TimerKind
+from april.core.types import Timer, TimerKind
 from april.core.weight_updates import EngineCalls, WeightUpdates
 
 CHECK_INTERVAL_S = 2.0

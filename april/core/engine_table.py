@@ -6,15 +6,169 @@ This is the one place that says which weights an engine has. ``weight_updates`` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from april.core.admission_cap import AdmissionCap
-from april.core.least_loaded import LeastLoaded
 from april.core.settings import EngineLimits
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
+
+FULL = 0.95
+"""Share of the key-value memory from which on waiting requests wait for memory."""
+ROOM = 0.85
+"""Share below which there is room for more."""
+LOSS_PER_BURST = 4
+"""A burst of refusals leaves at least this part of what was tried: an engine that refuses everything has not said how
+much it holds."""
+
+
+class AdmissionCap:
+    """The cap of one engine; ``ceiling`` is its configured or declared limit, None: there is none."""
+
+    __slots__ = ("_by_refusal", "_ended", "_held", "_least", "_measured", "_preemptions", "ceiling", "value")
+
+    def __init__(self, ceiling: int | None) -> None:
+        self.ceiling = ceiling
+        self.value = ceiling
+        """Most requests at the same time; None: any number."""
+        self._measured: int | None = None
+        self._preemptions: int | None = None
+        self._held = 0
+        """Requests of april that it ran at the last report."""
+        self._by_refusal = False
+        """What was measured is what it took when it refused more."""
+        self._ended = 0
+        """Requests that ended under such a cap since it changed."""
+        self._least = 1
+        """Where the present burst of refusals ends."""
+
+    @property
+    def measured(self) -> int | None:
+        """What was found to be enough, at least 1; None: nothing speaks against the ceiling."""
+        return self._measured
+
+    @measured.setter
+    def measured(self, measured: int | None) -> None:
+        self._measured = measured
+        self.value = min((most for most in (measured, self.ceiling) if most is not None), default=None)
+
+    def admits(self, in_flight: int) -> bool:
+        """Whether one more may go."""
+        return self.value is None or in_flight < self.value
+
+    def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
+        """Take what the engine says of itself; True when the cap went down."""
+        before, self._preemptions = self._preemptions, preemptions
+        recently, self._held = self._held, min(in_flight, running)
+        if not self._held:
+            return False  # what was put back before it became idle says nothing of what it holds
+        preempted = before is not None and preemptions > before
+        if preempted or (waiting > 0 and kv_usage >= FULL):
+            held = self._held
+            if preempted and in_flight < recently:
+                held = max(held, recently)  # it put back some of those that ran then, not of the few that are left
+            # a sixteenth less than what it held: responses grow while they are decoded
+            lower = max(1, held - max(1, held // 16))
+            if self.measured is None or lower < self.measured:
+                self.measured, self._by_refusal = lower, False
+                return True
+            return False
+        if self.measured is not None and waiting == 0 and kv_usage < ROOM and in_flight >= self.measured:
+            self._raise(self.measured)
+        return False
+
+    def refused(self, in_flight: int, *, again: bool = False) -> None:
+        """The engine took no more than ``in_flight``; ``again``: in the same burst of refusals as before."""
+        if not again:
+            self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
+        took = max(self._least, in_flight)
+        self.measured = took if self.measured is None else min(took, self.measured)
+        self._by_refusal, self._ended = True, 0
+
+    def request_ended(self, in_flight: int) -> bool:
+        """One request ended in order; an engine that refused more is tried with more after a cap-full: True then."""
+        if self._by_refusal and self.measured is not None and in_flight + 1 >= self.measured:
+            self._ended += 1
+            if self._ended >= self.measured:
+                self._raise(self.measured)
+                return True
+        return False
+
+    def _raise(self, measured: int) -> None:
+        self._ended = 0
+        self.measured = measured + max(1, measured // 8)
+        if self.ceiling is not None and self.measured >= self.ceiling:
+            self.measured, self._by_refusal = None, False
+
+
+SPARE = 64
+"""Places of engines that have left, beside as many as there are engines, before all places are given anew."""
+
+
+class LeastLoaded:
+    """An iteration gives those with the fewest requests first, and of equals the one that has been here longest.
+
+    The engines of one load are the bits of one number: to find the first of a thousand is one operation on 16 words.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[int, EngineState] = {}
+        """By place."""
+        self._joined = 0
+        self._with_load: dict[int, int] = {}
+        """Bits of the places of all engines that have so many requests and take one more; never 0."""
+
+    def __iter__(self) -> Iterator[EngineState]:
+        for load in sorted(self._with_load):
+            bits = self._with_load[load]
+            while bits:
+                first = bits & -bits
+                yield self._engines[first.bit_length() - 1]
+                bits ^= first
+
+    @property
+    def first(self) -> EngineState | None:
+        """The first of them; None: no engine takes a request."""
+        if not self._with_load:
+            return None
+        bits = self._with_load[min(self._with_load)]
+        return self._engines[(bits & -bits).bit_length() - 1]
+
+    def join(self, engine: EngineState) -> None:
+        """It comes behind those that are here."""
+        if self._joined > 2 * len(self._engines) + SPARE:  # or the numbers would grow with all that come and go
+            there, self._engines = self._engines, {}
+            self._joined, self._with_load = 0, {}
+            for other in there.values():
+                other.load = None
+                self._append(other)
+        self._append(engine)
+
+    def _append(self, engine: EngineState) -> None:
+        engine.order, engine.place = self, self._joined
+        self._engines[engine.place] = engine
+        self._joined += 1
+        engine.moved()
+
+    def leave(self, engine: EngineState) -> None:
+        """It is looked for no longer, whatever changes of it."""
+        self.move(engine.place, engine.load, None)
+        del self._engines[engine.place]
+        engine.order = engine.load = None
+
+    def move(self, place: int, before: int | None, load: int | None) -> None:
+        """It has other requests than ``before``; None: it takes none."""
+        bit = 1 << place
+        if before is not None:
+            left = self._with_load[before] ^ bit
+            if left:
+                self._with_load[before] = left
+            else:
+                del self._with_load[before]
+        if load is not None:
+            self._with_load[load] = self._with_load.get(load, 0) | bit
+
 
 FAILURES_BEFORE_QUARANTINE = 3
 """Answers in a row that cannot be true; one is an accident, three are an engine."""

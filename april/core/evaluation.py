@@ -10,64 +10,25 @@ training, is decided in ``RolloutCore._advance_others``.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from april.core.commands import EvaluationDone, EvaluationFailed
+from april.core.context import CoreContext
 from april.core.events import EvaluationCancelled, EvaluationRequested
-from april.core.ledger import Ledger
-from april.core.types import AttemptFailure, DropReason, Group, Sample, SampleState
-from april.core.versions import PolicyVersion
+from april.core.lives import SampleLives
+from april.core.types import AttemptFailure, DropReason, Evaluation, Group, Sample, SampleState
 from april.errors import InvariantError
-
-if TYPE_CHECKING:
-    from april.core.context import CoreContext
-    from april.core.failures import Failures
 
 FIRST_GROUP = -(1 << 40)
 """Number of the first group of the first evaluation: all of them are below those of training, and so go first."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Evaluation:
-    """One evaluation. Its prompts are groups once it has begun."""
-
-    request: EvaluationRequested
-    behind: int = 0
-    """The last weight update that was asked for before it and waits; 0: none. It begins after that."""
-    version: PolicyVersion | None = None
-    """Under which it generates; None: it has not begun."""
-    groups: tuple[Group, ...] = ()
-    unfinished: int = 0
-    """Groups that are."""
-    to_start: deque[Sample] = field(default_factory=deque)
-    """Samples beyond those whose functions may run at once: in no queue, where they would keep others waiting."""
-    functions: int = 0
-    """Rollout functions that run, or wait for a place to begin in."""
-    in_flight: int = 0
-    """Attempts."""
-    trouble: tuple[str, AttemptFailure] | None = None
-    """What broke off its latest attempt that did."""
-    failure: tuple[str, AttemptFailure | None] | None = None
-    """Why it ends."""
-    tokens: Ledger = field(default_factory=Ledger)
-    counters: Counter[str] = field(default_factory=Counter)
-
-    def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
-        """It ends with this error, if it is the first; ``sample``: whose function is to blame, or its prompt."""
-        if self.failure is None:
-            where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
-            self.failure = f"{where}{error}", kind
-
-
 class Evaluations:
     """Begins and ends evaluations."""
 
-    def __init__(self, context: CoreContext, failures: Failures) -> None:
+    def __init__(self, context: CoreContext, lives: SampleLives) -> None:
         self._context = context
-        self._failures = failures
+        self._lives = lives
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
@@ -163,7 +124,7 @@ class Evaluations:
     def _give_up(self, evaluation: Evaluation) -> None:
         """Once: its functions are cancelled, its requests ended."""
         for sample in self._forget(evaluation):
-            self._failures.leave(sample, DropReason.FAILED)
+            self._lives.leave(sample, DropReason.FAILED)
             self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
 
     def _forget(self, evaluation: Evaluation) -> list[Sample]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, get_args
 
-from april.core.commands import Command
+from april.core import events as ev
+from april.core.commands import Command, Submit
 from april.core.events import Event
+from april.core.state import RolloutCore
+from april.core.types import Attempt, SampleId
 
 
 class Core(Protocol):
@@ -65,3 +69,135 @@ class EventPump:
 
 def _nothing(command: Command) -> None:
     """It needs nothing done."""
+
+
+KEPT = 4096
+"""Requests that are remembered per engine."""
+
+
+class Ran(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        engine: its name.
+        sample: what it was for; of an evaluation, that one's.
+        evaluation: it was of one.
+        age: weight updates, when it was sent, since the oldest token of the sample; 0 without one.
+        began_s, ended_s: when it was sent and when it ended, by the clock.
+        context: tokens that were sent: prompt and response so far.
+        generated: tokens that came.
+    """
+
+    engine: str
+    sample: SampleId
+    evaluation: bool
+    age: int
+    began_s: float
+    ended_s: float
+    context: int
+    generated: int
+
+
+@dataclass(slots=True)
+class Brought:
+    """What requests of training on one engine brought together.
+
+    Attributes:
+        generated: tokens that came.
+        context: tokens that were sent.
+        resident: tokens in the engine's memory, summed up over the decode steps of each request.
+    """
+
+    generated: int = 0
+    context: int = 0
+    resident: float = 0.0
+
+    def add(self, ran: Ran) -> None:
+        """One more of them."""
+        count = ran.generated
+        self.generated += count
+        self.context += ran.context
+        self.resident += count * (ran.context + count / 2)
+
+
+class RequestLog:
+    """Takes the core's events for it.
+
+    Args:
+        core: whose requests are looked at.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, core: RolloutCore, now: Callable[[], float]) -> None:
+        self._core, self._now = core, now
+        self._sent: dict[str, tuple[float, int]] = {}
+        """When, and the age, by attempt."""
+        self._ended: dict[str, deque[Ran]] = {}
+        self._counts: dict[str, int] = {}
+        self._brought: dict[str, Brought] = {}
+
+    def handle(self, event: ev.Event) -> list[Command]:
+        """As the core's."""
+        if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
+            attempt = self._core.context.attempts.get(event.attempt_id)
+            if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
+                self._add(ran)
+                del self._sent[attempt.id]
+        commands = self._core.handle(event)
+        for command in commands:
+            if type(command) is Submit:
+                self._submitted(command.attempt)
+        return commands
+
+    def ran(self, attempt: Attempt, generated: int) -> Ran | None:
+        """How it would be remembered if it ended now; None if nobody saw it being sent."""
+        if (sent := self._sent.get(attempt.id)) is None:
+            return None
+        sample = attempt.sample
+        return Ran(
+            attempt.engine, sample.id, sample.evaluation is not None, sent[1], sent[0], self._now(),
+            len(attempt.token_ids), generated,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[tuple[str, deque[Ran]]]:
+        """The latest requests that have ended, by engine."""
+        return iter(self._ended.items())
+
+    def count(self, engine: str) -> int:
+        """Requests that have ended there so far."""
+        return self._counts.get(engine, 0)
+
+    def take(self) -> dict[str, Brought]:
+        """What the requests of training that ended since the last call brought, by engine; 0 of one that had none.
+
+        Requests of engines that have left, and had none since, are forgotten.
+        """
+        taken, self._brought = self._brought, {}
+        there = self._core.engines.states
+        for name in there:
+            if name not in taken:  # its time passed, too
+                taken[name] = Brought()
+        for gone in self._ended.keys() - there.keys() - taken.keys():  # or engines that come and go would fill it
+            del self._ended[gone], self._counts[gone]
+        return taken
+
+    def _add(self, ran: Ran) -> None:
+        name = ran.engine
+        if name not in self._ended:
+            self._ended[name], self._counts[name] = deque(maxlen=KEPT), 0
+        self._ended[name].append(ran)
+        self._counts[name] += 1
+        if not ran.evaluation:
+            brought = self._brought.get(name)
+            if brought is None:
+                brought = self._brought[name] = Brought()
+            brought.add(ran)
+
+    def _submitted(self, attempt: Attempt) -> None:
+        oldest = attempt.sample.tape.oldest_version
+        age = 0 if oldest is None else self._core.clock.staleness(oldest)
+        self._sent[attempt.id] = (self._now(), age)
+        in_flight = len(self._core.context.attempts)
+        if len(self._sent) > 2 * in_flight + KEPT:  # some were given up: nobody told how they ended
+            attempts = self._core.context.attempts
+            self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}

@@ -9,7 +9,6 @@ from typing import Any, Self
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
-from april.core.timers import Timer
 from april.core.types import (
     Attempt,
     AttemptFailure,
@@ -19,6 +18,10 @@ from april.core.types import (
     Prompt,
     Refill,
     SampleId,
+    Timer,
+)
+from april.core.types import (
+    EvaluationRequested as EvaluationRequested,
 )
 from april.core.versions import PolicyVersion
 
@@ -308,20 +311,6 @@ class LoadReported(Message, frozen=True, kw_only=True):
     waiting: int
     kv_usage: float
     preemptions: int
-
-
-class EvaluationRequested(Message, frozen=True, kw_only=True):
-    """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
-
-    ``evaluation``: its number; ``functions_at_once``: most of its rollout functions that run at a time (None: any).
-    """
-
-    evaluation: int
-    prompts: Sequence[Prompt]
-    n_samples: int
-    sampling: SamplingParams
-    seed: int
-    functions_at_once: int | None = None
 
 
 class EvaluationCancelled(Message, frozen=True):

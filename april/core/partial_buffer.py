@@ -6,16 +6,116 @@ siblings, surplus. The buffer knows what is too old, what is held, and when it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 
 from april.core.completion_monitor import Unit
-from april.core.idle import Idle
-from april.core.leases import Leases
 from april.core.settings import CoreSettings
-from april.core.types import SETTLED, Group, OnStale, Sample
+from april.core.tape import SegmentKind
+from april.core.types import NO_DEADLINE, SETTLED, Group, OnStale, Sample
+from april.core.versions import PolicyVersion, VersionClock
+
+MOST_OUT = 64
+"""Batches that may be out whatever ``max_staleness`` says: each is kept until it is trained."""
+
+
+class Leases:
+    """The batches that are out, and how old tokens are at the version at which the next batch is trained."""
+
+    def __init__(self, clock: VersionClock, max_staleness: int) -> None:
+        self._clock = clock
+        self._configured = max_staleness
+        self.bound = max_staleness
+        """Of what is drawn from now on; it may be lowered while the run goes on."""
+        self.batches: dict[int, tuple[Sample, ...]] = {}
+        """Samples of every batch that is delivered and not committed, in the order of delivery."""
+        self._generated = self._stale = self._oldest = 0
+
+    def __len__(self) -> int:
+        """Batches that are out."""
+        return len(self.batches)
+
+    @property
+    def lowered(self) -> int:
+        """The bound, if it was lowered; else none of its own."""
+        return self.bound if self.bound < self._configured else NO_DEADLINE
+
+    @property
+    def full(self) -> bool:
+        """So many batches are out that whatever is generated now is too old when it is trained."""
+        return len(self.batches) > min(self.bound, MOST_OUT)
+
+    def why_full(self) -> str:
+        """For the trainer, where :attr:`full`."""
+        newest = max(self.batches)
+        return (
+            f"train first: {len(self.batches)} batches are out (delivered and not trained; the newest is {newest}), "
+            f"and no more than {min(self.bound, MOST_OUT)} weight updates may come between generation and training "
+            f"(max_staleness, at most {MOST_OUT}). Call weight_update() after each batch, "
+            "weight_update(trained=batch.id) if one update trains several, or commit(batch.id) after a batch that no "
+            "update follows"
+        )
+
+    def age(self, version: PolicyVersion) -> int:
+        """Weight updates between ``version`` and the training of the next batch."""
+        return self._clock.staleness(version) + len(self.batches)
+
+    def commit(self, batch_ids: Iterable[int]) -> None:
+        """These batches were trained at the present version; what that means for their tokens is recorded."""
+        for batch_id in batch_ids:
+            for sample in self.batches.pop(batch_id):
+                for segment in sample.tape.segments:
+                    if segment.kind is SegmentKind.GENERATED:
+                        age = self._clock.staleness(segment.version)
+                        self._generated += segment.count
+                        self._stale += segment.count if age else 0
+                        self._oldest = max(self._oldest, age)
+
+    def through(self, batch_id: int) -> list[int]:
+        """The batches that are out, up to ``batch_id``."""
+        return [b for b in self.batches if b <= batch_id]
+
+    def recorded(self) -> dict[str, float]:
+        """Of the batches committed since the last call: what their tokens' ages were when they were trained."""
+        if not self._generated:
+            return {}
+        record = {
+            "committed_staleness_max": float(self._oldest),
+            "committed_off_policy_share": self._stale / self._generated,
+        }
+        self._generated = self._stale = self._oldest = 0
+        return record
+
 
 AHEAD = 8
 """Most groups held, in units of the work that is wanted at a time, whatever ``max_staleness`` allows."""
+
+
+class Idle(StrEnum):
+    """What keeps a place empty."""
+
+    UPDATE = "update"
+    """A weight update: what was in flight ends, engines pause, load and resume."""
+    PAUSE = "pause"
+    """Somebody has paused generation, to load a state; or a trainer that changes the weights itself (AReaL)."""
+    EVALUATION = "evaluation"
+    """It has the place, or training waits for its end."""
+    TRAINER = "trainer"
+    """No batch is asked for."""
+    BOUND = "bound"
+    """``max_staleness``: with more work, some could not be trained in time."""
+    STOP = "stop"
+    """The batch is complete; what else is in flight ends."""
+    ENGINES = "engines"
+    """Work waits, and no engine takes it: full by its own measure, at rest, or quarantined."""
+    FUNCTIONS = "functions"
+    """A function has the place and has asked for nothing yet, or nothing is left but functions, to complete a batch."""
+    PROMPTS = "prompts"
+    """They are being drawn, or have ended."""
+    HELD = "held"
+    """So much is held already: ``max_held_tokens``, or several times what is wanted in work."""
+    OVER_SAMPLING = "over_sampling"
+    """N' groups are in work, and the refill mode adds none."""
 
 
 class PartialBuffer:

@@ -9,17 +9,47 @@ does not read empty bytes. ``data`` of a prompt is stored as it was given. ``res
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import string
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from april.core.completion_monitor import Unit
+from april.core.engine_table import EngineTable
+from april.core.events import WorkChanged
 from april.core.ledger import Ledger
-from april.core.restoring import require_fresh, restore, settings_out
+from april.core.numbers import count_of, held_reward, wrong_ids, wrong_logprobs, wrong_reward
+from april.core.partial_buffer import PartialBuffer
 from april.core.sealed import State, data_out
-from april.core.tape import TokenTape
-from april.core.types import SETTLED, Attempt, DropReason, FinishReason, Group, RecordedCall, Sample, SampleState
-from april.errors import CheckpointError
+from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
+from april.core.state import RolloutCore
+from april.core.tape import Segment, SegmentKind, TokenTape
+from april.core.types import (
+    MOST_SAMPLES,
+    NO_DEADLINE,
+    SETTLED,
+    Attempt,
+    DropReason,
+    FinishReason,
+    Group,
+    GroupState,
+    OnLongPrompt,
+    OnStale,
+    Prompt,
+    RecordedCall,
+    Refill,
+    Replay,
+    Sample,
+    SampleId,
+    SampleState,
+    Work,
+)
+from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
+from april.errors import CheckpointError, InvariantError
 
 if TYPE_CHECKING:
     from april.core.state import RolloutCore
@@ -173,3 +203,424 @@ def _ledger_out(ledger: Ledger) -> State:
         "delivered": ledger.delivered,
         "dropped": {str(reason): count for reason, count in ledger.dropped.items() if count},
     }
+
+
+REFUSED = {"n_samples_per_prompt": "n_samples_per_prompt", "run_seed": "seed"}
+"""Settings that must not change over a restart, and their names in the configuration."""
+PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum", "auto")
+"""Settings on which it depends what can be delivered in time."""
+
+
+def settings_out(core: RolloutCore) -> State:
+    """The settings of ``core`` for a snapshot, with what its engines have in common."""
+    s = core.settings
+    values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
+    plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
+    plain["auto"] = [str(name) for name in s.auto]
+    return {**plain, "max_context": core.engines.max_context, "logprob_kind": core.engines.logprob_kind}
+
+
+def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, Any]]:
+    """Settings that have changed since the snapshot was taken: what they were, what they are."""
+    saved, now = state["settings"], settings_out(core)
+    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
+
+
+def restore(core: RolloutCore, state: State) -> None:
+    """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
+
+    No engine is used before a WeightsUpdated event says that it has that version.
+
+    Finished samples stay finished. The rollout functions of all others start again; what their calls had generated is
+    answered from the tape.
+
+    Raises:
+        CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be gone on
+            from under these settings or before these engines.
+    """
+    require_fresh(core)
+    try:
+        _refuse_settings(core, state)
+        _take_over_work(core, state["settings"])
+        _restore(core, state)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, InvariantError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
+
+
+def require_fresh(core: RolloutCore) -> None:
+    """Raise CheckpointError for a core that has done something already."""
+    context = core.context
+    if context.groups_drawn or context.batches or core.step is not None or core.clock.current != FIRST_VERSION:
+        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
+
+
+def _refuse_settings(core: RolloutCore, state: State) -> None:
+    if not isinstance(state, dict) or not isinstance(state.get("settings"), Mapping):
+        raise CheckpointError("this is not a state that april's state_dict() gave")
+    for name, (saved, now) in changed_settings(core, state).items():
+        if name in REFUSED:
+            raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
+
+
+def _take_over_work(core: RolloutCore, saved: State) -> None:
+    """How much was in work, where that was a matter of the run then and is now."""
+    s = core.settings
+    both = set(s.auto).intersection(map(Work, saved.get("auto", ())))
+    over, in_flight = (
+        max(1, count_of(saved[name])) if name in both else None for name in (Work.OVER_SAMPLING, Work.IN_FLIGHT)
+    )
+    if over is not None and s.on_stale is OnStale.FINISH:  # more could not be delivered in time
+        over = min(over, (s.delivery_bound + 1) * s.rollout_batch_size)
+    quorum = float(saved[Work.QUORUM]) if Work.QUORUM in both else None
+    if quorum is not None and not (0.0 < quorum <= 1.0 and quorum_of(quorum, s.n_samples_per_prompt) >= LEAST_QUORUM):
+        raise ValueError(f"a quorum of {quorum}")
+    core.context.change(
+        WorkChanged(
+            over_sampling_batch_size=over,
+            refill=Refill(saved[Work.REFILL]) if Work.REFILL in both else None,
+            max_in_flight=in_flight,
+            group_quorum=quorum,
+        )
+    )
+
+
+def _restore(core: RolloutCore, state: State) -> None:
+    context = core.context
+    branches = {int(i): count_of(n) for i, n in state["branches"].items()}
+    clock = VersionClock(version_of(state["version"]), branches)
+    ready = [_group_in(core, g, ready=True) for g in state["ready"]]
+    waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
+    for group in (*ready, *waiting):
+        for version in (group.drawn_under, *(part.version for s in group.samples for part in s.tape.segments)):
+            clock.staleness(version)  # raises for a version that cannot have been
+    core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
+    context.groups_drawn, context.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
+    if state["settings"]["max_staleness"] == core.settings.max_staleness:  # else what is configured now is meant
+        core.leases.bound = min(core.leases.bound, count_of(state.get("staleness_bound", core.leases.bound)))
+    core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
+    for group in sorted([*ready, *waiting], key=lambda g: g.id):
+        if group.id >= context.groups_drawn or group.id in core.buffer.groups:
+            raise ValueError(f"group {group.id} of {context.groups_drawn}")
+        core.buffer.add(group)
+    for group in [*ready, *waiting]:
+        context.event_number += 1  # completed one after the other: batches are delivered again in their order
+        for sample in group.members:
+            if sample.state is not SampleState.FINISHED:
+                core.over_sampler.push(sample)
+        if group.cohort or group.complete:  # in waiting: a filter was asked that there is no longer
+            group.cohort = group.cohort or group.rewarded
+            context.to_group(group, GroupState.READY, "complete since before a restart")
+            if core.settings.whole_groups:
+                core.monitor.accept(group)
+    if not core.settings.whole_groups:
+        _count_in(core, state)
+    _ledger_in(context.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
+    _ledger_in(context.prompts, state["prompts"], len(core.buffer))
+    finished = (s.tape.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
+    context.lengths.restore(state.get("lengths", {}), finished)
+    core.validate()
+    if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
+        core.engines.logprob_kind = "mixed"  # of batches with tokens of before and of now
+    _require_rewards(core, state)
+    context.without_room = _without_room(core, state)
+    _require_in_time(core, state)
+
+
+def _count_in(core: RolloutCore, state: State) -> None:
+    """With a quorum: samples that can be delivered, in the order of the snapshot."""
+    order = {SampleId(*map(count_of, pair)): place for place, pair in enumerate(state.get("order", ()))}
+    ready = [sample for sample in core.buffer.samples() if sample.ready]
+    for sample in sorted(ready, key=lambda sample: order.get(sample.id, len(order))):
+        core.context.event_number += 1
+        sample.since = core.context.event_number
+        core.monitor.accept(sample)
+
+
+def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
+    ids = array_of(state["prompt"], "<i4")
+    if wrong := wrong_ids(ids, core.engines.vocab_size):
+        raise CheckpointError(f"a prompt of the state does not fit these engines: {wrong}")
+    prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]))
+    n, settings = core.settings.n_samples_per_prompt, core.settings
+    if not n <= len(state["samples"]) <= MOST_SAMPLES * n:
+        raise ValueError(f"a group of {len(state['samples'])} samples")
+    bound = count_of(state.get("bound", NO_DEADLINE))
+    group = Group(count_of(state["id"]), prompt, 0, version_of(state["drawn_under"]), bound=bound)
+    # a filter or a group reward sees what rollout functions return, and that does not survive the process
+    keeps_finished = ready or not (settings.group_reward or settings.has_filter)
+    for index, saved in enumerate(state["samples"]):
+        sample_id = SampleId(group.id, index)
+        if "settled" in saved:
+            group.samples.append(_settled(sample_id, group, saved))
+            continue
+        sample = restored_sample(core.engines, sample_id, group, saved, keeps_finished=keeps_finished)
+        group.samples.append(sample)
+        if len(sample.tape) > settings.max_response_len:
+            raise CheckpointError(
+                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
+                f"max_response_len={settings.max_response_len}"
+            )
+    _completed(core.settings, group, state, ready=ready)
+    return group
+
+
+def _settled(sample_id: SampleId, group: Group, state: State) -> Sample:
+    sample = Sample(sample_id, group, SampleState(state["settled"]))
+    if sample.state not in SETTLED:
+        raise ValueError(f"{sample_id} is {sample.state}")
+    group.delivered += sample.state is SampleState.LEASED
+    return sample
+
+
+def _completed(settings: CoreSettings, group: Group, state: State, *, ready: bool) -> None:
+    """How far the group is: who has finished, in which order, and of what its baselines are made."""
+    members = group.members
+    group.held = len(members)
+    if not group.held:
+        raise ValueError(f"group {group.id} is settled")
+    finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
+    if settings.whole_groups and (group.delivered or (ready and len(finished) < group.held)):
+        raise CheckpointError(
+            f"group {group.id} of the state counts in part, and the configuration delivers whole groups; set "
+            "group_quorum below 1, as it was"
+        )
+    group.quorum = settings.quorum(group.held + group.delivered)
+    order = [count_of(i) for i in state.get("finishers", sorted(finished))]
+    if len(set(order)) != len(order) or not finished <= set(order):
+        raise ValueError(f"finishers {order} of group {group.id}, of which {sorted(finished)} are finished")
+    group.finishers = [i for i in order if i in finished or group.samples[i].state is SampleState.LEASED]
+    group.unfinished = group.held - len(finished)
+    if ready:
+        rewards = [[i, group.samples[i].reward] for i in group.finishers]
+        cohort = [(count_of(i), float(reward)) for i, reward in state.get("cohort", rewards)]
+        known = {i for i, _ in cohort}
+        if not cohort or len(known) != len(cohort) or max(known) >= len(group.samples):
+            raise ValueError(f"a cohort of {sorted(known)} in group {group.id}")
+        if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
+            raise ValueError(f"a reward of group {group.id} is {wrong}")
+        group.cohort = tuple((i, held_reward(reward)) for i, reward in cohort)
+
+
+def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
+    ledger.delivered, ledger.held = count_of(state["delivered"]), held
+    ledger.dropped.update({DropReason(reason): count_of(count) for reason, count in state["dropped"].items()})
+    ledger.observed = count_of(state["observed"])
+    if not ledger.balanced:
+        raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")
+
+
+# -------------------------------------------------------------------- other settings, other engines
+
+
+def _require_rewards(core: RolloutCore, state: State) -> None:
+    """Finished samples have the rewards that there were, or none."""
+    saved, now = state["settings"].get("has_reward", core.settings.has_reward), core.settings.has_reward
+    finished = sum(s.state is SampleState.FINISHED for s in core.buffer.samples())
+    if saved != now and finished:
+        had, has = ("a", "none") if saved else ("no", "one")
+        raise CheckpointError(
+            f"the state was saved with {had} reward function and holds {finished} finished samples; this scheduler has "
+            f"{has}, so their rewards would not be those of the others"
+        )
+
+
+def _without_room(core: RolloutCore, state: State) -> list[Sample]:
+    """Samples that the engines' context leaves no room to finish, where it was larger; refused, or to be dropped."""
+    before, now = state["settings"].get("max_context", 0), core.engines.max_context
+    if before <= now:
+        return []
+
+    lengths = {
+        sample: length
+        for sample in core.buffer.samples()
+        if sample.state is not SampleState.FINISHED
+        and (length := len(sample.group.prompt.token_ids) + len(sample.tape)) >= now
+    }
+    if lengths and core.settings.on_long_prompt is OnLongPrompt.ERROR:
+        groups, longest = {sample.id.group for sample in lengths}, max(lengths.values())
+        raise CheckpointError(
+            f"{len(groups)} unfinished groups of the state have no room in the engines' context of {now} tokens, which "
+            f"was {before} (the longest prompt and response have {longest}); give the engines a larger context, or set "
+            "on_long_prompt: skip, which drops these groups"
+        )
+    return list(lengths)
+
+
+def _require_in_time(core: RolloutCore, state: State) -> None:
+    """With on_stale: finish, a changed setting must not make what is held too old."""
+    settings, saved = core.settings, state["settings"]
+    changed = {name: was for name, (was, _) in changed_settings(core, state).items() if name in PLANNED}
+    if settings.on_stale is not OnStale.FINISH or not changed:
+        return
+    late = _late(core, settings)
+    if not late or (saved["on_stale"] == OnStale.FINISH and late <= _late_before(core, changed)):
+        return
+    was = ", ".join(f"{name}={value}" for name, value in changed.items())
+    slacks = _slacks(core, settings)
+    batch, what = settings.units_per_group, "groups" if settings.whole_groups else "samples"
+    whole_now = settings.whole_groups and not changed.keys().isdisjoint(("group_quorum", "auto"))
+    enough = max(-(-count // (slack + 1) // batch) for count, slack in enumerate(slacks, 1)) if slacks[0] >= 0 else 0
+    raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
+    raise CheckpointError(
+        f"{late} of the {core.buffer.units} {what} of the state could not be delivered in time with "
+        f"rollout_batch_size={settings.rollout_batch_size}, max_staleness={settings.max_staleness} and "
+        f"max_age={settings.max_age}, which on_stale: finish promises (it was saved with {was}); set {raises}"
+        f"{'group_quorum' if whole_now else 'max_staleness'} as it was, or on_stale to restart, drop or mask"
+    )
+
+
+def _late_before(core: RolloutCore, changed: Mapping[str, Any]) -> int:
+    """The same under the settings of before, which are no reason to refuse it: in what a batch counts now."""
+    auto = {"auto": tuple(map(Work, changed["auto"]))} if "auto" in changed else {}
+    before = replace(core.settings, **{**changed, **auto})
+    return _late(core, before) * max(1, core.settings.units_per_group // before.units_per_group)
+
+
+def _late(core: RolloutCore, settings: CoreSettings) -> int:
+    """Held groups that cannot be delivered in time, whatever the steps do (see the completion monitor)."""
+    target = settings.target
+    late = (count - max(0, slack + 1) * target for count, slack in enumerate(_slacks(core, settings), 1))
+    return max(0, max(late, default=0))
+
+
+def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
+    buffer = PartialBuffer(settings, core.leases)
+    buffer.groups = core.buffer.groups
+    gone = set(core.context.without_room)
+    return sorted(slack for unit, slack in buffer.slacks() if gone.isdisjoint(_goes_with(unit)))
+
+
+def _goes_with(unit: Unit) -> Iterable[Sample]:
+    """What is given up when one of them is: a group, until it counts."""
+    group = unit if isinstance(unit, Group) else unit.group
+    return unit.members if group.ready else group.members
+
+
+ID_LENGTH = 32
+"""Of an attempt."""
+
+
+def restored_sample(
+    engines: EngineTable, sample_id: SampleId, group: Group, state: State, *, keeps_finished: bool
+) -> Sample:
+    """One that is finished, if it was and ``keeps_finished``; else one that is new.
+
+    Raises:
+        CheckpointError: it has tokens that these engines do not know.
+        ValueError, LookupError, TypeError: it cannot be true.
+    """
+    if type(state["finished"]) is not bool:
+        raise ValueError(f"{sample_id}: finished is {state['finished']!r}")
+    keeps = state["finished"] and keeps_finished
+    sample = Sample(sample_id, group, SampleState.FINISHED if keeps else SampleState.NEW)
+    _tape_in(sample.tape, state)
+    sample.attempts, sample.failures = count_of(state["attempts"]), count_of(state["failures"])
+    sample.resumes, sample.restarts = count_of(state["resumes"]), count_of(state["restarts"])
+    calls = [
+        RecordedCall(count_of(start), count_of(end), FinishReason(finish)) for start, end, finish in state["calls"]
+    ]
+    open_call = None if state["open_call"] is None else count_of(state["open_call"])
+    wrong = (
+        _wrong_tape(sample.tape)
+        or _wrong_calls(sample.tape, calls, open_call)
+        or _wrong_ends(sample.tape, calls, engines)
+        or _wrong_counts(sample)
+    )
+    if wrong is not None:
+        raise ValueError(f"{sample.id}: {wrong}")
+    if wrong := wrong_ids(sample.tape.tokens, engines.vocab_size):
+        raise CheckpointError(f"{sample.id} of the state does not fit these engines: {wrong}")
+    if state["finished"]:
+        reward = float(state["reward"])
+        if wrong := wrong_reward(reward):
+            raise ValueError(f"{sample.id}: its reward is {wrong}")
+        if open_call is not None or not calls or calls[-1].finish is not FinishReason(state["finish"]):
+            raise ValueError(f"{sample.id}: it is finished, and its last call is not")
+        if keeps:
+            sample.finish, sample.reward = calls[-1].finish, held_reward(reward)
+    if calls or open_call is not None:
+        sample.replay = Replay(deque(calls), open_call)
+    return sample
+
+
+def _tape_in(tape: TokenTape, state: State) -> None:
+    start = 0
+    for count, incarnation, n, kind, attempt_id, engine, temperature in state["segments"]:
+        where = (SegmentKind(kind), _text(attempt_id), _text(engine), float(temperature))
+        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where))
+        start += count
+    tape.tokens, tape.logprobs = array_of(state["tokens"], "<i4"), array_of(state["logprobs"], "<f4")
+
+
+def _wrong_tape(tape: TokenTape) -> str | None:
+    if wrong := tape.check() or wrong_logprobs(tape.logprobs):
+        return wrong
+    for s in tape.segments:
+        if not (math.isfinite(s.temperature) and s.temperature >= 0):
+            return f"a temperature of {s.temperature}"
+        if s.kind is SegmentKind.ENVIRONMENT:
+            if tape.logprobs[s.start : s.start + s.count].any():
+                return "tokens of the environment have log-probabilities"
+        elif len(s.attempt_id) != ID_LENGTH or not set(s.attempt_id) <= set(string.hexdigits) or not s.engine:
+            return f"tokens of attempt {s.attempt_id[:40]!r} on engine {s.engine[:40]!r}"
+    return None
+
+
+def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | None) -> str | None:
+    """Calls come one after the other, and what they brought, and nothing else, was generated."""
+    spans = [(call.start, call.end) for call in calls] + ([] if open_call is None else [(open_call, len(tape))])
+    asked = np.zeros(len(tape), np.uint8)
+    at = 0
+    for start, end in spans:
+        if not at <= start <= end <= len(tape):
+            return f"a call of tokens {start} to {end} after {at}, of {len(tape)}"
+        asked[start:end] = 1
+        at = end
+    if not np.array_equal(asked, tape.loss_mask()):
+        return "it has tokens that nobody asked for"
+    return None
+
+
+def _wrong_ends(tape: TokenTape, calls: list[RecordedCall], engines: EngineTable) -> str | None:
+    """An end-of-sequence token of its engine ends a call; nothing was generated behind it."""
+    ends = {call.end for call in calls} | {len(tape)}
+    for s in tape.segments:
+        stops = engines.ends_of(s.engine)
+        if s.kind is SegmentKind.GENERATED and stops:
+            found = s.start + np.flatnonzero(np.isin(tape.tokens[s.start : s.start + s.count], list(stops)))
+            for position in found.tolist():
+                if position + 1 not in ends:
+                    return f"tokens behind the end-of-sequence token at {position}"
+    return None
+
+
+def _wrong_counts(sample: Sample) -> str | None:
+    ids = {s.attempt_id for s in sample.tape.segments if s.kind is SegmentKind.GENERATED}
+    if len(ids) > sample.attempts or sample.resumes > sample.attempts:
+        return f"{len(ids)} attempts and {sample.resumes} resumptions of {sample.attempts} attempts"
+    return None
+
+
+# -------------------------------------------------------------------- plain forms
+
+
+def array_of(data: bytes | None, dtype: str) -> Any:
+    """What a snapshot has as little-endian bytes; None: empty."""
+    if data is not None and not isinstance(data, bytes):
+        raise TypeError(f"expected bytes, found a {type(data).__name__}")
+    return np.frombuffer(data or b"", dtype).astype(dtype[1:])
+
+
+def version_of(pair: Any) -> PolicyVersion:
+    """(incarnation, n)."""
+    incarnation, n = pair
+    return PolicyVersion(count_of(incarnation), count_of(n))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value

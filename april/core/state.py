@@ -16,19 +16,13 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch, batch_metrics, deliver_sample
-from april.core.completion import Completion
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
-from april.core.failures import Failures
-from april.core.generation import Generation
 from april.core.ledger import Ledger
-from april.core.lost_functions import LostFunctions
-from april.core.scoring import Scoring
+from april.core.lives import SampleLives
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.step import Step
-from april.core.timers import Timer, TimerKind
 from april.core.types import (
     AttemptFailure,
     DropReason,
@@ -42,11 +36,69 @@ from april.core.types import (
     Sample,
     SampleId,
     SampleState,
+    Timer,
+    TimerKind,
 )
 from april.core.validation import validate
 from april.core.versions import PolicyVersion, VersionClock
 from april.core.weight_updates import EngineCalls, WeightUpdates
 from april.errors import InvariantError
+
+STEP_METRICS = (
+    "attempts",
+    "resumed_attempts",
+    "reprefill_tokens",
+    "aborted_attempts",
+    "empty_partials",
+    "failed_attempts",
+    "failed_samples",
+    "fenced_attempts",
+    "stalled_attempts",
+    "late_events",
+    "after_stop_tokens",
+    "prompts_drawn",
+    "prompts_too_long",
+    "groups_dropped_failed",
+    "groups_dropped_filtered",
+    "groups_dropped_stale",
+    "samples_dropped_failed",
+    "samples_dropped_stale",
+    "replaced_samples",
+    "replays_diverged",
+    "lost_functions",
+    "busy_refusals",
+    "stale_engines",
+    "lowered_caps",
+)
+
+
+class Step:
+    """The phase of the running step, and the counters at its beginning."""
+
+    __slots__ = ("_before", "_observed", "filled", "in_flight_at_stop", "stopping")
+
+    def __init__(self, before: Counter[str], observed: int) -> None:
+        self._before = before
+        self._observed = observed
+        self.filled = False
+        """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
+        self.stopping = False
+        """The target is reached; nothing starts any more."""
+        self.in_flight_at_stop: dict[str, int] = {}
+        """By engine."""
+
+    def __repr__(self) -> str:
+        return "stopping" if self.stopping else "running"
+
+    def metrics(self, now: Counter[str], observed: int) -> dict[str, float]:
+        """What happened in this step, from the run's totals; ``observed``: tokens."""
+        out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
+        generated, again = float(observed - self._observed), out["reprefill_tokens"]
+        out["generated_tokens"] = generated
+        out["reprefill_share"] = again / (again + generated) if again else 0.0
+        out["in_flight_at_stop"] = float(sum(self.in_flight_at_stop.values()))
+        return out
+
 
 TOO_LONG_IN_A_ROW = 1000
 """Skipped prompts without one that fits, after which the data cannot be meant for these engines."""
@@ -91,26 +143,21 @@ class RolloutCore:
         self._calls = calls = EngineCalls(context)
         self.updates = updates = WeightUpdates(context, calls, self._new_weights)
         self._recovery = recovery = EngineRecovery(context, calls, updates)
-        completion = Completion(context)
-        failures = Failures(context, completion)
-        lost = LostFunctions(context, completion, failures)
-        generation = Generation(context, failures, lost)
-        scoring = Scoring(context, completion, failures, generation)
-        self._failures, self._generation, self._scoring = failures, generation, scoring
-        self._evaluations = Evaluations(context, failures)
+        self.lives = lives = SampleLives(context)
+        self._evaluations = Evaluations(context, lives)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
-            ev.CallMade: generation.call_made,
-            ev.StopFound: generation.stop_found,
-            ev.AttemptStalled: generation.attempt_stalled,
-            ev.AttemptEnded: generation.attempt_ended,
+            ev.CallMade: lives.call_made,
+            ev.StopFound: lives.stop_found,
+            ev.AttemptStalled: lives.attempt_stalled,
+            ev.AttemptEnded: lives.attempt_ended,
             ev.AttemptFailed: self._attempt_failed,
-            ev.SampleReturned: scoring.sample_returned,
+            ev.SampleReturned: lives.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionsLost: lost.lost,
-            ev.Scored: scoring.scored,
+            ev.FunctionsLost: lives.functions_lost,
+            ev.Scored: lives.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
             ev.PauseRequested: self._pause_requested,
@@ -184,7 +231,10 @@ class RolloutCore:
 
     def validate(self) -> None:
         """Cross-check every index and ledger; raises InvariantError with the story of the sample concerned."""
-        validate(self)
+        try:
+            validate(self.context, self.updates)
+        except InvariantError as error:
+            raise InvariantError(f"{error}\n{self!r}") from None
 
     def story(self, sample_id: SampleId) -> str:
         """What happened to one sample, one line per transition."""
@@ -207,7 +257,7 @@ class RolloutCore:
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        self._failures.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
+        self.lives.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -326,7 +376,7 @@ class RolloutCore:
             context.lengths.trained.add(sample.tape.generated)
             context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
-            self._failures.sample_left(sample.group)
+            self.lives.sample_left(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
         metrics |= context.lengths.metrics(sample.tape.generated for sample in leased)
         metrics |= step.metrics(self.counters, self.observed_tokens())
@@ -416,7 +466,7 @@ class RolloutCore:
                 cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
-                self._generation.submit(work, engine.limits.name)
+                self.lives.submit(work, engine.limits.name)
                 self._recovery.used(engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
@@ -463,19 +513,19 @@ class RolloutCore:
         for sample in samples:
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
             if sample.group.ready:
-                self._failures.give_up_sample(sample, DropReason.TOO_LONG, why)
+                self.lives.give_up_sample(sample, DropReason.TOO_LONG, why)
             elif sample.state is not SampleState.DROPPED:  # with a sibling, a moment ago
                 self.counters["prompts_too_long"] += 1
-                self._failures.give_up(sample.group, DropReason.TOO_LONG, why)
+                self.lives.give_up(sample.group, DropReason.TOO_LONG, why)
 
     # ---------------------------------------------------------------- functions that were written wrongly
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        if self._scoring.sample_failed(event) and self.step is not None:  # the others that fail so say the same
+        if self.lives.sample_failed(event) and self.step is not None:  # the others that fail so say the same
             self.context.failure = f"{event.sample}: {event.error}"
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
-        if self._scoring.group_judged(event) and self.step is not None:
+        if self.lives.group_judged(event) and self.step is not None:
             self.context.failure = event.error
 
     # ---------------------------------------------------------------- pauses, versions, engines
@@ -504,7 +554,7 @@ class RolloutCore:
             self._commit(self.leases.through(trained))
         self.clock.current = version
         self._drop_without_room()
-        self._failures.replace_too_old()
+        self.lives.replace_too_old()
         self._plan_anew()
 
     def _plan_deadlines(self) -> None:
@@ -528,7 +578,7 @@ class RolloutCore:
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer
         if timer.kind is TimerKind.RETRY:
-            self._scoring.ask_again(timer.number)
+            self.lives.ask_again(timer.number)
         elif timer.kind is TimerKind.OUTAGE:
             self._outage_over(timer.number)
         elif timer.kind is TimerKind.ABORTS:
@@ -565,7 +615,7 @@ class RolloutCore:
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """As in generation; an engine that is busy is left alone for a while."""
         attempt = self.context.attempts.get(event.attempt_id)
-        self._generation.attempt_failed(event)
+        self.lives.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
             self.engines.states[attempt.engine].lose()
         if attempt is not None and event.kind is AttemptFailure.BUSY:

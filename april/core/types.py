@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from april.core.ledger import DropReason as DropReason
+from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
 from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
-
-if TYPE_CHECKING:
-    from april.core.evaluation import Evaluation
 
 NO_DEADLINE = 1 << 30
 """Slack of a group that was drawn after the latest plan."""
@@ -131,31 +130,6 @@ class AttemptFailure(StrEnum):
     """The tokenizer failed, so nobody knows whether a stop string is in what came last; what came before is kept."""
 
 
-class DropReason(StrEnum):
-    """Why tokens or a prompt were given up; every drop has one."""
-
-    STALE = "stale"
-    """Older than max_staleness, with on_stale: drop or restart."""
-    FAILED = "failed"
-    """The rollout, the reward or the engine failed too often."""
-    CORRUPT = "corrupt"
-    """The engine sent numbers that cannot be true."""
-    UNKNOWN_WEIGHTS = "unknown_weights"
-    """Its engine was found without the weights that it was given, or they were written, while the request ran."""
-    AFTER_STOP = "after_stop"
-    """The engine generated them before it heard that a stop string was complete."""
-    TOO_LONG = "too_long"
-    """The prompt leaves no room for a response."""
-    FILTERED = "filtered"
-    """The dynamic-sampling filter rejected the scored group."""
-    REPLAY_DIVERGED = "replay_diverged"
-    """After a restart, the rollout function did not ask what it had asked before."""
-    LATE = "late"
-    """They came when their sample had gone on without the request that generated them."""
-    OVER_BUDGET = "over_budget"
-    """The server generated them beyond the limit that it was given."""
-
-
 class OnStale(StrEnum):
     """What happens to a sample that exceeds max_staleness. With all but DROP, steps wait for what soon would."""
 
@@ -242,6 +216,20 @@ class Prompt:
     def copy(self) -> Prompt:
         """The same prompt for whoever may write into its array; ``data`` is the same object."""
         return Prompt(self.token_ids.copy(), self.data, self.epoch, self.position)
+
+
+class EvaluationRequested(Message, frozen=True, kw_only=True):
+    """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
+
+    ``evaluation``: its number; ``functions_at_once``: most of its rollout functions that run at a time (None: any).
+    """
+
+    evaluation: int
+    prompts: Sequence[Prompt]
+    n_samples: int
+    sampling: SamplingParams
+    seed: int
+    functions_at_once: int | None = None
 
 
 class RecordedCall(NamedTuple):
@@ -514,3 +502,106 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.id} {self.state} unfinished={self.unfinished}/{len(self.samples)} quorum={self.quorum}>"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Evaluation:
+    """One evaluation. Its prompts are groups once it has begun."""
+
+    request: EvaluationRequested
+    behind: int = 0
+    """The last weight update that was asked for before it and waits; 0: none. It begins after that."""
+    version: PolicyVersion | None = None
+    """Under which it generates; None: it has not begun."""
+    groups: tuple[Group, ...] = ()
+    unfinished: int = 0
+    """Groups that are."""
+    to_start: deque[Sample] = field(default_factory=deque)
+    """Samples beyond those whose functions may run at once: in no queue, where they would keep others waiting."""
+    functions: int = 0
+    """Rollout functions that run, or wait for a place to begin in."""
+    in_flight: int = 0
+    """Attempts."""
+    trouble: tuple[str, AttemptFailure] | None = None
+    """What broke off its latest attempt that did."""
+    failure: tuple[str, AttemptFailure | None] | None = None
+    """Why it ends."""
+    tokens: Ledger = field(default_factory=Ledger)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
+        """It ends with this error, if it is the first; ``sample``: whose function is to blame, or its prompt."""
+        if self.failure is None:
+            where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
+            self.failure = f"{where}{error}", kind
+
+
+State = TypeVar("State", SampleState, CallState, AttemptState, GroupState)
+
+
+class Stateful(Protocol[State]):
+    """A sample, a call, an attempt or a group."""
+
+    state: State
+
+    @property
+    def owner(self) -> SampleId:
+        """Whose story tells of it."""
+
+
+LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
+    SampleState.NEW: (
+        SampleState.RUNNING,
+        SampleState.NEW,  # what it had generated before a restart is dropped
+        SampleState.DROPPED,
+    ),
+    SampleState.RUNNING: (SampleState.SCORING, SampleState.NEW, SampleState.DROPPED),
+    SampleState.SCORING: (SampleState.FINISHED, SampleState.NEW, SampleState.DROPPED),
+    SampleState.FINISHED: (SampleState.LEASED, SampleState.NEW, SampleState.DROPPED),
+    SampleState.LEASED: (),
+    SampleState.DROPPED: (),
+    CallState.QUEUED: (
+        CallState.IN_FLIGHT,
+        CallState.DONE,  # saved between its last token and the end of its attempt, or nothing is left of its budget
+    ),
+    CallState.IN_FLIGHT: (CallState.QUEUED, CallState.DONE),
+    CallState.DONE: (),
+    AttemptState.WANTED: (AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED),
+    AttemptState.SILENT: (AttemptState.DOUBTFUL, AttemptState.ABANDONED),
+    AttemptState.DOUBTFUL: (AttemptState.ABANDONED,),
+    AttemptState.ABANDONED: (),
+    GroupState.OPEN: (GroupState.JUDGED, GroupState.READY),
+    GroupState.JUDGED: (
+        GroupState.READY,
+        GroupState.JUDGED,  # the filter failed and is asked again
+        GroupState.OPEN,
+    ),
+    GroupState.READY: (GroupState.OPEN,),
+}  # fmt: skip
+
+
+class TimerKind(StrEnum):
+    """What is to be done when a timer fires."""
+
+    ABORTS = "aborts"
+    """Ask again for the end of attempts, and fence those that are too late."""
+    RETRY = "retry"
+    """Ask a reward function or filter again."""
+    OUTAGE = "outage"
+    """Fail the step, if there is still no engine to go on with."""
+    REST = "rest"
+    """An engine that was busy may take requests again."""
+    PROBE = "probe"
+    """Ask a quarantined engine whether it is well."""
+    CHECK = "check"
+    """Ask an engine that works for its load and its weights."""
+
+
+class Timer(NamedTuple):
+    """One timer. It is void when whoever started it waits for another one, or for none."""
+
+    kind: TimerKind
+    number: int
+    """Unique among timers of its kind."""
+    engine: str = ""
+    """Of a rest, a probe, a check."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from april.core.types import AttemptState, CallState, GenerationMode, Group, GroupState, Sample, SampleId, SampleState
+from april.core.context import CoreContext
+from april.core.types import (
+    AttemptState,
+    CallState,
+    Evaluation,
+    GenerationMode,
+    Group,
+    GroupState,
+    Sample,
+    SampleId,
+    SampleState,
+)
+from april.core.weight_updates import WeightUpdates
 from april.errors import InvariantError
-
-if TYPE_CHECKING:
-    from april.core.evaluation import Evaluation
-    from april.core.state import RolloutCore
 
 
 def check_calls(sample: Sample) -> str | None:
@@ -58,25 +65,25 @@ def check_group(group: Group, *, whole: bool) -> str | None:
     return None
 
 
-def validate(core: RolloutCore) -> None:
+def validate(context: CoreContext, updates: WeightUpdates) -> None:
     """Raise InvariantError at the first contradiction. Cost: proportional to everything held."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
-        story = f"\n{core.story(sample.id)}" if sample is not None else ""
-        raise InvariantError(f"after event {core.context.event_number}: {message}{story}\n{core!r}")
+        story = f"\n{context.history.story(sample.id)}" if sample is not None else ""
+        raise InvariantError(f"after event {context.event_number}: {message}{story}")
 
-    held, queued, whole = 0, 0, core.settings.whole_groups
-    reserved = core.context.places.reserved
-    to_start = {sample for evaluation in core.context.evaluations.values() for sample in evaluation.to_start}
+    held, queued, whole = 0, 0, context.settings.whole_groups
+    reserved = context.places.reserved
+    to_start = {sample for evaluation in context.evaluations.values() for sample in evaluation.to_start}
     started: set[SampleId] = set()
-    current = [a for a in core.context.attempts if a.state is not AttemptState.ABANDONED]
+    current = [a for a in context.attempts if a.state is not AttemptState.ABANDONED]
     by_sample = {a.sample.id: a for a in current}
     if len(by_sample) != len(current):
         fail("a sample has more than one attempt in flight")
-    for group in (*core.buffer, *core.context.evaluation_groups.values()):
+    for group in (*context.buffer, *context.evaluation_groups.values()):
         if wrong := check_group(group, whole=whole or group.evaluation is not None):
             fail(f"{group}: {wrong}", group.samples[0])
-        if group.state is GroupState.JUDGED and not core.settings.has_filter:
+        if group.state is GroupState.JUDGED and not context.settings.has_filter:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
         if group.evaluation is None and (len(group.cohort) > 0) != group.ready:
             fail(f"{group} has the cohort {group.cohort}", group.samples[0])
@@ -95,67 +102,67 @@ def validate(core: RolloutCore) -> None:
             if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
             queued += sum(waits for _, waits in waiting)
-            if len(sample.tape) > core.settings.max_response_len:
-                fail(f"{sample} is longer than max_response_len={core.settings.max_response_len}", sample)
+            if len(sample.tape) > context.settings.max_response_len:
+                fail(f"{sample} is longer than max_response_len={context.settings.max_response_len}", sample)
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
 
-    for attempt in core.context.attempts:
+    for attempt in context.attempts:
         if attempt.state is not AttemptState.ABANDONED and (
             attempt.call.attempt is not attempt or attempt.sample.open_call is not attempt.call
         ):
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
         if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
             fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.lost_for}", attempt.sample)
-    per_engine = Counter(a.engine for a in core.context.attempts)
-    if gone := per_engine.keys() - core.engines.states.keys():
+    per_engine = Counter(a.engine for a in context.attempts)
+    if gone := per_engine.keys() - context.engines.states.keys():
         fail(f"requests are in flight at {sorted(gone)}, which have left")
-    for name, state in core.engines.states.items():
+    for name, state in context.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
         if wrong := state.check():
             fail(f"engine {name}: {wrong}")
-    if wrong := core.updates.check():
+    if wrong := updates.check():
         fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
-    if (places := core.context.places).taken > max(places.total, places.most):
+    if (places := context.places).taken > max(places.total, places.most):
         fail(f"more than max_in_flight={places.total} in flight, and than the {places.most} of before it was lowered")
-    if core.over_sampler.waiting != queued:
-        fail(f"{core.over_sampler.waiting} in the queue, {queued} wait")
-    units = [unit for group in core.buffer for unit in ((group,) if whole else group.members)]
-    if {id(unit) for unit in units if unit.ready} != {id(unit) for unit in core.monitor}:
+    if context.over_sampler.waiting != queued:
+        fail(f"{context.over_sampler.waiting} in the queue, {queued} wait")
+    units = [unit for group in context.buffer for unit in ((group,) if whole else group.members)]
+    if {id(unit) for unit in units if unit.ready} != {id(unit) for unit in context.monitor}:
         fail("the ready list is not the list of what is complete")
-    if core.buffer.units != len(units):
-        fail(f"the buffer counts {core.buffer.units} units, a recount finds {len(units)}")
-    if core.aborts.pending > len(core.context.attempts):
-        fail(f"{core.aborts.pending} aborts pending for {len(core.context.attempts)} attempts")
-    if core.tokens.held != held:
-        fail(f"ledger: {core.tokens.held} tokens held, a recount finds {held}")
-    if core.prompts.held != len(core.buffer):
-        fail(f"ledger: {core.prompts.held} prompts held, a recount finds {len(core.buffer)}")
-    finished = (s.tape.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
-    if wrong := core.context.lengths.wrong(finished):
+    if context.buffer.units != len(units):
+        fail(f"the buffer counts {context.buffer.units} units, a recount finds {len(units)}")
+    if context.aborts.pending > len(context.attempts):
+        fail(f"{context.aborts.pending} aborts pending for {len(context.attempts)} attempts")
+    if context.tokens.held != held:
+        fail(f"ledger: {context.tokens.held} tokens held, a recount finds {held}")
+    if context.prompts.held != len(context.buffer):
+        fail(f"ledger: {context.prompts.held} prompts held, a recount finds {len(context.buffer)}")
+    finished = (s.tape.generated for s in context.buffer.samples() if s.state is SampleState.FINISHED)
+    if wrong := context.lengths.wrong(finished):
         fail(wrong)
-    if core.context.lengths.trained.tokens > core.tokens.delivered:
-        fail(f"{core.context.lengths.trained.tokens} tokens are trained of {core.tokens.delivered} delivered")
-    for name, ledger in (("tokens", core.tokens), ("prompts", core.prompts)):
+    if context.lengths.trained.tokens > context.tokens.delivered:
+        fail(f"{context.lengths.trained.tokens} tokens are trained of {context.tokens.delivered} delivered")
+    for name, ledger in (("tokens", context.tokens), ("prompts", context.prompts)):
         if not ledger.balanced:
             fail(f"{name} were lost or made up: {ledger.as_dict()}")
-    evaluations = core.context.evaluations
+    evaluations = context.evaluations
     for number, evaluation in evaluations.items():
-        if wrong := check_evaluation(core, evaluation):
+        if wrong := check_evaluation(context, evaluation):
             fail(f"evaluation {number}: {wrong}")
     groups = {g.id for e in evaluations.values() if e.failure is None for g in e.groups}
-    if groups != set(core.context.evaluation_groups):
-        fail(f"groups {sorted(core.context.evaluation_groups)} are evaluated, {sorted(groups)} should be")
+    if groups != set(context.evaluation_groups):
+        fail(f"groups {sorted(context.evaluation_groups)} are evaluated, {sorted(groups)} should be")
 
 
-def check_evaluation(core: RolloutCore, evaluation: Evaluation) -> str | None:
+def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None:
     """What is wrong with an evaluation's own counts, ledger and versions, or None."""
     samples = [s for g in evaluation.groups for s in g.samples]
-    in_flight = sum(a.sample.evaluation is evaluation for a in core.context.attempts)
+    in_flight = sum(a.sample.evaluation is evaluation for a in context.attempts)
     if evaluation.in_flight != in_flight:
         return f"{evaluation.in_flight} counted in flight, there are {in_flight}"
     held = sum(s.tape.generated for s in samples)
@@ -163,8 +170,8 @@ def check_evaluation(core: RolloutCore, evaluation: Evaluation) -> str | None:
         return f"{held} tokens held, its ledger says {evaluation.tokens.as_dict()}"
     if evaluation.version is None:
         return None
-    alone = core.settings.generation is GenerationMode.STEPWISE
-    if evaluation.version != core.clock.current or (alone and core.attempts):
+    alone = context.settings.generation is GenerationMode.STEPWISE
+    if evaluation.version != context.clock.current or (alone and context.attempts.in_flight):
         return f"it began under {evaluation.version}, and weights changed or training went on"
     if {part.version for s in samples for part in s.tape.segments} - {evaluation.version}:
         return f"tokens of other versions than {evaluation.version}"

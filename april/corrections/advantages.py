@@ -26,6 +26,7 @@ deviation is biased, with whole groups too: std(S) depends on the response's own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
@@ -34,7 +35,6 @@ from numpy.typing import ArrayLike, NDArray
 if TYPE_CHECKING:
     import torch
 
-    from april.core.batch_shares import BatchShare
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -43,6 +43,20 @@ Method = Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo"]
 METHODS: tuple[str, ...] = get_args(Method)
 Cohort = tuple[tuple[int, float], ...]
 """(index, reward) of the first k finishers of a group, in the order in which they finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """Which part of a batch it is, and what a loss over all of its parts is divided by."""
+
+    rank: int = 0
+    """number of the share, from 0"""
+    ranks: int = 1
+    """into how many the batch was split"""
+    samples: int = 0
+    """of the whole batch"""
+    loss_tokens: int = 0
+    """of the whole batch: tokens with loss mask 1"""
 
 
 def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from april.config.settings import Config, SamplingConfig
 from april.core.batch import Batch, DeliveredSample
-from april.core.idle import Idle
 from april.core.ledger import Ledger
+from april.core.partial_buffer import Idle
 from april.core.types import Prompt, Refill
 from april.demo import task
 from april.demo.exactness import StateDict, Witness, logprob_error, snapshot
@@ -171,7 +171,7 @@ class ArmResult:
     step_ends: list[int] = field(default_factory=list)
     """entries of ``occupancy`` at the end of each training step"""
     idle: list[str] = field(default_factory=list)
-    """main cause of empty slots in the rollouts of each step, an :class:`april.core.idle.Idle`; "" if none were"""
+    """main cause of empty slots in the rollouts of each step, an :class:`april.core.run_times.Idle`; "" if none were"""
     max_abs_logprob_error: float = 0.0
     compared_tokens: int = 0
     tokens: Ledger = field(default_factory=Ledger)

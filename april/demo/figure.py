@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.demo.arm import ArmResult, DemoSettings
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from april.core.idle import Idle
-from april.core.request_log import KEPT, Brought, RequestLog
+from april.core.event_pump import KEPT, Brought, RequestLog
+from april.core.partial_buffer import Idle
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
 

@@ -9,9 +9,9 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from april.core.restoring import changed_settings
 from april.core.sampling import SamplingParams
 from april.core.sealed import State, require_sealed, seal
+from april.core.snapshot import changed_settings
 from april.core.state import RolloutCore
 from april.driver.prompt_source import Stand
 from april.errors import CheckpointError

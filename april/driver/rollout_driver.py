@@ -23,10 +23,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.bottleneck import Fits, bottleneck
-from april.core.event_pump import EventPump
-from april.core.request_log import RequestLog
-from april.core.run_times import RunTimes
+from april.core.event_pump import EventPump, RequestLog
+from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore

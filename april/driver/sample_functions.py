@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.mistakes import Function
+from april.core.lives import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import Group, Sample, SampleId

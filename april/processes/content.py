@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.batch import Batch, DeliveredSample
-from april.core.batch_shares import BatchShare
 from april.core.ledger import Ledger
 from april.core.tape import Segment
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
+from april.corrections.advantages import BatchShare
 from april.driver.detokenizer import Detokenizer
 from april.driver.rewards import EvaluationResult, Response
 from april.errors import RolloutError

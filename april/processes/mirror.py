@@ -14,12 +14,12 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.evaluation import Evaluation
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape
 from april.core.types import (
     Attempt,
     CallState,
+    Evaluation,
     FinishReason,
     GenerateCall,
     Group,

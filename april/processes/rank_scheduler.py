@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from april.config.settings import Config
-from april.core.batch import Batch
-from april.core.batch_shares import SplitBy
+from april.core.batch import Batch, SplitBy
 from april.core.ledger import Ledger
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion

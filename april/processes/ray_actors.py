@@ -12,7 +12,7 @@ from typing import Any
 
 from april.config.engines import EngineConfig
 from april.config.settings import Config
-from april.core.batch_shares import SplitBy
+from april.core.batch import SplitBy
 from april.daemon_pool import DaemonPool
 from april.driver.loop_thread import LoopThread
 from april.engines.kinds.factory import create_engines

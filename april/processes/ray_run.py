@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from april.config.engines import EngineConfig
 from april.config.settings import Config
-from april.core.batch_shares import SplitBy
+from april.core.batch import SplitBy
 from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Engine

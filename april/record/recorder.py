@@ -20,7 +20,7 @@ import numpy as np
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.commands import Command
-from april.core.request_log import RequestLog
+from april.core.event_pump import RequestLog
 from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.versions import VersionClock

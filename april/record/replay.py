@@ -13,10 +13,9 @@ import numpy as np
 
 from april.core import events as ev
 from april.core import snapshot
-from april.core.bottleneck import bottleneck
 from april.core.commands import Command, Deliver
-from april.core.history import History
-from april.core.run_times import RunTimes, whole
+from april.core.context import History
+from april.core.run_times import RunTimes, bottleneck, whole
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape

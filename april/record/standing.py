@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from april.core.idle import Idle, why_idle
+from april.core.partial_buffer import Idle
+from april.core.run_times import why_idle
 from april.core.state import RolloutCore
 from april.core.types import SampleState
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from april.core.bottleneck import bottleneck
-from april.core.idle import Idle
-from april.core.run_times import TrainerTime, whole
+from april.core.partial_buffer import Idle
+from april.core.run_times import TrainerTime, bottleneck, whole
 from april.core.settings import CoreSettings
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Schedule, Workload

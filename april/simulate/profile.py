@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from april.config.settings import Config
-from april.core.request_log import Ran
+from april.core.event_pump import Ran
 from april.core.sampling import SamplingParams
 from april.core.types import SampleId
 from april.engines.kinds.factory import open_servers

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.core.types import OnStale
 from april.simulate.measure import Measured, Progress, measure
 from april.simulate.workload import Placement, Schedule, Workload

@@ -23,8 +23,7 @@ from april.auto.question import Answer, Question
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
-from april.core.event_pump import EventPump
-from april.core.request_log import RequestLog
+from april.core.event_pump import EventPump, RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits

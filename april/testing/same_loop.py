@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 
 from april.config.settings import Config
 from april.core.batch import Batch
+from april.core.event_pump import RequestLog
 from april.core.ledger import Ledger
-from april.core.request_log import RequestLog
 from april.core.versions import PolicyVersion
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread, Reply, Work

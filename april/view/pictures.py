@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.idle import Idle
+from april.core.partial_buffer import Idle
 from april.view.run_data import Batch, RunData, mean_busy
 
 if TYPE_CHECKING:

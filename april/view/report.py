@@ -9,9 +9,8 @@ from html import escape
 from typing import Any
 
 from april.auto.question import InWork
-from april.core.bottleneck import bottleneck
-from april.core.idle import Idle
-from april.core.run_times import whole
+from april.core.partial_buffer import Idle
+from april.core.run_times import bottleneck, whole
 from april.server_text import printable
 from april.version import __version__
 from april.view import pictures

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.idle import Idle
-from april.core.request_log import Brought
+from april.core.event_pump import Brought
+from april.core.partial_buffer import Idle
 from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
 from april.core.types import Refill, Work
@@ -178,7 +178,7 @@ class RunData:
         updates_s: times of the weight updates.
         engines: names of the engines whose requests ended, as the arrays number them.
         engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] of every request that ended; see
-            :class:`april.core.request_log.Ran`.
+            :class:`april.core.event_pump.Ran`.
         finished, finished_group: response tokens of every rollout function that returned, and its group.
         failures: number of requests that failed, by kind.
         costs: fitted cost of each engine with enough requests.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.request_log import Ran
+from april.core.event_pump import Ran
 from april.engines.simulated.decode_cost import DecodeCost
 
 Floats = NDArray[np.float64]
@@ -55,7 +55,7 @@ class Requests:
 
     @classmethod
     def of(cls, ended: Iterable[Ran]) -> Requests:
-        """Of a :class:`april.core.request_log.RequestLog`."""
+        """Of a :class:`april.core.event_pump.RequestLog`."""
         rows = np.array([(r.began_s, r.ended_s, r.context, r.generated) for r in ended], np.float64).reshape(-1, 4)
         return cls(*rows.T)
 

@@ -10,10 +10,8 @@ from dataclasses import replace
 from april.auto.auto_run import AutoRun
 from april.core import commands as do
 from april.core import events as ev
-from april.core.bottleneck import bottleneck
-from april.core.event_pump import EventPump
-from april.core.request_log import RequestLog
-from april.core.run_times import RunTimes
+from april.core.event_pump import EventPump, RequestLog
+from april.core.run_times import RunTimes, bottleneck
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt

@@ -1,0 +1,891 @@
+"""The lives of samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.context import CoreContext
+from april.core.numbers import held_reward, wrong_reward
+from april.core.sampling import SamplingParams
+from april.core.settings import CoreSettings
+from april.core.tape import AttemptCounts, Int32, TokenTape
+from april.core.types import (
+    MOST_SAMPLES,
+    Attempt,
+    AttemptFailure,
+    AttemptState,
+    CallState,
+    DropReason,
+    EngineFinish,
+    Evaluation,
+    FinishReason,
+    GenerateCall,
+    Group,
+    GroupState,
+    OnFailedSample,
+    OnStale,
+    Sample,
+    SampleId,
+    SampleState,
+    TimerKind,
+)
+from april.errors import InvariantError
+
+# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
+_REJECTED_FOR = {
+    AttemptFailure.WEIGHTS_WRITTEN: DropReason.UNKNOWN_WEIGHTS,
+    AttemptFailure.NO_TEXT: DropReason.FAILED,
+}
+SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
+
+# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+OPEN, READY = GroupState.OPEN, GroupState.READY
+PAUSE_GROWTH = 8.0
+LONGEST_PAUSE_S = 32.0
+RUNNING, SCORING, FINISHED = SampleState.RUNNING, SampleState.SCORING, SampleState.FINISHED
+
+
+SURE_AFTER_GROUPS = 4
+SURE_AFTER_SAMPLES = 8
+"""A function that failed alike for so many groups and samples is believed to fail for all."""
+
+
+class Function(StrEnum):
+    """The user's functions, by what they are asked for."""
+
+    ROLLOUT = "rollout function"
+    REWARD = "reward function"
+    FILTER = "filter"
+
+
+class Mistake(NamedTuple):
+    """What a failure says of its function."""
+
+    likely: bool
+    sure: bool
+
+
+class Mistakes:
+    """Failures of a run's functions, wherever they run, by their kind: what was raised in which line."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.groups = max(2, min(settings.over_sampling_batch_size, SURE_AFTER_GROUPS))
+        """Prompts for which a function must fail alike."""
+        self._samples = min(self.groups * settings.n_samples_per_prompt, SURE_AFTER_SAMPLES)
+        self._worked: set[Function] = set()
+        self._failed: defaultdict[tuple[Function, str], set[SampleId]] = defaultdict(set)
+
+    def worked(self, function: Function) -> None:
+        """A call for training has come to its end."""
+        self._worked.add(function)
+
+    def made(self, function: Function, kind: str, samples: Iterable[Sample], others: Iterable[Sample] = ()) -> Mistake:
+        """A call for these samples has failed. ``kind``: empty if that may pass.
+
+        ``others``: for which it may be about to work; more of them than have failed are waited for.
+        """
+        if not kind or function in self._worked:
+            return Mistake(likely=False, sure=False)
+        failed = self._failed[function, kind]
+        failed.update(sample.id for sample in samples)
+        enough = len(failed) >= self._samples and len({group for group, _ in failed}) >= self.groups
+        return Mistake(likely=True, sure=enough and sum(s.id not in failed for s in others) <= len(failed))
+
+
+class SampleLives:
+    """X"""
+
+    def __init__(self, context: CoreContext) -> None:
+        self._context = context
+        self._mistakes = Mistakes(context.settings)
+        self._failed_in_a_row = 0
+        """Groups dropped for failures since the last group that counted."""
+        self._filtered_in_a_row = 0
+        """Groups that the filter rejected since the last group that counted."""
+
+    # SECTION generation
+
+    # ---------------------------------------------------------------- calls
+
+    def call_made(self, event: ev.CallMade) -> None:
+        """A rollout function asks for tokens."""
+        sample = self._context.free_to_act(event.sample, "called generate twice at the same time")
+        if sample is None:
+            return
+        if sample.replay is not None:
+            self._replay(sample, event)
+            return
+        if event.token_ids is not None:
+            error = self._take_environment(sample, event.token_ids)
+            if error:
+                self.cannot_go_on(sample, error)
+                return
+        self._open(sample, event.sampling, len(sample.tape))
+
+    def _open(self, sample: Sample, sampling: SamplingParams, start: int) -> None:
+        call = GenerateCall(sample, sampling, start)
+        sample.calls.append(call)
+        if not self._complete_if_it_is(call):  # saved between the last token and the end of its attempt
+            self._context.note(sample, f"asks for up to {sampling.max_tokens} tokens")
+            self._context.over_sampler.push(call)
+
+    def _complete_if_it_is(self, call: GenerateCall) -> bool:
+        """A call out of a saved state is complete if its tokens end in EOS, or have used its budget."""
+        attempts = self._context.attempts
+        if attempts.ends_in_stop(call):
+            self._complete(call, FinishReason.STOP)
+        elif attempts.budget(call) <= 0:
+            self._complete(call, FinishReason.LENGTH)
+        else:
+            return False
+        return True
+
+    def _take_environment(self, sample: Sample, token_ids: Int32) -> str | None:
+        """What the rollout function added since the last call becomes a segment of the environment, cut to the room."""
+        prompt = sample.group.prompt.token_ids
+        have = np.concatenate((prompt, sample.tape.tokens))
+        if len(token_ids) < len(have) or not np.array_equal(token_ids[: len(have)], have):
+            return (
+                "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
+                "append to the conversation, never rewrite it"
+            )
+        added = token_ids[len(have) : len(prompt) + self._context.attempts.room(sample)]
+        sample.tape.add_environment(np.array(added, np.int32), self._context.clock.current)
+        return None
+
+    def _replay(self, sample: Sample, event: ev.CallMade) -> None:
+        """Answer from the tape what was answered before; a function that asks otherwise begins again."""
+        replay = sample.replay
+        assert replay is not None
+        start = replay.calls[0].start if replay.calls else replay.open_start
+        if start is None:
+            sample.replay = None  # it stood between two calls: from here on it is on its own
+            self.call_made(event)
+            return
+        prompt, tape = sample.group.prompt.token_ids, sample.tape.tokens
+        if event.token_ids is None:
+            same = start == sample.seen
+        else:
+            asked = event.token_ids[: len(prompt) + self._context.attempts.room(sample)]
+            same = np.array_equal(asked, np.concatenate((prompt, tape[:start])))
+        if not same:
+            self.diverged(sample)
+        elif replay.calls:
+            call = GenerateCall(sample, event.sampling, start)
+            sample.calls.append(call)
+            _, end, finish = replay.calls.popleft()
+            self._answer(call, end, finish)
+        else:
+            sample.replay = None
+            self._open(sample, event.sampling, start)
+
+    def diverged(self, sample: Sample) -> None:
+        """The function did not ask what it had asked before: its tokens belong to another conversation."""
+        self._context.counters["replays_diverged"] += 1
+        self.begin_again(sample, DropReason.REPLAY_DIVERGED)
+
+    def _complete(self, call: GenerateCall, finish: FinishReason) -> None:
+        self._answer(call, len(call.sample.tape), finish)
+
+    def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
+        call.end, call.finish, call.sample.finish = end, finish, finish
+        self._context.to(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
+        if call.lost:
+            self.begin_from_tape(call.sample)
+        else:
+            self._context.out.append(do.CallCompleted(call))
+
+    def _queue(self, call: GenerateCall, why: str) -> None:
+        self._context.to(call, CallState.QUEUED, why)
+        if call.lost:
+            self.begin_from_tape(call.sample)
+        else:
+            self._context.over_sampler.push(call)
+
+    # ---------------------------------------------------------------- attempts
+
+    def submit(self, call: GenerateCall, engine: str) -> None:
+        """Send what is missing of a call to an engine."""
+        context, sample, held = self._context, call.sample, len(call.sample.tape)
+        state = context.engines.states[engine]
+        if context.clock.current not in state.loaded or not state.has_room:
+            has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"
+            raise InvariantError(f"{sample.id} is sent to engine {engine}, which {has}")
+        attempt = context.attempts.open(call, engine, context.clock.current)
+        context.counts(sample)["attempts"] += 1
+        if held > call.start:
+            sample.resumes += 1
+            context.counters["resumed_attempts"] += 1
+            context.counters["reprefill_tokens"] += len(attempt.token_ids)
+        context.to(call, CallState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
+        context.out.append(do.Submit(attempt))
+
+    def stop_found(self, event: ev.StopFound) -> None:
+        """The text of an attempt has a stop string: its response is complete, the engine may rest."""
+        attempt = self._context.attempts.get(event.attempt_id)
+        if attempt is None:
+            self._context.counters["late_events"] += 1
+        else:
+            self._context.stop([attempt])
+
+    def attempt_stalled(self, event: ev.AttemptStalled) -> None:
+        """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
+        attempt = self._context.attempts.get(event.attempt_id)
+        if attempt is None:
+            self._context.counters["late_events"] += 1
+            return
+        if attempt.state is AttemptState.WANTED:
+            attempt.silent_s = event.seconds
+            self._context.to(attempt, AttemptState.SILENT, f"engine {attempt.engine} is silent")
+        self._context.counts(attempt.sample)["stalled_attempts"] += 1
+        self._context.stop([attempt])
+
+    def attempt_ended(self, event: ev.AttemptEnded) -> None:
+        """An attempt is over, by itself or because it was asked to end."""
+        context, counts = self._context, event.counts
+        attempt = self._take(event)
+        if attempt is None:
+            return
+        came = counts.tokens
+        # others may never have reached it
+        if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
+            context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
+        self._keep(attempt, event.finish, counts)
+        call = attempt.call
+        if attempt.state is ABANDONED:
+            return
+        if attempt.state is DOUBTFUL:
+            self._queue(call, f"engine {attempt.engine} had other weights: {came} tokens dropped")
+            return
+        if self._complete_after(call, event.finish, counts):
+            return
+        if attempt.state is SILENT:
+            why = f"engine {attempt.engine} was silent for {attempt.silent_s:g} s"
+            self._broke_off(attempt, why, progressed=came > 0)
+            return
+        if call.sample.evaluation is not None:
+            self._broke_off(attempt, f"engine {attempt.engine} ended a request that april wanted", progressed=False)
+            return
+        if not came:
+            context.counters["empty_partials"] += 1
+        call.failures, call.avoid = 0, ""
+        self._queue(call, f"partial after {came} tokens")
+
+    def _broke_off(
+        self, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, *, progressed: bool
+    ) -> None:
+        """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
+        call = attempt.call
+        progressed &= call.sample.evaluation is None  # which begins again
+        call.failures = 0 if progressed else call.failures + 1
+        self._go_elsewhere(attempt, f"attempt failed: {error}", error, kind)
+        if call.failures >= self._context.settings.max_attempt_failures:
+            self.cannot_go_on(call.sample, error, kind)
+
+    def _go_elsewhere(self, attempt: Attempt, why: str, error: str, kind: AttemptFailure) -> None:
+        if kind is not AttemptFailure.NO_TEXT:
+            attempt.call.avoid = attempt.engine
+        if attempt.sample.evaluation is not None:
+            attempt.sample.evaluation.trouble = error, kind
+        self._queue(attempt.call, why)
+
+    def _complete_after(self, call: GenerateCall, finish: EngineFinish, counts: AttemptCounts) -> bool:
+        """Complete the call if this attempt brought its last token, whatever cut it off there."""
+        if finish is STOP or (finish is ABORT and counts.ends):
+            self._complete(call, FinishReason.STOP)
+        elif finish is LENGTH or self._context.attempts.budget(call) <= 0:
+            self._complete(call, FinishReason.LENGTH)
+        else:
+            return False
+        return True
+
+    def attempt_failed(self, event: ev.AttemptFailed) -> None:
+        """An attempt broke off; its tokens are kept unless they cannot be true."""
+        context, came = self._context, event.counts.tokens
+        attempt = self._take(event)
+        if attempt is None:
+            return
+        kind, corrupt = event.kind, event.kind is AttemptFailure.CORRUPT
+        written = kind is AttemptFailure.WEIGHTS_WRITTEN
+        counters, tokens = context.counts(attempt.sample), context.ledger(attempt.sample)
+        counters["failed_attempts"] += 1
+        counters["busy_refusals"] += kind is AttemptFailure.BUSY
+        tokens.observe(event.rejected)
+        tokens.drop(event.rejected, _REJECTED_FOR.get(kind, DropReason.CORRUPT))
+        if corrupt:
+            tokens.observe(came)
+            tokens.drop(came, DropReason.CORRUPT)
+        else:
+            self._keep(attempt, ABORT, event.counts)
+        # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
+        # takes no requests for now, or says what is wrong with this one, is well; so is one whose tokens have no text
+        suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
+        if suspect:
+            context.engine_failed(attempt.engine, at_once=not corrupt)
+        call = attempt.call
+        if attempt.state is ABANDONED:
+            return
+        if attempt.state is DOUBTFUL:  # what a restarted server refuses, the right one may take
+            self._queue(call, f"engine {attempt.engine} had other weights: {event.error}")
+            return
+        if kind is AttemptFailure.REFUSED:
+            self._queue(call, f"refused: {event.error}")
+            self.cannot_go_on(call.sample, event.error, kind)
+            return
+        if not corrupt and self._complete_after(call, ABORT, event.counts):
+            return
+        if written:
+            why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
+            self._queue(call, why)
+            return
+        if kind is AttemptFailure.BUSY:
+            self._go_elsewhere(attempt, f"engine {attempt.engine} is busy", event.error, kind)
+            return
+        self._broke_off(attempt, event.error, kind, progressed=came > 0 and not corrupt)
+
+    def _take(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
+        """The attempt, which is no longer in flight; None for one that is already accounted for."""
+        context, after_stop = self._context, event.counts.after_stop
+        attempt = context.attempts.close(event.attempt_id)
+        if attempt is None:
+            context.counters["late_events"] += 1
+            return None
+        if event.counts.tokens != attempt.tape.count:
+            raise context.impossible(attempt.owner, f"has {attempt.tape.count} new tokens, its end says otherwise")
+        if after_stop:
+            tokens = context.ledger(attempt.sample)
+            tokens.observe(after_stop)
+            tokens.drop(after_stop, DropReason.AFTER_STOP)
+            context.counts(attempt.sample)["after_stop_tokens"] += after_stop
+        context.aborts.ended(attempt.id)
+        return attempt
+
+    def _keep(self, attempt: Attempt, finish: EngineFinish, counts: AttemptCounts) -> None:
+        """The attempt's tokens move to the sample, or into the ledger, under the reason they are dropped for."""
+        sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
+        tokens = self._context.ledger(sample)
+        tokens.observe(count)
+        cut = finish is ABORT and not counts.ends and count < attempt.sampling.max_tokens
+        if cut and sample.evaluation is not None:
+            lost_for = lost_for or DropReason.FAILED  # its call begins again with the same seed
+        if lost_for is not None:
+            tokens.drop(count, lost_for)
+            return
+        sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
+        if count:  # else what an earlier attempt left elsewhere is still the best there is
+            sample.cached_on, sample.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life
+
+    # SECTION scoring
+
+    def sample_returned(self, event: ev.SampleReturned) -> None:
+        """A rollout function has returned."""
+        context = self._context
+        sample = context.free_to_act(event.sample, "returned while it was waiting for tokens")
+        if sample is None:
+            return
+        replay, sample.replay = sample.replay, None
+        if replay is not None and (replay.calls or replay.open_start is not None):
+            self.diverged(sample)
+            return
+        if sample.finish is None:
+            error = "the rollout function returned without a call of llm.generate; await at least one"
+            self.cannot_go_on(sample, error)
+            return
+        context.to(sample, SampleState.SCORING, "returned")
+        if sample.group.evaluation is not None:
+            sample.group.evaluation.functions -= 1
+        else:
+            self._mistakes.worked(Function.ROLLOUT)
+        if context.settings.has_reward:
+            self.ask_reward(sample)
+        else:
+            self.sample_finished(sample)
+
+    def sample_failed(self, event: ev.SampleFailed) -> bool:
+        """A rollout or reward function raised, hung, or returned what cannot be; whether it would for all samples."""
+        sample = self._context.sample(event.sample)
+        if sample is None:
+            return False
+        rollout = sample.state is SampleState.RUNNING
+        whole = self._context.settings.group_reward and not rollout
+        function, kind = Function.ROLLOUT if rollout else Function.REWARD, event.kind * (sample.evaluation is None)
+        mistake = self._mistakes.made(
+            function, kind, sample.group.members if whole else [sample], self._got_as_far(sample, whole=whole)
+        )
+        waits = self._waits(mistake)
+        if sample.state is not SampleState.FINISHED:
+            self.fail(sample, event.error, waits=waits)
+        elif blamed := self._whose_reward_is_awaited(sample):
+            self.fail(blamed, event.error, waits=waits)
+        else:
+            self._context.counters["late_events"] += 1
+        return mistake.sure
+
+    def _got_as_far(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
+        """Others whose function is at work where that of ``sample`` has failed, or further."""
+        scored = (SampleState.SCORING, SampleState.FINISHED)
+        if sample.state is SampleState.RUNNING and sample.tape.generated:
+            return  # the others still generate
+        for group in self._context.buffer.groups.values():
+            if whole and not all(s.state in scored for s in group.members):
+                continue  # it is not asked for yet
+            for s in group.members:
+                if s.state is sample.state and (s.state is SampleState.SCORING or s.open_call is not None):
+                    yield s
+
+    def _waits(self, mistake: Mistake) -> bool:
+        """Before the next try; not where too few prompts are in work to be sure of a mistake."""
+        return not mistake.likely or len(self._context.buffer.groups) >= self._mistakes.groups
+
+    def scored(self, event: ev.Scored) -> None:
+        """Rewards have come in: all of them count, or none."""
+        context = self._context
+        group = context.group(event.group)
+        if group is None:
+            context.counters["late_events"] += event.group >= 0
+            return
+        awaited: list[tuple[Sample, float]] = []
+        for index, reward in event.rewards:
+            blamed = self._whose_reward_is_awaited(group.samples[index])
+            if blamed is None:
+                context.counters["late_events"] += 1
+            elif wrong := wrong_reward(reward):
+                self.fail(blamed, f"the reward is {wrong}")
+                return
+            else:
+                awaited.append((group.samples[index], held_reward(reward)))
+        for sample, reward in awaited:
+            sample.reward = reward
+        if awaited and group.evaluation is None:
+            self._mistakes.worked(Function.REWARD)
+        for sample, _ in awaited:
+            if sample.state is SampleState.SCORING:
+                self.sample_finished(sample)
+
+    def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
+        """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
+        if sample.state is SampleState.SCORING:
+            return sample
+        if sample.state is not SampleState.FINISHED or not self._context.settings.group_reward:
+            return None
+        return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
+
+    def ask_again(self, timer: int) -> None:
+        """A pause after a failure is over: ask once more what is still wanted."""
+        context = self._context
+        what = context.retries.pop(timer, None)
+        if isinstance(what, Sample):
+            if what.retry == timer:
+                self.ask_reward(what)
+        elif what is not None:
+            group, judgement = what
+            if self._is_awaited(context.buffer.groups.get(group.id), judgement):
+                context.out.append(do.JudgeGroup(group, judgement))
+
+    def _is_awaited(self, group: Group | None, judgement: int) -> bool:
+        """Whether this verdict is; not if the group was dropped, or a sample of it began again, after it was asked."""
+        return group is not None and group.state is GroupState.JUDGED and group.since == judgement
+
+    def group_judged(self, event: ev.GroupJudged) -> bool:
+        """The filter has spoken, or failed to; whether it would for all groups."""
+        context = self._context
+        group = context.buffer.groups.get(event.group)
+        if group is None or not self._is_awaited(group, event.judgement):
+            context.counters["late_events"] += 1
+            return False
+        if event.error is not None:
+            mistake = self._mistakes.made(Function.FILTER, event.kind, group.first)
+            group.filter_failures += 1
+            context.note(group.samples[0], f"filter failed: {event.error}")
+            if group.filter_failures >= context.settings.max_attempt_failures:
+                self.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
+            elif self._waits(mistake) and (pause_s := self.pause_s(group.filter_failures)):
+                context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
+                context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
+            else:
+                self.ask_filter(group)
+            return mistake.sure
+        self._mistakes.worked(Function.FILTER)
+        if event.keep:
+            self.accept(group)
+        else:
+            self.give_up(group, DropReason.FILTERED, "the filter rejected it")
+        return False
+
+    # SECTION completion
+
+    def sample_finished(self, sample: Sample) -> None:
+        """A sample has its reward."""
+        group = sample.group
+        sample.retry = None
+        self._context.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
+        group.unfinished -= 1
+        group.finishers.append(sample.id.index)
+        if group.evaluation is None:
+            self._context.lengths.generated.add(sample.tape.generated)
+        if group.state is OPEN:
+            self.advance(group)
+        elif group.state is READY:
+            self._count(sample)
+
+    def advance(self, group: Group) -> None:
+        """If the quorum of an open group is finished: it counts, if the filter has nothing against it."""
+        if group.state is not OPEN or not group.complete:
+            return
+        if group.evaluation is not None:
+            self._context.to_group(group, READY, "complete")
+            group.evaluation.unfinished -= 1
+        elif self._context.settings.has_filter:
+            self.ask_filter(group)
+        else:
+            self.accept(group)
+
+    def ask_filter(self, group: Group) -> None:
+        """Also once more, after it failed."""
+        self._context.to_group(group, GroupState.JUDGED, "the filter is asked")
+        self._context.out.append(do.JudgeGroup(group, group.since))
+
+    def accept(self, group: Group) -> None:
+        """It counts; its cohort is fixed from now on."""
+        self._context.to_group(group, READY, "complete")
+        self._failed_in_a_row = self._filtered_in_a_row = 0
+        group.cohort = group.rewarded
+        if self._context.settings.whole_groups:
+            self._context.monitor.accept(group)
+        else:
+            for index in group.finishers:
+                self._count(group.samples[index])
+
+    def _count(self, sample: Sample) -> None:
+        """With a quorum: it can be delivered from now on."""
+        sample.since = self._context.event_number
+        self._context.monitor.accept(sample)
+
+    def no_longer_finished(self, sample: Sample) -> None:
+        """A finished sample begins again, or is given up."""
+        self._context.monitor.not_ready(sample)
+        sample.group.finishers.remove(sample.id.index)
+        sample.group.unfinished += 1
+
+    def reopen(self, group: Group) -> None:
+        """A finished sample of it began again; with a quorum that changes nothing once its cohort is fixed."""
+        context, settings = self._context, self._context.settings
+        if group.state is READY and not settings.whole_groups:
+            return
+        context.monitor.not_ready(group)
+        group.cohort = ()
+        if group.state is not OPEN:
+            context.to_group(group, OPEN, "a sample began again")
+        self.run_again_for_returns(group)
+        self.advance(group)
+
+    def run_again_for_returns(self, group: Group) -> None:
+        """Of a group that does not count: functions whose return a group reward or the filter is to see, and nobody
+        has since their process died; they are answered from the tape."""
+        context, settings = self._context, self._context.settings
+        if group.state is READY or not (settings.group_reward or settings.has_filter):
+            return
+        for sample in group.samples:
+            if sample.replay is not None and sample.state is SampleState.FINISHED:
+                self.no_longer_finished(sample)
+                context.lengths.generated.add(sample.tape.generated, -1)  # until it is finished once more
+                sample.finish = None
+                context.to(sample, SampleState.NEW, "runs again for what it returns")
+                context.over_sampler.push(sample)
+        if group.state is not OPEN:
+            context.to_group(group, OPEN, "what the filter was to see is lost")
+
+    # SECTION failures
+
+    # ---------------------------------------------------------------- one sample
+
+    def fail(self, sample: Sample, error: str, *, waits: bool = True) -> None:
+        """Try again what failed, the reward (after a pause, if it ``waits``) or the whole sample; not for ever."""
+        context = self._context
+        sample.failures += 1
+        context.counts(sample)["failed_samples"] += 1
+        context.note(sample, f"failed: {error}")
+        if sample.failures >= context.settings.max_attempt_failures or sample.evaluation is not None:
+            self.cannot_go_on(sample, error)
+        elif sample.state is not SampleState.SCORING:
+            self.begin_again(sample, DropReason.FAILED)
+        elif waits and (pause_s := self.pause_s(sample.failures)):
+            sample.retry = context.start_timer(TimerKind.RETRY, pause_s)
+            context.retries[sample.retry] = sample
+        else:
+            self.ask_reward(sample)
+
+    def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
+        """It is given up, or its group, or its evaluation. ``kind``: of the request to blame; None: a function is."""
+        if sample.evaluation is not None:
+            sample.evaluation.fail(error, kind, sample if kind is None else None)
+            return
+        group, settings, error = sample.group, self._context.settings, f"{sample.id}: {error}"
+        policy, n = settings.on_failed_sample, settings.n_samples_per_prompt
+        # with group rewards it is the group that cannot be scored; one that counts goes on without its stragglers
+        of_all = settings.group_reward and sample.state is SampleState.SCORING
+        counts = group.state is not GroupState.OPEN
+        if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MOST_SAMPLES * n:
+            self._replace(sample, error)
+        elif counts or (policy is OnFailedSample.SHRINK and not of_all and group.held > settings.min_group_size):
+            self.give_up_sample(sample, DropReason.FAILED, error)
+        else:
+            self.give_up(group, DropReason.FAILED, error)
+
+    def _replace(self, sample: Sample, error: str) -> None:
+        """A fresh sample joins the group before the one that failed leaves it."""
+        context, group = self._context, sample.group
+        fresh = Sample(SampleId(group.id, len(group.samples)), group)
+        fresh.urgent = sample.urgent
+        context.urgent += [fresh] * sample.urgent
+        group.samples.append(fresh)
+        group.unfinished += 1
+        context.buffer.changes(group, 1)
+        context.counters["replaced_samples"] += 1
+        context.note(fresh, f"takes the place of {sample.id}")
+        context.over_sampler.push(fresh)
+        self.give_up_sample(sample, DropReason.FAILED, error)
+
+    def pause_s(self, failures: int) -> float:
+        """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
+        return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
+
+    def ask_reward(self, sample: Sample) -> None:
+        """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
+        if self._context.settings.group_reward:
+            self._ask_group_reward(sample.group)
+        else:
+            sample.retry = None
+            self._context.out.append(do.ScoreSample(sample))
+
+    def _ask_group_reward(self, group: Group) -> None:
+        """If all that is left of it has returned, and not all of that has its reward."""
+        members = group.members
+        for sample in members:
+            sample.retry = None
+        states = {sample.state for sample in members}
+        if SampleState.SCORING in states and states <= {SampleState.SCORING, SampleState.FINISHED}:
+            self._context.out.append(do.ScoreGroup(group))
+
+    def begin_again(self, sample: Sample, reason: DropReason) -> None:
+        """Drop the tokens of a sample and start it anew."""
+        context = self._context
+        was_finished = sample.state is SampleState.FINISHED
+        self._end(sample, reason)
+        if was_finished:
+            self.no_longer_finished(sample)
+        sample.tape = TokenTape()
+        sample.replay, sample.finish, sample.reward = None, None, 0.0
+        sample.calls.clear()
+        sample.restarts += 1
+        context.to(sample, SampleState.NEW, f"begins again ({reason})")
+        context.over_sampler.push(sample)
+        if was_finished:
+            self.reopen(sample.group)
+
+    def _end(self, sample: Sample, reason: DropReason) -> None:
+        """Whatever it does ends, and its tokens are dropped."""
+        context, generated, call = self._context, sample.tape.generated, sample.open_call
+        if sample.state in (SampleState.SCORING, SampleState.FINISHED):
+            context.lengths.drop(generated, reason, counted=sample.state is SampleState.FINISHED)
+        elif generated or (call is not None and call.attempt is not None):
+            context.lengths.unfinished[reason] += 1
+        self.leave(sample, reason)
+        context.tokens.drop(generated, reason)
+
+    def leave(self, sample: Sample, reason: DropReason) -> None:
+        """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
+        context, call = self._context, sample.open_call
+        sample.retry = None
+        context.over_sampler.forget(sample)
+        context.places.give_back(sample)
+        if call is not None:
+            context.over_sampler.forget(call)
+            sample.calls.remove(call)
+            if call.attempt is not None:
+                call.attempt.lost_for = reason
+                context.to(call.attempt, AttemptState.ABANDONED, f"attempt abandoned ({reason})")
+                context.stop([call.attempt])
+        if sample.state is not SampleState.NEW:
+            context.out.append(do.CancelSample(sample))
+
+    def give_up_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
+        """Drop one sample; its group goes on with the others, if there are any or some are delivered."""
+        context, group = self._context, sample.group
+        if group.held == 1 and not group.delivered:
+            self.give_up(group, reason, error)
+            return
+        context.counters[f"samples_dropped_{reason}"] += 1
+        if sample.state is SampleState.FINISHED:
+            self.no_longer_finished(sample)
+        group.unfinished -= 1
+        size = group.delivered + group.held - 1
+        group.quorum = min(group.quorum, size)
+        if reason is DropReason.FAILED:
+            context.out.append(do.Warn(f"{error}; it is given up, and its group goes on with {size} samples"))
+        self._drop(sample, reason, f"dropped ({reason}): {error}")
+        if context.settings.group_reward:
+            self._ask_group_reward(group)  # the others may have waited for this one
+        if group.held:
+            self.advance(group)
+
+    def _drop(self, sample: Sample, reason: DropReason, why: str) -> None:
+        context = self._context
+        context.monitor.forget(sample)
+        self._end(sample, reason)
+        context.to(sample, SampleState.DROPPED, why)
+        self.sample_left(sample.group, reason)
+
+    def sample_left(self, group: Group, reason: DropReason | None = None) -> None:
+        """One was delivered, or given up for ``reason``; a prompt of which any was delivered is delivered."""
+        context = self._context
+        context.buffer.changes(group, -1)
+        if group.held:
+            return
+        context.buffer.remove(group)
+        if reason is None or group.delivered:
+            context.prompts.deliver(1)
+        else:
+            context.prompts.drop(1, reason)
+
+    # ---------------------------------------------------------------- whole groups
+
+    def give_up(self, group: Group, reason: DropReason, error: str) -> None:
+        """Drop a whole group; it is replaced by the rules of the over-sampler."""
+        context, settings = self._context, self._context.settings
+        context.monitor.forget(group)
+        context.counters[f"groups_dropped_{reason}"] += 1
+        context.out.append(do.ReportDrop(group, reason, error))
+        for sample in group.members:
+            self._drop(sample, reason, f"group dropped ({reason}): {error}")
+        if reason is DropReason.FAILED:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= settings.max_failed_groups:
+                context.failure = f"{self._failed_in_a_row} groups failed in a row, the last one: {error}"
+                self._failed_in_a_row = 0
+        elif reason is DropReason.FILTERED:
+            self._filtered_in_a_row += 1
+            if self._filtered_in_a_row >= settings.max_filtered_groups:
+                context.failure = (
+                    f"the filter rejected {self._filtered_in_a_row} groups in a row; are the prompts too easy or too "
+                    "hard for the model? Otherwise raise max_filtered_groups"
+                )
+                self._filtered_in_a_row = 0
+
+    def replace_too_old(self) -> None:
+        """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
+        context = self._context
+        for sample in context.buffer.too_old():
+            if sample.state is SampleState.DROPPED:
+                continue  # with a sibling, a moment ago
+            why = f"{sample.id} is older than max_staleness"
+            if context.settings.on_stale is OnStale.RESTART:
+                self.begin_again(sample, DropReason.STALE)
+            elif sample.group.state is GroupState.READY and not context.settings.whole_groups:
+                self.give_up_sample(sample, DropReason.STALE, why)
+            else:
+                self.give_up(sample.group, DropReason.STALE, why)
+
+    # SECTION lost_functions
+
+    def functions_lost(self, event: ev.FunctionsLost) -> None:
+        """Those of groups that are settled are missed by nobody."""
+        for number in event.groups:
+            group = self._context.group(number)
+            if group is None:
+                continue
+            killers = [s for s in group.members if self._has_died_too_often(s)] if event.died else []
+            if group.evaluation is not None:
+                if killers:
+                    self._fail_for_deaths(killers[0])
+                else:
+                    self._evaluate_anew(group, group.evaluation)
+                continue
+            for sample in group.members:
+                if sample.state not in (RUNNING, SCORING):
+                    continue
+                if sample in killers:
+                    self._fail_for_deaths(sample)
+                else:
+                    self._lose_function(sample)
+            if group.held:
+                self._forget_returns(group)
+
+    def _has_died_too_often(self, sample: Sample) -> bool:
+        """Whether its functions ran when host after host died, without a token between; not: waited for an answer."""
+        group = sample.group
+        waits = sample.open_call is not None or sample.retry is not None
+        if sample.state is SCORING and self._context.settings.group_reward:
+            waits = any(s.state not in (SCORING, FINISHED) for s in group.members)
+        if waits or sample.state not in (RUNNING, SCORING):
+            return False
+        (times, at), now = sample.deaths, len(sample.tape)
+        sample.deaths = times + 1 if at == now else 1, now
+        return sample.deaths[0] >= self._context.settings.max_attempt_failures
+
+    def _fail_for_deaths(self, sample: Sample) -> None:
+        context, times = self._context, sample.deaths[0]
+        why = f"{times} hosts in a row died while its functions ran there; what they do may be why"
+        context.counts(sample)["failed_samples"] += 1
+        context.note(sample, f"failed: {why}")
+        self.cannot_go_on(sample, why)
+
+    def _lose_function(self, sample: Sample) -> None:
+        context, call = self._context, sample.open_call
+        if call is not None and call.lost:
+            return
+        context.counters["lost_functions"] += 1
+        if call is not None and call.attempt is not None:
+            call.lost = True
+            context.note(sample, "its function is lost")
+            context.stop([call.attempt])
+        else:
+            self.begin_from_tape(sample)
+
+    def begin_from_tape(self, sample: Sample) -> None:
+        """Nothing of it is at an engine: its function is started anew, and is answered from the tape."""
+        context, call = self._context, sample.open_call
+        context.places.give_back(sample)
+        if call is not None:
+            context.over_sampler.forget(call)
+        sample.replay, sample.finish, sample.retry = sample.asked, None, None
+        sample.calls.clear()
+        context.to(sample, SampleState.NEW, "begins again, as its function was lost")
+        context.over_sampler.push(sample)
+
+    def _forget_returns(self, group: Group) -> None:
+        """Nobody has what the functions of finished samples returned; a verdict that was awaited is asked for anew."""
+        for sample in group.members:
+            if sample.state is FINISHED:
+                sample.replay = sample.asked
+                sample.calls.clear()
+        self.run_again_for_returns(group)
+
+    def _evaluate_anew(self, group: Group, evaluation: Evaluation) -> None:
+        """From nothing, also what is finished, for its answer is what functions returned; with the same seeds, so that
+        responses will be those that they would have been."""
+        context = self._context
+        for sample in reversed(group.members):
+            if sample.state is SampleState.NEW:
+                continue
+            evaluation.counters["lost_functions"] += 1
+            evaluation.functions -= sample.state is RUNNING
+            if sample.state is FINISHED:
+                self.no_longer_finished(sample)
+            self.leave(sample, DropReason.FAILED)
+            evaluation.tokens.drop(sample.tape.generated, DropReason.FAILED)
+            sample.tape, sample.finish, sample.reward = TokenTape(), None, 0.0
+            sample.calls.clear()
+            context.to(sample, SampleState.NEW, "begins again, as its function was lost")
+            evaluation.to_start.appendleft(sample)
+        if group.ready:
+            context.to_group(group, GroupState.OPEN, "its functions were lost")
+            evaluation.unfinished += 1
