@@ -4,14 +4,14 @@ long nothing was."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from april.engines.protocol import Chunk, Engine, Request
-from april.testing.wrapped_engine import WrappedEngine
+from april.testing.recording_engine import RecordingEngine
 
 
-class StopwatchEngine(WrappedEngine):
+class StopwatchEngine(RecordingEngine):
     """Passes everything through; read the figures between two steps and :meth:`reset` them."""
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +53,7 @@ class StopwatchEngine(WrappedEngine):
         self.peak = max(self.peak, self._running)
         return now
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Pass the chunks through."""
         now = self._change(+1)
         self.first_request = self.first_request or now

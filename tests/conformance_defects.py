@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -15,29 +14,16 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing import FakeEngine
+from april.testing.recording_engine import RecordingEngine
 from april.testing.records import AttemptRecord
-from april.testing.wrapped_engine import WrappedEngine
 
 
-class Sound(WrappedEngine):
+class Sound(RecordingEngine):
     """Delegates everything; subclasses spoil one thing."""
 
     @property
     def name(self) -> str:
         return "spoilt"
-
-    def asked(self, request: Request) -> Request:
-        """What the engine is asked instead."""
-        return request
-
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
-        """What the caller is told instead."""
-        return chunk
-
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        async with aclosing(self.engine.generate(self.asked(request))) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield self.told(request, chunk)
 
 
 def without_last(chunk: Chunk) -> Chunk:
@@ -47,7 +33,7 @@ def without_last(chunk: Chunk) -> Chunk:
 class OneTokenTooMany(Sound):
     """Counts the budget from zero."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         sampling = request.sampling
         most = sampling.max_tokens + 1
         least = min(most, sampling.min_tokens + 1)
@@ -57,14 +43,14 @@ class OneTokenTooMany(Sound):
 class OneTokenTooFew(Sound):
     """Counts the budget from one; says so, as LENGTH."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         return replace(request, sampling=request.sampling.capped(max(1, request.sampling.max_tokens - 1)))
 
 
 class ForgetsMinTokens(Sound):
     """A stop token ends the response whatever the minimum is."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         if not request.sampling.stop_token_ids:
             return request
         return replace(request, sampling=replace(request.sampling, min_tokens=0))
@@ -73,14 +59,14 @@ class ForgetsMinTokens(Sound):
 class CutsStopOff(Sound):
     """The token that ends a response is not among its tokens."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         return without_last(chunk) if chunk.finish is EngineFinish.STOP else chunk
 
 
 class IgnoresStopIds(Sound):
     """Ends at EOS only."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         return replace(request, sampling=replace(request.sampling, stop_token_ids=()))
 
 
@@ -89,7 +75,7 @@ class Unseeded(Sound):
 
     draws = 0
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         if not request.sampling.temperature:
             return request
         self.draws += 1
@@ -99,21 +85,21 @@ class Unseeded(Sound):
 class OneSeedForAll(Sound):
     """All samples of a prompt are the same."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         return replace(request, sample_key=(0, 0))
 
 
 class CutsPrompts(Sound):
     """A prompt that is too long loses its beginning, without a word."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         return replace(request, token_ids=request.token_ids[-(self.capabilities.max_context - 4) :])
 
 
 class WrapsIds(Sound):
     """Token ids are taken modulo the vocabulary."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         return replace(request, token_ids=request.token_ids % np.int32(self.capabilities.vocab_size))
 
 
@@ -124,7 +110,7 @@ class RenamesIds(Sound):
         super().__init__(engine)
         self.names: dict[str, list[str]] = {}
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         names = self.names.setdefault(request.attempt_id, [])
         names.append(f"{len(names):04d}{request.attempt_id}")
         return replace(request, attempt_id=names[-1])
@@ -136,7 +122,7 @@ class RenamesIds(Sound):
 class ShiftsLogprobs(Sound):
     """Log-probabilities are off by a thousandth."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         return replace(chunk, logprobs=chunk.logprobs - np.float32(1e-3))
 
 
@@ -159,14 +145,14 @@ class DeclaresProcessed(Declares):
 class LosesATokenAtAborts(Sound):
     """The last token of an aborted request is not handed over."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         return without_last(chunk) if chunk.finish is EngineFinish.ABORT else chunk
 
 
 class RepeatsATokenAtAborts(Sound):
     """The last token of an aborted request comes twice."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         if chunk.finish is not EngineFinish.ABORT or not len(chunk.tokens):
             return chunk
         tokens, logprobs = (np.append(a, a[-1:]) for a in (chunk.tokens, chunk.logprobs))
@@ -199,7 +185,7 @@ class AbortsEverything(Sound):
 class NoEndAtAborts(Sound):
     """An aborted stream simply ends."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         return replace(chunk, finish=None) if chunk.finish is EngineFinish.ABORT else chunk
 
 
@@ -241,7 +227,7 @@ class AbortsByPrefix(Sound):
         super().__init__(engine)
         self.seen: list[str] = []
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         self.seen.append(request.attempt_id)
         return request
 
@@ -252,7 +238,7 @@ class AbortsByPrefix(Sound):
 class ForgetsTheResponse(Sound):
     """A resumed request begins from its prompt again."""
 
-    def asked(self, request: Request) -> Request:
+    def alter_request(self, request: Request) -> Request:
         prompt = request.token_ids[: len(request.token_ids) - request.response_offset]
         return replace(request, token_ids=prompt, response_offset=0)
 
@@ -260,7 +246,7 @@ class ForgetsTheResponse(Sound):
 class KeepsTheOldLabel(Sound):
     """Loads weights, and stamps the version of before on what they generate."""
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         return replace(chunk, version=PolicyVersion(0, 0))
 
 
@@ -276,7 +262,7 @@ class VersionsGoBack(Sound):
 
     chunks = 0
 
-    def told(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
         self.chunks += 1
         return replace(chunk, version=PolicyVersion(0, 0)) if self.chunks % 2 else chunk
 

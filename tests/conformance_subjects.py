@@ -16,7 +16,7 @@ from april.engines.simulated.engine import SimulatedEngine
 from april.engines.transformers.engine import TransformersEngine
 from april.testing import FakeEngine
 from april.testing.conformance import Reference, Subject, Weights
-from april.testing.fake_tokens import conversation
+from april.testing.records import conversation
 
 LONG, SHORT = 120, 9
 ENDS = 3

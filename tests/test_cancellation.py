@@ -209,8 +209,8 @@ def test_update_weights_between_steps(path: str | None) -> None:
         await scissors.call(rollouts.driver.update_weights(path, transfer))
         rollouts.core.validate()
         n = rollouts.core.clock.current.n
-        assert {e.inner._version for e in rollouts.engines} == {PolicyVersion(0, n)}
-        assert not any(e.inner._paused for e in rollouts.engines)
+        assert {e.engine._version for e in rollouts.engines} == {PolicyVersion(0, n)}
+        assert not any(e.engine._paused for e in rollouts.engines)
         assert len(rollouts.core.leased) == 1 - n
         if n == 0:
             await rollouts.driver.update_weights(path, transfer)
@@ -307,13 +307,13 @@ def test_load_state_dict() -> None:
         driver, core = rollouts.driver, rollouts.core
         await scissors.call(driver.load_state_dict(state))
         core.validate()
-        assert not any(e.inner._paused for e in rollouts.engines)
+        assert not any(e.engine._paused for e in rollouts.engines)
         if core.clock.current == PolicyVersion(0, 0):
             assert len(core.buffer) == 0
             assert driver._source.position == 0
             assert await driver.load_state_dict(state) == PolicyVersion(1, 1)
         assert core.clock.current == PolicyVersion(1, 1)
-        assert {e.inner._version for e in rollouts.engines} == {PolicyVersion(1, 1)}
+        assert {e.engine._version for e in rollouts.engines} == {PolicyVersion(1, 1)}
         seen = []
         for _ in range(3):
             batch = await driver.next_batch()
@@ -336,7 +336,7 @@ def test_close(at: float) -> None:
         await asyncio.sleep(at)
         await scissors.call(rollouts.driver.close())
         await rollouts.close()
-        assert all(e.inner._closed for e in rollouts.engines)
+        assert all(e.engine._closed for e in rollouts.engines)
         (outcome,) = await asyncio.gather(waiter, return_exceptions=True)
         rollouts.core.validate()
         return [type(outcome).__name__, now() < at + 20]

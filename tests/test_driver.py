@@ -74,7 +74,7 @@ def test_versions_over_weight_updates() -> None:
         assert sample.versions.tolist() == [[0, 0]] * 10 + [[0, 1]] * 10 + [[0, 2]] * 5
         assert sample.staleness == 2
         assert batch.off_policy_share == 20 / 25
-        assert rollouts.engines[0].inner._version == PolicyVersion(0, 3)
+        assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
         await rollouts.close()
 
     virtual(program)

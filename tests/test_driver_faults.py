@@ -243,7 +243,7 @@ def test_an_unasked_abort_keeps_its_tokens() -> None:
         rollouts = Rollouts(table({}, 20), n=1)
         waiter = asyncio.create_task(rollouts.driver.next_batch())
         await asyncio.sleep(7.5)
-        await rollouts.engines[0].inner.abort()
+        await rollouts.engines[0].engine.abort()
         batch = await waiter
         rollouts.check(batch)
         assert [s.count for s in batch.samples[0].segments] == [7, 13]

@@ -120,7 +120,7 @@ def test_an_interrupted_update_is_completed_once_engines_are_loading() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await update
             assert rollouts.core.clock.current == PolicyVersion(0, version)
-            assert {e.inner._version for e in engines} == {PolicyVersion(0, version)}
+            assert {e.engine._version for e in engines} == {PolicyVersion(0, version)}
             assert len(rollouts.core.leased) == 1 - version
         batch = await rollouts.step()
         assert batch.version == PolicyVersion(0, 1)

@@ -396,7 +396,7 @@ def test_an_engine_that_returns_nothing(caplog: pytest.LogCaptureFixture) -> Non
         async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
             if request.sample_key == (1, 0):
                 await asyncio.sleep(1)
-                yield Chunk(np.empty(0, np.int32), np.empty(0, np.float32), self.inner._version, EngineFinish.STOP)
+                yield Chunk(np.empty(0, np.int32), np.empty(0, np.float32), self.engine._version, EngineFinish.STOP)
                 return
             async for chunk in super().generate(request):
                 yield chunk

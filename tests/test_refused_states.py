@@ -167,7 +167,7 @@ def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
         assert "\n" not in str(caught.value)
         assert repr(again.core) == before
         assert again.driver._source.state_dict() == PromptSource([[1]], 9).state_dict()
-        assert {e.inner._version for e in again.engines} == {PolicyVersion(0, 0)}
+        assert {e.engine._version for e in again.engines} == {PolicyVersion(0, 0)}
         again.core.validate()
         await again.driver.load_state_dict(good)
         for _ in range(2):

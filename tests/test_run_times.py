@@ -164,7 +164,7 @@ def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
 
     async def program() -> None:
         run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
-        run.engines[0].inner._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
+        run.engines[0].engine._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
         waiter = asyncio.create_task(run.driver.next_batch())
         await asyncio.sleep(4)
         await run.driver.evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,11 @@ from april.driver.long_waits import WARN_AFTER_S
 from april.driver.prompt_source import PromptSource
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.engines.protocol import Capabilities, Chunk, Health, Request
+from april.engines.protocol import Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, synthetic_response
 from april.record.file import RunRecord
+from april.testing import recording_engine
 from april.testing.virtual_clock import run_virtual
 
 VOCAB, EOS = 1000, 0
@@ -43,73 +43,22 @@ def prompt_ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array([number % 900 + 1, number // 900 + 1, 7], np.int32)
 
 
-class RecordingEngine:
-    """A simulated engine behind glass: everything passes through and is written down. Faults are overrides."""
+class RecordingEngine(recording_engine.RecordingEngine):
+    """A simulated engine, recorded. Faults are overrides."""
 
     def __init__(self, length_of: LengthOf, name: str = "e0", **options: Any) -> None:
-        self.inner = SimulatedEngine(
-            name,
-            SECOND_PER_TOKEN,
-            lambda request: length_of(*(request.sample_key or (0, 0))),
-            **({"max_running": 64, "vocab_size": VOCAB, "eos_token_id": EOS} | options),
+        super().__init__(
+            SimulatedEngine(
+                name,
+                SECOND_PER_TOKEN,
+                lambda request: length_of(*(request.sample_key or (0, 0))),
+                **({"max_running": 64, "vocab_size": VOCAB, "eos_token_id": EOS} | options),
+            )
         )
-        self.requests: dict[str, Request] = {}
-        self.handed_over: dict[str, list[Chunk]] = defaultdict(list)
-        self.aborts: list[tuple[float, tuple[str, ...] | None]] = []
-        """(virtual time, ids or None for everything)"""
-        self.open_streams = 0
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def alter_request(self, request: Request) -> Request:
         assert request.attempt_id not in self.requests, "an attempt id was used twice"
-        self.requests[request.attempt_id] = request
-        self.open_streams += 1
-        try:
-            async with aclosing(self.inner.generate(request)) as chunks:
-                async for chunk in chunks:
-                    chunk = self.alter(request, chunk)
-                    self.handed_over[request.attempt_id].append(chunk)
-                    yield chunk
-        finally:
-            self.open_streams -= 1
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        """Where a test lets the engine lie or break."""
-        return chunk
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        self.aborts.append((now(), None if attempt_ids is None else tuple(attempt_ids)))
-        await self.inner.abort(attempt_ids)
-
-    async def pause(self) -> None:
-        await self.inner.pause()
-
-    async def resume(self) -> None:
-        await self.inner.resume()
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        await self.inner.update_weights(version, path)
-
-    async def content_of(self, path: str) -> str:
-        return await self.inner.content_of(path)
-
-    async def health(self) -> Health:
-        return await self.inner.health()
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-    @property
-    def tokens(self) -> int:
-        """All tokens that ever left the engine."""
-        return sum(len(c.tokens) for chunks in self.handed_over.values() for c in chunks)
+        return request
 
     def tokens_of(self, sample: tuple[int, int]) -> list[int]:
         """Tokens handed over per attempt of one sample, in order."""

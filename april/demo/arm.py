@@ -233,7 +233,7 @@ class Arm:
             books = rollouts.ledger()
         self.stage.close()
         r.group_spread = group_spread(self.delivered)
-        r.tokens, r.prompts, r.witnessed = books["tokens"], books["prompts"], self.witness.tokens
+        r.tokens, r.prompts, r.witnessed = books["tokens"], books["prompts"], self.witness.recorded_tokens
         r.max_abs_logprob_error, r.compared_tokens = logprob_error(self.model, self.delivered, self.weights)
         return r
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from april.core.batch import Batch, DeliveredSample
-from april.core.tape import Float32, Int32, SegmentKind
-from april.core.versions import PolicyVersion
+from april.core.tape import SegmentKind
 from april.demo.grpo import response_logprobs
 from april.engines.protocol import Chunk, Engine, Request
-from april.testing.wrapped_engine import WrappedEngine
+from april.testing.recording_engine import RecordingEngine
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -57,26 +55,19 @@ def logprob_error(
     return largest, compared
 
 
-class Witness(WrappedEngine):
+class Witness(RecordingEngine):
     """An engine that keeps a copy of what passes through it; recording can be switched off for evaluations."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.recording = True
-        self.tokens = 0
+        self.recorded_tokens = 0
         """Number of tokens handed over while recording."""
-        self._attempts: dict[str, list[tuple[Int32, Float32, PolicyVersion]]] = {}
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Pass the engine's chunks through."""
-        async with aclosing(self.engine.generate(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                if self.recording:
-                    self.tokens += len(chunk.tokens)
-                    self._attempts.setdefault(request.attempt_id, []).append(
-                        (chunk.tokens.copy(), chunk.logprobs.copy(), chunk.version)
-                    )
-                yield chunk
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        """Count the tokens."""
+        self.recorded_tokens += len(chunk.tokens) if self.recording else 0
+        return chunk
 
     def disagreements(self, batch: Batch) -> int:
         """Return the number of delivered tokens whose attempt handed over another token, log-probability or version."""
@@ -86,10 +77,10 @@ class Witness(WrappedEngine):
             for segment in sample.segments:
                 if segment.kind is not SegmentKind.GENERATED:
                     continue
-                rows = self._attempts[segment.attempt_id]
-                tokens = np.concatenate([r[0] for r in rows])
-                logprobs = np.concatenate([r[1] for r in rows])
-                versions = np.concatenate([np.full(len(r[0]), r[2].n) for r in rows])
+                rows = self.handed_over[segment.attempt_id]
+                tokens = np.concatenate([r.tokens for r in rows])
+                logprobs = np.concatenate([r.logprobs for r in rows])
+                versions = np.concatenate([np.full(len(r.tokens), r.version.n) for r in rows])
                 start = used.get(segment.attempt_id, 0)
                 used[segment.attempt_id] = stop = start + segment.count
                 here = slice(segment.start, segment.start + segment.count)

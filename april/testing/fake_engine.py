@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,12 +22,185 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, Request
 from april.errors import EngineError
-from april.testing.fake_responses import FakeResponder, Lengths
-from april.testing.fake_stream import FakeStream
-from april.testing.fake_tokens import fake_logprobs
-from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, Fault, FaultKind, FaultScript
-from april.testing.records import AbortRecord, AttemptRecord
-from april.testing.wrong_chunks import made_wrong
+from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
+from april.testing.records import AbortRecord, AttemptRecord, conversation, fake_logprobs, fake_response
+
+Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
+
+
+class FakeResponder:
+    """The responses of one engine: synthetic ones of given ``lengths``, or those that ``responses`` returns."""
+
+    def __init__(
+        self,
+        engine: str,
+        lengths: Lengths,
+        responses: Callable[[Request], Sequence[int] | Int32] | None,
+        vocab_size: int,
+        eos_token_id: int,
+    ) -> None:
+        self._engine = engine
+        self._lengths = lengths
+        self._responses = responses
+        self._vocab_size = vocab_size
+        self._eos = eos_token_id
+
+    def stops(self, request: Request) -> set[int]:
+        """Token ids that end the response."""
+        return {self._eos, *request.sampling.stop_token_ids}
+
+    def whole(self, request: Request) -> Int32:
+        """The whole response that a request begins or continues, int32 [T]; ends in a stop token."""
+        sampling = request.sampling
+        least = max(request.response_offset + sampling.min_tokens, 1)
+        if self._responses is None:
+            said, length = np.empty(0, np.int32), max(self._length(request), least)
+        else:
+            said = self._said(request)
+            if len(said) >= least:
+                return said
+            said, length = said[:-1], least
+        drawn = fake_response(
+            conversation(request), request.sample_key, length, self._vocab_size, self._eos, sampling.stop_token_ids
+        )
+        return np.concatenate((said, drawn[len(said) :]))
+
+    def _said(self, request: Request) -> Int32:
+        """What the function says, up to the first stop; one is appended if there is none."""
+        assert self._responses is not None
+        tokens = np.asarray(self._responses(request), np.int32)
+        ends = np.flatnonzero(np.isin(tokens, list(self.stops(request))))
+        stop = (*request.sampling.stop_token_ids, self._eos)[0]
+        return tokens[: ends[0] + 1] if ends.size else np.append(tokens, np.int32(stop)).astype(np.int32)
+
+    def _length(self, request: Request) -> int:
+        if isinstance(self._lengths, int):
+            return self._lengths
+        if isinstance(self._lengths, Mapping):
+            key = request.sample_key
+            try:
+                return self._lengths[key]  # type: ignore[index]  # without a key: the error below
+            except KeyError:
+                raise EngineError(
+                    f"engine {self._engine}: the table of lengths has no entry for sample {key}; add it, or give a "
+                    "number, a function or a defaultdict"
+                ) from None
+        return self._lengths(request)
+
+
+@dataclass(slots=True)
+class FakeStream:
+    """What an engine keeps of a request that it serves."""
+
+    record: AttemptRecord
+    script: AttemptFaults
+    tokens: Int32
+    """What this attempt is going to say."""
+    finish: EngineFinish
+    token_s: float
+    chunk_tokens: int | None
+    running: bool = False
+    """It has a place."""
+    made: int = 0
+    made_until: float = 0.0
+    """Time from which the next token counts; in the future: nothing is made before."""
+    unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
+    """Tokens made and not handed over, by version."""
+    sent: int = 0
+    passed: int = -1
+    """Faults up to this number of tokens had their chance."""
+    empty_until: float = -math.inf
+    """Chunks without tokens come before this time."""
+    abort_at: float = math.inf
+    deaf_until: float = -math.inf
+    """Aborts have no effect before this time."""
+    error: EngineError | None = None
+    wake: asyncio.Future[None] | None = None
+
+    @property
+    def target(self) -> int:
+        """Tokens of the attempt at which something happens next: a chunk is full, or a fault is due."""
+        full = len(self.tokens) if self.chunk_tokens is None else self.sent + self.chunk_tokens
+        return min(full, len(self.tokens), *(k for k in self.marks if k >= self.sent and k > self.passed))
+
+    @property
+    def marks(self) -> list[int]:
+        """Numbers of tokens after which a fault is due."""
+        return [fault.after_tokens for fault in self.script.faults if fault.kind in AT_TOKENS]
+
+    @property
+    def due_s(self) -> float:
+        """When the target is reached."""
+        return self.made_until + (self.target - self.made) * self.token_s
+
+    def make(self, now: float, version: PolicyVersion) -> None:
+        """The tokens for which there was time since the last look."""
+        if not self.running or self.error is not None or self.made_until >= now:
+            return
+        # a timer of a real loop may come a moment early
+        count = min(int((now - self.made_until) / self.token_s + 1e-6), self.target - self.made)
+        if count <= 0:
+            return
+        self.made += count
+        self.made_until += count * self.token_s
+        if self.unsent and self.unsent[-1][0] == version:
+            count += self.unsent.pop()[1]
+        self.unsent.append((version, count))
+
+    def take(self, version: PolicyVersion) -> tuple[Int32, PolicyVersion]:
+        """The next tokens of one version; none, and ``version``, if nothing was made."""
+        version, count = self.unsent.popleft() if self.unsent else (version, 0)
+        tokens = self.tokens[self.sent : self.sent + count].copy()
+        self.sent += count
+        return tokens, version
+
+    def withhold(self) -> None:
+        """What was made and not handed over never will be."""
+        self.record.withheld += sum(count for _, count in self.unsent)
+        self.unsent.clear()
+
+    def wake_up(self) -> None:
+        """Something has happened to the stream."""
+        if self.wake is not None and not self.wake.done():
+            self.wake.set_result(None)
+
+    async def wait(self, until: float) -> None:
+        """Until a time on the loop's clock, or until something happens to the stream."""
+        loop = asyncio.get_running_loop()
+        self.wake = loop.create_future()
+        timer = loop.call_at(until, self.wake_up) if until < math.inf else None
+        try:
+            await self.wake
+        finally:
+            self.wake = None
+            if timer is not None:
+                timer.cancel()
+
+
+def made_wrong(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
+    """``chunk``, which has tokens, with the fault ``kind``; ``room``: tokens that the request may still get."""
+    tokens, logprobs, version = chunk.tokens, chunk.logprobs.copy(), chunk.version
+    match kind:
+        case FaultKind.NAN_LOGPROB:
+            logprobs[-1] = np.nan
+        case FaultKind.POSITIVE_LOGPROB:
+            logprobs[-1] = 0.5
+        case FaultKind.CLAMPED_LOGPROB:
+            logprobs[-1] = -9999.0
+        case FaultKind.UNKNOWN_TOKEN:
+            tokens = np.append(tokens[:-1], np.int32(vocab_size))
+        case FaultKind.LENGTHS_DIFFER:
+            logprobs = np.append(logprobs, np.float32(-1.0))
+        case FaultKind.TOO_MANY_TOKENS:
+            tokens, logprobs = np.resize(tokens, room + 1), np.resize(logprobs, room + 1)
+        case FaultKind.FUTURE_VERSION:
+            version = PolicyVersion(version.incarnation, version.n + 1)
+        case FaultKind.OLDER_VERSION:
+            version = PolicyVersion(version.incarnation, version.n - 1)
+        case _:
+            raise ValueError(f"{kind} is not a fault of a chunk")
+    return replace(chunk, tokens=tokens, logprobs=logprobs, version=version)
+
 
 EMPTY_CHUNK_S = 1.0
 """Between two chunks without tokens."""

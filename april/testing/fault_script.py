@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from april.engines.protocol import EngineFinish, Request
-from april.testing.fake_tokens import conversation
-from april.testing.records import is_evaluation
+from april.testing.records import conversation, is_evaluation
 
 
 class FaultKind(StrEnum):

@@ -1,21 +1,66 @@
-"""What a fake engine writes down: each request, each chunk that left it, each abort, with the time on the loop's clock.
+"""What a fake engine says, and what it writes down: each request, each chunk that left it, each abort.
+
+Tokens depend on (conversation, sample, position), log-probabilities on (token, version). So a test can compute every
+delivered token again, and a log-probability beside the wrong token or under the wrong version shows.
 
 Invariant: a record holds copies. Nothing that happens to a chunk after it left the engine changes what is written here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from april.core.attempt_book import EVALUATION_MARK
+from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Float32, Int32, Request
+from april.engines.simulated.engine import synthetic_response
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_LOWEST = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRecord:
-    """One call of ``abort``; ``attempt_ids`` None: everything."""
+def conversation(request: Request) -> Int32:
+    """Everything that was said before the response which ``request`` begins or continues; int32 [P]."""
+    return request.token_ids[: len(request.token_ids) - request.response_offset]
+
+
+def fake_response(
+    conversation_ids: Sequence[int] | Int32,
+    sample_key: tuple[int, int] | None,
+    length: int,
+    vocab_size: int = 1000,
+    eos_token_id: int = 0,
+    stop_token_ids: Sequence[int] = (),
+) -> Int32:
+    """The response int32 [length] that a :class:`FakeEngine` gives to a conversation; the last token is the stop."""
+    if length < 1:
+        raise ValueError(f"a response has at least one token, got length {length}")
+    stops = {eos_token_id, *stop_token_ids}
+    tokens, _ = synthetic_response(np.asarray(conversation_ids, np.int32), sample_key, 0, length, vocab_size, [*stops])
+    tokens[-1] = (*stop_token_ids, eos_token_id)[0]
+    return tokens
+
+
+def fake_logprobs(tokens: Sequence[int] | Int32, version: PolicyVersion) -> Float32:
+    """Log-probabilities float32 [T] in (-4, 0] of ``tokens`` [T] under ``version``; the same on every platform."""
+    # splitmix64; unsigned arithmetic of arrays wraps
+    weights = np.array([(version.incarnation << 32) ^ (version.n & 0xFFFFFFFF)], np.uint64) * _MIX1
+    x = (np.asarray(tokens, np.int64).astype(np.uint64) + np.uint64(1)) * _STEP + weights
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    x = x ^ (x >> np.uint64(31))
+    logprobs: Float32 = (x >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST / 2**24)
+    return logprobs
+
+
+class AbortRecord(NamedTuple):
+    """One call of ``abort``; ``attempt_ids`` None means everything."""
 
     at_s: float
     attempt_ids: tuple[str, ...] | None

@@ -8,11 +8,9 @@ needs the ``cli`` extra.
 """
 
 from april.testing.conformance.check import Check
-from april.testing.conformance.matrix import semantics_matrix
-from april.testing.conformance.run import CHECKS, check_named, run
+from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
 from april.testing.conformance.servers import hugging_face, served
-from april.testing.conformance.subject import Answer, Reference, Subject, Weights, Witness
-from april.testing.conformance.verdicts import Outcome, Report, Verdict
+from april.testing.conformance.subject import Answer, Outcome, Reference, Report, Subject, Verdict, Weights, Witness
 
 __all__ = [
     "CHECKS",

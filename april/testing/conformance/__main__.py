@@ -14,10 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from april.errors import AprilError
 from april.testing.conformance.check import Check
-from april.testing.conformance.matrix import semantics_matrix
-from april.testing.conformance.run import CHECKS, check_named, run
+from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
 from april.testing.conformance.servers import served
-from april.testing.conformance.verdicts import Report, Verdict
+from april.testing.conformance.subject import Report, Verdict
 
 
 def main(

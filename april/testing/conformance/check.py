@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from april.errors import AprilError
 from april.testing.conformance.bench import Bench
-from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
-from april.testing.conformance.subject import Subject
-from april.testing.conformance.verdicts import Figures, Outcome, Verdict
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Outcome, Subject, Verdict
 
 LONGEST_CHECK = 20
 """A whole check may take so many times the subject's patience."""

@@ -1,17 +1,74 @@
-"""All checks on one engine."""
+"""All checks on one engine, and the semantics matrix: what each engine says it can do, and what it was seen to keep."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from april.engines.protocol import Engine
-from april.testing.conformance import aborts, failures, logprobs, tokens, weights, with_april
+from april.engines.protocol import Capabilities, Engine
+from april.testing.conformance import aborts, tokens, weights, with_april
 from april.testing.conformance.bench import Bench
 from april.testing.conformance.check import Check
-from april.testing.conformance.matrix import capabilities_in_words
-from april.testing.conformance.subject import Subject
-from april.testing.conformance.verdicts import Outcome, Report, Verdict
+from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
+
+SHOWN = {
+    Outcome.PASSED: "yes",
+    Outcome.FAILED: "**no**",
+    Outcome.NOT_OFFERED: "not offered",
+    Outcome.NOT_TESTED: "not tested",
+}
+
+
+def capabilities_in_words(can: Capabilities) -> dict[str, str]:
+    """The first block of the matrix."""
+    return {
+        "an abort": str(can.abort_means),
+        "partials of aborted requests": "handed over" if can.returns_partials else "lost",
+        "versions": "per token" if can.version_spans else "that at submission",
+        "tokens come": "while they are made" if can.streams else "at the end of a request",
+        "lost if the engine dies": "what was not sent yet" if can.streams else "all tokens of running requests",
+        "log-probabilities": str(can.logprob_kind),
+        "seeds": "honoured" if can.honours_seeds else "not honoured",
+        "weights from disk": "yes" if can.updates_from_disk else "no",
+        "weights": "the trainer's own" if can.shares_weights else "its own",
+        "context": f"{can.max_context} tokens",
+    }
+
+
+def semantics_matrix(reports: Sequence[Report]) -> str:
+    """Engine x promise as a Markdown table; sentences for what is not offered, not tested or broken stand below it."""
+    if not reports:
+        raise ValueError("a matrix needs at least one report")
+    names = [f"{r.engine} {r.version}".strip() for r in reports]
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(reports)]
+    for row in _union(list(r.capabilities) for r in reports):
+        lines.append(f"| {row} | " + " | ".join(r.capabilities.get(row, "") for r in reports) + " |")
+    lines.append("| **promise** |" + " |" * len(reports))
+    numbers: dict[str, int] = {}
+    promises: dict[str, str] = {}
+    for check in _union([v.check for v in r.verdicts] for r in reports):
+        cells = []
+        for report in reports:
+            found = [v for v in report.verdicts if v.check == check]
+            if not found:
+                cells.append("")
+                continue
+            (verdict,) = found
+            promises[check] = verdict.promise
+            cell = SHOWN[verdict.outcome]
+            if verdict.detail:
+                cell += f" [{numbers.setdefault(f'{verdict.check}: {verdict.detail}', len(numbers) + 1)}]"
+            cells.append(cell)
+        lines.append(f"| {check} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {note}" for note, number in numbers.items())]
+    lines += ["", *(f"* `{check}`: {promise}" for check, promise in promises.items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _union(lists: object) -> list[str]:
+    """All words of several lists, in order."""
+    return list(dict.fromkeys(word for words in lists for word in words))  # type: ignore[attr-defined]
+
 
 CHECKS: tuple[Check, ...] = (
     tokens.budgets,
@@ -21,9 +78,9 @@ CHECKS: tuple[Check, ...] = (
     tokens.over_long_input,
     tokens.out_of_vocabulary,
     tokens.duplicate_id,
-    logprobs.logprobs,
-    logprobs.logprobs_temperature,
-    logprobs.logprobs_top_p,
+    tokens.logprobs,
+    tokens.logprobs_temperature,
+    tokens.logprobs_top_p,
     aborts.abort_running,
     aborts.abort_queued,
     aborts.abort_prefilling,
@@ -38,8 +95,8 @@ CHECKS: tuple[Check, ...] = (
     with_april.stop_strings,
     with_april.eos_at_a_cut,
     with_april.thousand_aborts,
-    failures.disconnect,
-    failures.server_killed,
+    aborts.disconnect,
+    aborts.server_killed,
 )
 """Every promise, in the order in which they are put to the test; the last one kills the server."""
 

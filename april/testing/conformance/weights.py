@@ -11,10 +11,8 @@ from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32
 from april.testing.conformance.bench import Bench, Reading
 from april.testing.conformance.check import check
-from april.testing.conformance.logprobs import expected
-from april.testing.conformance.outcomes import Broken, NotOffered, NotTested
-from april.testing.conformance.subject import Weights
-from april.testing.conformance.verdicts import Figures
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
+from april.testing.conformance.tokens import expected
 
 FEW = 6
 LENGTH = 40

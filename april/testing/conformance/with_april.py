@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -15,13 +17,12 @@ from april.core.sampling import GAP
 from april.core.types import DropReason, FinishReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
-from april.engines.protocol import Int32
-from april.testing.conformance.bench import Bench, same
+from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
+from april.errors import EngineError
+from april.testing.conformance.bench import Bench, compare, same
 from april.testing.conformance.check import check
-from april.testing.conformance.lost import compare
-from april.testing.conformance.outcomes import Broken, NotTested
-from april.testing.conformance.recording_engine import RecordingEngine
-from april.testing.conformance.verdicts import Figures
+from april.testing.conformance.subject import Broken, Figures, NotTested
+from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
 
 LENGTH = 48
@@ -36,20 +37,65 @@ def _greedy(length: int, **sampling: Any) -> Config:
     )  # fmt: skip
 
 
-def _recorded(bench: Bench, **options: Any) -> RecordingEngine:
-    """april begins with version 0.0, whatever the engine has seen before."""
-    return RecordingEngine(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
+class _Recorded(RecordingEngine):
+    """The engine under test, which stays open.
+
+    Args:
+        engine: the engine under test.
+        cut: gives the tokens after which an attempt is handed over as aborted; None means no cut. The cut is made by a
+            smaller budget, so that it hits the very token.
+        shift: the number of updates by which april's version is behind the engine's.
+    """
+
+    def __init__(
+        self, engine: Engine, cut: Callable[[Request], int | None] = lambda request: None, shift: int = 0
+    ) -> None:
+        super().__init__(engine)
+        self._cut, self._shift = cut, shift
+
+    @property
+    def aborted(self) -> int:
+        """Number of attempts that ended with ABORT."""
+        return sum(end is EngineFinish.ABORT for end in self.ends.values())
+
+    def got(self, attempt_id: str) -> Int32:
+        """Tokens that april got for an attempt, int32 [T]."""
+        return np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in self.handed_over[attempt_id])])
+
+    def alter_request(self, request: Request) -> Request:
+        cut = self._cut(request)
+        return request if cut is None else replace(request, sampling=request.sampling.capped(cut))
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        cut = self._cut(request)
+        short = cut is not None and cut < request.sampling.max_tokens
+        return replace(
+            chunk, finish=EngineFinish.ABORT if chunk.finish and short else chunk.finish,
+            version=PolicyVersion(chunk.version.incarnation, chunk.version.n - self._shift),
+        )  # fmt: skip
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await super().update_weights(PolicyVersion(version.incarnation, version.n + self._shift), path)
+
+    async def close(self) -> None:
+        with suppress(EngineError):
+            await self.engine.abort([i for i, end in self.ends.items() if end is None])
 
 
-async def _response(bench: Bench, config: Config, engine: RecordingEngine, prompt: Int32) -> tuple[Int32, FinishReason]:
+def _recorded(bench: Bench, **options: Any) -> _Recorded:
+    """The engine with april's first version, whatever updates it has seen before."""
+    return _Recorded(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
+
+
+async def _response(bench: Bench, config: Config, engine: _Recorded, prompt: Int32) -> tuple[Int32, FinishReason]:
     """One greedy response through the scheduler."""
     async with rollouts(
         config, engines=[engine], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
     ) as run:  # fmt: skip
         batch = await bench.within(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
-        if not ledger.balanced or ledger.observed != engine.handed_over:
-            raise Broken(f"the engine handed {engine.handed_over} tokens over and april's ledger says {ledger}")
+        if not ledger.balanced or ledger.observed != engine.tokens:
+            raise Broken(f"the engine handed {engine.tokens} tokens over and april's ledger says {ledger}")
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
@@ -163,16 +209,16 @@ async def thousand_aborts(bench: Bench) -> Figures:
                 raise NotTested(f"only {engine.aborted} requests could be caught; raise Subject.long_tokens")
         run.validate()
         ledger = run.ledger()["tokens"]
-        handed_over = engine.handed_over
+        handed_over = engine.tokens
         if not ledger.balanced or ledger.observed != handed_over:
             raise Broken(f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}")
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
-    held = [(request, engine.tokens(i), engine.ends[i]) for i, request in engine.requests.items()]
+    held = [(request, engine.got(i), engine.ends[i]) for i, request in engine.requests.items()]
     figures: Figures = {
         "aborted": engine.aborted, "requests": len(held), "weight updates": updates,
-        "tokens handed over": engine.handed_over, "delivered": given,
+        "tokens handed over": engine.tokens, "delivered": given,
     }  # fmt: skip
     if subject.wire is not None:
         figures |= compare(subject.wire, held, engine.capabilities.abort_means)
@@ -183,7 +229,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
     return figures
 
 
-async def _update(bench: Bench, run: Rollouts, engine: RecordingEngine, from_disk: bool) -> None:
+async def _update(bench: Bench, run: Rollouts, engine: _Recorded, from_disk: bool) -> None:
     """The other one of the two sets of weights, under the next version; the bench knows which, however a check ends."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
@@ -194,12 +240,12 @@ async def _update(bench: Bench, run: Rollouts, engine: RecordingEngine, from_dis
     bench.version = PolicyVersion(bench.version.incarnation, bench.version.n + 1)
 
 
-def _exact(batch: Batch, engines: Sequence[RecordingEngine]) -> int:
+def _exact(batch: Batch, engines: Sequence[_Recorded]) -> int:
     """Each delivered response is what its attempts got, one after the other; the number of its tokens."""
     attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
     for engine in engines:
         for attempt_id, request in engine.requests.items():
-            part = (request.response_offset, engine.tokens(attempt_id))
+            part = (request.response_offset, engine.got(attempt_id))
             attempts.setdefault(request.sample_key, []).append(part)
     total = 0
     for sample in batch.samples:
@@ -219,7 +265,7 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     """A step over two engines of which the first dies in the middle: all responses finish on the other one."""
     subject = bench.subject
     assert subject.second is not None
-    engines = [_recorded(bench), RecordingEngine(await subject.second())]
+    engines = [_recorded(bench), _Recorded(await subject.second())]
     first, second = engines
     config = Config(
         rollout_batch_size=KILL_GROUPS, n_samples_per_prompt=SAMPLES, max_response_len=subject.long_tokens,
@@ -235,13 +281,13 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
         try:
             await bench.until(lambda: step.done() or len(first.requests) >= KILL_GROUPS, "no request had begun")
             await death()
-            at_death = {i: len(first.tokens(i)) for i, end in first.ends.items() if end is None}
+            at_death = {i: len(first.got(i)) for i, end in first.ends.items() if end is None}
             batch = await bench.within(_result(step), "the step in which a server died")
             ledger = run.ledger()["tokens"]
         finally:
             step.cancel()
     await second.engine.close()
-    both = first.handed_over + second.handed_over
+    both = first.tokens + second.tokens
     if not ledger.balanced or ledger.observed != both:
         raise Broken(f"the engines handed {both} tokens over and april's ledger says {ledger.as_dict()}")
     if dropped := {str(k): v for k, v in ledger.dropped.items() if v}:

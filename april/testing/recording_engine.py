@@ -1,0 +1,91 @@
+"""An engine around another one: everything passes through and is written down; a subclass changes what it cares for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+
+from april.core.versions import PolicyVersion
+from april.engines.http.weight_directories import content_of
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, ReadsPaths, Request
+from april.testing.records import AbortRecord
+
+
+class RecordingEngine:
+    """Implements :class:`april.engines.protocol.Engine` by ``engine``, and records requests, chunks and aborts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.requests: dict[str, Request] = {}
+        """Every request as it was asked, by attempt id."""
+        self.handed_over: dict[str, list[Chunk]] = defaultdict(list)
+        """Copies of the chunks that the caller got, by attempt id."""
+        self.ends: dict[str, EngineFinish | None] = {}
+        """The finish of every attempt; None while it runs, and where it was broken off."""
+        self.aborts: list[AbortRecord] = []
+        self.open_streams = 0
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the caller got."""
+        return sum(len(chunk.tokens) for chunks in self.handed_over.values() for chunk in chunks)
+
+    def alter_request(self, request: Request) -> Request:
+        """Return what the engine is asked instead; for subclasses."""
+        return request
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        """Return what the caller gets instead; for subclasses."""
+        return chunk
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        altered = self.alter_request(request)
+        self.requests[request.attempt_id] = request
+        self.ends[request.attempt_id] = None
+        record = self.handed_over[request.attempt_id]
+        self.open_streams += 1
+        try:
+            async with aclosing(self.engine.generate(altered)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    chunk = self.alter(request, chunk)
+                    record.append(replace(chunk, tokens=np.array(chunk.tokens), logprobs=np.array(chunk.logprobs)))
+                    self.ends[request.attempt_id] = chunk.finish
+                    yield chunk
+        finally:
+            self.open_streams -= 1
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        now = asyncio.get_running_loop().time()
+        self.aborts.append(AbortRecord(now, None if attempt_ids is None else tuple(attempt_ids)))
+        await self.engine.abort(attempt_ids)
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self.engine.update_weights(version, path)
+
+    async def content_of(self, path: str) -> str:
+        return await self.engine.content_of(path) if isinstance(self.engine, ReadsPaths) else content_of(path)
+
+    async def health(self) -> Health:
+        return await self.engine.health()
+
+    async def close(self) -> None:
+        await self.engine.close()
