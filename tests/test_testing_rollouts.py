@@ -418,12 +418,9 @@ def test_importing_it_needs_no_torch_and_no_test_runner() -> None:
         "import sys, april.testing as t\n"
         "[getattr(t, name) for name in t.__all__]\n"
         "print(sorted({'torch', 'transformers', 'pytest', 'hypothesis'} & {m.split('.')[0] for m in sys.modules}))\n"
-        "assert set(t.__all__) == set(dir(t))\n"
-        "try: t.nothing\n"
-        "except AttributeError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "module 'april.testing' has no attribute 'nothing'"]
+    assert done.stdout.splitlines() == ["[]"]
 
 
 def test_a_fault_in_real_time() -> None:
