@@ -84,7 +84,8 @@ class HostSides:
         before = len(self.done)
         if (frame := self.desk.take()) is not None:
             for item in self.mirror.receive(frame):
-                (self.asked if isinstance(item, (Forgotten, wire.Message)) else self.done).append(item)  # type: ignore[arg-type]
+                for_host = isinstance(item, (Forgotten, wire.AskTapes, wire.AskQuiet, wire.Goodbye))
+                (self.asked if for_host else self.done).append(item)  # type: ignore[arg-type]
         return self.done[before:]
 
     def up(self) -> None:

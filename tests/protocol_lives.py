@@ -216,7 +216,7 @@ class HostProcess:
         limits = [EngineLimits(f"{name}/{e}", 200, life.rng.choice([None, 3]), (EOS,)) for e in engines]
         self.desk = HostDesk(life.core, name, limits, functions=functions, failed=life.call_failed)
         self.mirror = Mirror(life.welcome(name))
-        self.work = Work(life, engines, self.posted, self)
+        self.work = Work(life, [e.name for e in limits], self.posted, self)
         self.hung = False
         self.missed: list[bytes] = []
         self.down_s = self.up_s = 0.0
@@ -252,7 +252,7 @@ class HostProcess:
         for item in self.mirror.receive(frame):
             if isinstance(item, Forgotten):
                 self.work.functions.difference_update(item)
-            elif not isinstance(item, wire.Message):
+            elif not isinstance(item, (wire.AskTapes, wire.AskQuiet, wire.Goodbye)):
                 self.work.execute(item)
         self.send()
 

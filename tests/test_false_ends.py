@@ -36,7 +36,7 @@ from april.processes.coordinator.messages import Result
 from april.processes.coordinator.results import take
 from april.processes.desk import HostDesk
 from april.processes.host import Host
-from april.processes.link import memory_links
+from april.processes.link import Link, memory_links
 from april.processes.messages import ProtocolError
 from april.processes.remote_hosts import HostDoor
 from april.testing import FakeEngine, rollouts, run_virtual
@@ -145,12 +145,12 @@ def test_a_stop_string_of_a_host_is_looked_at_in_the_text(tokens: tuple[int, ...
         assert attempt.tape.count == 0
 
 
-class _Lying:
+class _Lying(Link):
     """A link whose messages are changed."""
 
     def __init__(self, link: Any, change: Callable[[Any], None]) -> None:
         self.link, self.change, self.peer = link, change, link.peer
-        self.open, self.close = link.open, link.close
+        self.open, self.close = link.open, link.close  # type: ignore[method-assign]
 
     def send(self, frame: bytes) -> None:
         messages = wire.decode_from_host(frame)

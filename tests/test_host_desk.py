@@ -28,7 +28,7 @@ def test_a_step_over_the_wire_delivers_what_the_host_generated() -> None:
     sides.up()
     (stop,) = sides.down()
     assert isinstance(stop, do.Abort)
-    assert (stop.engine, stop.attempt_ids) == ("e0", (second.id,))
+    assert (stop.engine, stop.attempt_ids) == ("h/e0", (second.id,))
     sides.abort_all()
     sides.up()
 
@@ -269,7 +269,7 @@ def test_a_report_of_written_weights_ends_a_wait_if_it_can_be_true(shares: bool)
     if shares:
         sides.up()
         (submit,) = (c for c in sides.down() if isinstance(c, do.Abort))
-        assert submit.engine == "e0"
+        assert submit.engine == "h/e0"
         assert do.Fail("host h: somebody wrote; call weight_update before the next batch", True) in sides.others
     else:
         with pytest.raises(ProtocolError, match="host h says that weights were written which none of its engines"):

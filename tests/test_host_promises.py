@@ -242,7 +242,7 @@ def test_a_fenced_request_is_told_as_one() -> None:
     sides.desk.execute(do.Fence("h/e0", (attempt.id,)))
     (fence,) = sides.down()
     assert isinstance(fence, do.Fence)
-    assert fence.engine == "e0"
+    assert fence.engine == "h/e0"
     sides.brings(attempt, 2)
     sides.mirror.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT, fenced=True))
     frame = sides.mirror.take()
@@ -261,7 +261,7 @@ def test_a_lost_host_ends_the_calls_of_its_engines() -> None:
     sides.up()
     sides.pump.post(ev.UpdateRequested(update=1, path="weights", trained=0))
     (call,) = (c for c in sides.down() if isinstance(c, (do.PauseEngine, do.LoadEngine)))
-    assert call.engine == "e0"
+    assert call.engine == "h/e0"
     events = list(sides.desk.lost("killed"))
     assert [e.call for e in events if isinstance(e, ev.EngineCallEnded)] == [call.call]
     assert str(sides.errors[call.call]) == "host h is gone: killed"
@@ -276,14 +276,15 @@ def test_what_a_directory_holds_is_told_both_ways_and_is_a_hash() -> None:
     sides.up()
     sides.pump.post(ev.UpdateRequested(update=1, path="weights", trained=0))
     (pause,) = (c for c in sides.down() if isinstance(c, do.PauseEngine))
-    sides.mirror.post(ev.EngineCallEnded("e0", pause.call, ev.CallResult.DONE))
+    sides.mirror.post(ev.EngineCallEnded("h/e0", pause.call, ev.CallResult.DONE))
     sides.up()
     (load,) = (c for c in sides.down() if isinstance(c, do.LoadEngine))
     assert load.contents == ()
     for lie in ("\x1b[31m", "0" * 65):
+        said = wire.Happened(ev.EngineCallEnded("h/e0", load.call, ev.CallResult.DONE, "", lie))
         with pytest.raises(ProtocolError, match="the content of a directory is told as"):
-            list(sides.desk.receive(wire.encode([wire.CallEnded("e0", load.call, ev.CallResult.DONE, "", lie)])))
-    sides.mirror.post(ev.EngineCallEnded("e0", load.call, ev.CallResult.DONE, "", "a1b2"))
+            list(sides.desk.receive(wire.encode([said])))
+    sides.mirror.post(ev.EngineCallEnded("h/e0", load.call, ev.CallResult.DONE, "", "a1b2"))
     sides.up()
     assert sides.core.updates.contents == ("a1b2",)
     sides.desk.execute(

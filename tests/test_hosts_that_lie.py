@@ -76,6 +76,9 @@ class Liar:
                     case _:
                         value[i] = self.changed(value[i])
                 return value
+            case dict() if value:
+                field = rng.choice(list(value))
+                return value | {field: self.changed(value[field])}
         return rng.choice([None, 0, "x", b"1234", []])
 
 

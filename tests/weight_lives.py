@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hash_engine import EOS, START, HashEngine, Server, conversation, logprob_of, longer, next_token, save
+from msgspec.structs import replace
 
 import april
+from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
 from april.core.types import EngineFinish, FinishReason, GenerationMode
@@ -39,7 +41,7 @@ TOOL = (901, 902)
 UPDATE_TRIES = 8
 
 
-class Liar:
+class Liar(Link):
     """A host's end of a link on which the next report of a request may be a lie."""
 
     def __init__(self, link: MemoryLink) -> None:
@@ -109,15 +111,15 @@ def no_such_token(message: wire.Message) -> wire.Message | None:
 
 def other_content(message: wire.Message) -> wire.Message | None:
     """What it has loaded was in no directory of anybody else."""
-    if isinstance(message, wire.CallEnded) and message.content:
-        message.content = "0" * len(message.content)
+    if isinstance(message, wire.Happened) and isinstance(message.event, ev.EngineCallEnded) and message.event.content:
+        message.event = replace(message.event, content="0" * len(message.event.content))
     return message
 
 
 def unknown_content(message: wire.Message) -> wire.Message | None:
     """It cannot say what it has loaded."""
-    if isinstance(message, wire.CallEnded):
-        message.content = ""
+    if isinstance(message, wire.Happened) and isinstance(message.event, ev.EngineCallEnded):
+        message.event = replace(message.event, content="")
     return message
 
 

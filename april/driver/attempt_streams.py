@@ -312,7 +312,7 @@ class AttemptStreams:
             return
         engine = self._engines[command.engine]
         if command.everything:
-            sweeps = self._sweeps[engine.name]
+            sweeps = self._sweeps[command.engine]
             task = self._spawn(self._ask_abort(engine, None))
             sweeps.add(task)
             task.add_done_callback(sweeps.discard)

@@ -39,6 +39,7 @@ class LocalHost:
         post: takes the events.
         failed: told what a call of an engine has raised, by the call's number, before its event is posted.
         broke: told of an error that nobody expected.
+        prefix: what stands before the names of its engines in the core.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class LocalHost:
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
         broke: Callable[[BaseException], None],
+        prefix: str = "",
     ) -> None:
-        self.engines = {e.name: e for e in engines}
+        self.engines = {prefix + e.name: e for e in engines}
         self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
         self._view = view
         self._broke = broke

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev
@@ -39,6 +40,7 @@ log = logging.getLogger("april")
 LONGEST_CONTENT = 64
 """Digits that stand for what a directory holds."""
 _ERRORS: dict[ev.CallResult, type[EngineError]] = {
+    ev.CallResult.BUSY: EngineBusy,
     ev.CallResult.REFUSED: EngineError,
     ev.CallResult.OTHER_CONTENT: WeightsGone,
     ev.CallResult.UNREACHABLE: EngineUnreachable,
@@ -129,25 +131,26 @@ class HostDesk:
             do.JudgeGroup: self._judge,
             do.CancelSample: self._cancel,
             do.ProbeEngine: self._probe,
-            do.PauseEngine: self._pause,
-            do.LoadEngine: self._load,
-            do.ResumeEngine: self._resume,
+            do.PauseEngine: self._call,
+            do.LoadEngine: self._call,
+            do.ResumeEngine: self._call,
         }
-        self._readers: dict[type[wire.Message], Callable[[Any], ev.Event | None]] = {
+        self._readers: dict[type, Callable[[Any], ev.Event | None]] = {
             wire.Heartbeat: lambda m: None,
             wire.Came: self._came,
             wire.Ended: self._ended,
             wire.Failed: self._attempt_failed,
-            wire.StopSeen: self._stop_seen,
-            wire.Silent: self._silent,
+            wire.Happened: lambda m: self._readers[type(m.event)](m.event),
+            ev.StopFound: self._of_attempt,
+            ev.AttemptStalled: self._of_attempt,
             wire.Called: self._called,
             wire.Returned: self._returned,
             wire.Raised: self._raised,
             wire.Rewards: self._rewards,
-            wire.Verdict: self._verdict,
-            wire.CallEnded: self._call_ended,
-            wire.Probed: self._probed,
-            wire.Written: self._written,
+            ev.GroupJudged: self._group_judged,
+            ev.EngineCallEnded: self._call_ended,
+            ev.EngineProbed: self._probed,
+            ev.WeightsWritten: self._written,
             wire.TapesSent: self._sent,
             wire.Quieted: self._quiet,
             wire.Goodbye: self._goodbye,
@@ -291,10 +294,6 @@ class HostDesk:
 
     # ---------------------------------------------------------------- commands
 
-    def _local(self, engine: str) -> str:
-        """What the host calls it."""
-        return engine[len(self.name) + 1 :]
-
     def _new_run(self, known: _Known, scored: tuple[int, ...] = ()) -> int:
         self._last_run += 1
         known.run, known.turn, known.scored = self._last_run, 0, scored
@@ -315,7 +314,7 @@ class HostDesk:
         ends = None if attempt.end_ids == table.eos_token_ids else tuple(sorted(attempt.end_ids))
         self._out.append(
             wire.Run(
-                attempt.id, *attempt.sample.id, self._local(attempt.engine), attempt.call.start,
+                attempt.id, *attempt.sample.id, attempt.engine, attempt.call.start,
                 attempt.sampling, ends, attempt.oldest, attempt.urgent,
             )
         )  # fmt: skip
@@ -325,7 +324,7 @@ class HostDesk:
         for attempt_id in ids:
             self._reports[attempt_id].checks.aborted = True
         if ids:
-            self._out.append(wire.Stop(self._local(command.engine), ids, command.everything))
+            self._out.append(wire.Do(do.Abort(command.engine, ids, command.everything)))
 
     def _fence(self, command: do.Fence) -> None:
         ids = tuple(i for i in command.attempt_ids if i in self.attempts)
@@ -333,7 +332,7 @@ class HostDesk:
         for attempt_id in ids:
             self._reports[attempt_id].checks.aborted = True
         if ids:
-            self._out.append(wire.CutOff(self._local(command.engine), ids))
+            self._out.append(wire.Do(do.Fence(command.engine, ids)))
 
     def _call_completed(self, command: do.CallCompleted) -> None:
         sample, result = command.call.sample, command.call.result
@@ -366,24 +365,11 @@ class HostDesk:
 
     def _probe(self, command: do.ProbeEngine) -> None:
         self._probes[command.engine] = command.probe
-        self._out.append(wire.Probe(self._local(command.engine), command.probe))
+        self._out.append(wire.Do(command))
 
-    def _pause(self, command: do.PauseEngine) -> None:
+    def _call(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
         self._calls[command.engine] = command.call
-        self._out.append(wire.Pause(self._local(command.engine), command.call, command.within_s))
-
-    def _load(self, command: do.LoadEngine) -> None:
-        self._calls[command.engine] = command.call
-        self._out.append(
-            wire.Load(
-                self._local(command.engine), command.call, command.within_s, command.version, command.path,
-                command.contents,
-            )
-        )  # fmt: skip
-
-    def _resume(self, command: do.ResumeEngine) -> None:
-        self._calls[command.engine] = command.call
-        self._out.append(wire.Resume(self._local(command.engine), command.call, command.within_s))
+        self._out.append(wire.Do(command))
 
     # ---------------------------------------------------------------- reports: attempts
 
@@ -432,11 +418,8 @@ class HostDesk:
         self._unbelieved, where = attempt.id, f"attempt {attempt.id} of {attempt.sample.key} on engine {attempt.engine}"
         return ProtocolError(f"host {self.name}: {where}: {error}")
 
-    def _stop_seen(self, m: wire.StopSeen) -> ev.Event | None:
-        return ev.StopFound(m.attempt_id) if m.attempt_id in self.attempts else None
-
-    def _silent(self, m: wire.Silent) -> ev.Event | None:
-        return ev.AttemptStalled(m.attempt_id, m.seconds) if m.attempt_id in self.attempts else None
+    def _of_attempt(self, event: ev.StopFound | ev.AttemptStalled) -> ev.Event | None:
+        return event if event.attempt_id in self.attempts else None
 
     # ---------------------------------------------------------------- reports: functions
 
@@ -509,48 +492,38 @@ class HostDesk:
                 raise ProtocolError(f"host {self.name}: sample {index} of group {m.group} got the reward {reward}")
         return ev.Scored(m.group, list(m.rewards))
 
-    def _verdict(self, m: wire.Verdict) -> ev.Event | None:
-        if self._judged.get(m.group) != m.judgement:
+    def _group_judged(self, event: ev.GroupJudged) -> ev.Event | None:
+        if self._judged.get(event.group) != event.judgement:
             return None
-        del self._judged[m.group]
-        error = None if m.error is None else said(m.error)
-        return ev.GroupJudged(group=m.group, judgement=m.judgement, keep=m.keep, error=error, kind=said(m.kind))
+        del self._judged[event.group]
+        error = None if event.error is None else said(event.error)
+        return replace(event, error=error, kind=said(event.kind))
 
     # ---------------------------------------------------------------- reports: engines
 
-    def _call_ended(self, m: wire.CallEnded) -> ev.Event | None:
-        engine, error = f"{self.name}/{m.engine}", said(m.error)
-        if self._calls.get(engine) != m.call:
+    def _call_ended(self, event: ev.EngineCallEnded) -> ev.Event | None:
+        if self._calls.get(event.engine) != event.call:
             return None
-        if m.content.strip("0123456789abcdef") or len(m.content) > LONGEST_CONTENT:
-            raise ProtocolError(f"host {self.name}: the content of a directory is told as {said(m.content)}")
-        del self._calls[engine]
-        if m.result is ev.CallResult.BUSY:
-            self._failed(m.call, EngineBusy(error))
-        elif m.result is not ev.CallResult.DONE:
-            self._failed(m.call, _ERRORS[m.result](error))
-        return ev.EngineCallEnded(engine, m.call, m.result, error, m.content)
+        if event.content.strip("0123456789abcdef") or len(event.content) > LONGEST_CONTENT:
+            raise ProtocolError(f"host {self.name}: the content of a directory is told as {said(event.content)}")
+        del self._calls[event.engine]
+        event = replace(event, error=said(event.error))
+        if event.result is not ev.CallResult.DONE:
+            self._failed(event.call, _ERRORS[event.result](event.error))
+        return event
 
-    def _written(self, m: wire.Written) -> ev.Event:
+    def _written(self, event: ev.WeightsWritten) -> ev.Event:
         if all(limits.remote for limits in self.engines.values()):
             raise ProtocolError(f"host {self.name} says that weights were written which none of its engines reads")
-        return ev.WeightsWritten(f"host {self.name}: {said(m.error)}; call weight_update before the next batch")
+        return ev.WeightsWritten(f"host {self.name}: {said(event.error)}; call weight_update before the next batch")
 
-    def _probed(self, m: wire.Probed) -> ev.Event | None:
-        engine = f"{self.name}/{m.engine}"
-        if self._probes.get(engine) != m.probe:
+    def _probed(self, event: ev.EngineProbed) -> ev.Event | None:
+        if self._probes.get(event.engine) != event.probe:
             return None
-        del self._probes[engine]
-        load = None
-        if m.load is not None:
-            running, waiting, kv_usage, preemptions = m.load
-            load = ev.LoadReported(
-                engine=engine, running=running, waiting=waiting, kv_usage=kv_usage, preemptions=preemptions
-            )
-        return ev.EngineProbed(
-            engine=engine, probe=m.probe, answered=m.answered, ok=m.ok, current=m.current, detail=said(m.detail),
-            load=load,
-        )  # fmt: skip
+        if event.load is not None and event.load.engine != event.engine:
+            raise ProtocolError(f"host {self.name}: a probe of {event.engine} tells the load of another engine")
+        del self._probes[event.engine]
+        return replace(event, detail=said(event.detail))
 
     def _sent(self, m: wire.TapesSent) -> None:
         self.tapes_sent = m.number

@@ -66,7 +66,8 @@ def joined_frame(
         name=name,
         life=life,
         engines=tuple(
-            EngineCard(name=e.name, capabilities=_plain(e.capabilities), written=e.name in written) for e in engines
+            EngineCard(name=e.name, capabilities=_plain(e.capabilities), written=f"{name}/{e.name}" in written)
+            for e in engines
         ),
         functions=f is not None,
         reward=f is not None and f.reward is not None,

@@ -1,7 +1,8 @@
-"""What the core's process and its hosts say to each other: MessagePack, no code, no class names.
+"""What the core's process and its hosts say to each other: MessagePack, no code.
 
-A frame is a list of messages, in order. Arrays travel as little-endian bytes (int32, float32), read as bytearrays so
-that nothing is copied again. Both sides are of one version of april: the first frame of a host says which.
+The core's commands and events travel as they are where they refer to no live object; the others have messages of their
+own here. A frame is a list of messages, in order. Arrays travel as little-endian bytes (int32, float32), read as
+bytearrays so that nothing is copied again. Both sides are of one version of april, which a host says first.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from april.core.events import CallResult
+from april.core import commands as do
+from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import Float32, Int32
 from april.core.types import AttemptFailure, EngineFinish, FinishReason
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a message changes."""
 
 
@@ -124,21 +126,6 @@ class Run(Message, tag=7):
     urgent: bool
 
 
-class Stop(Message, tag=8):
-    """Abort."""
-
-    engine: str
-    attempt_ids: tuple[str, ...]
-    everything: bool
-
-
-class CutOff(Message, tag=9):
-    """Fence."""
-
-    engine: str
-    attempt_ids: tuple[str, ...]
-
-
 class Start(Message, tag=10):
     """StartSample; ``run`` goes with everything that its functions say."""
 
@@ -181,38 +168,10 @@ class Cancel(Message, tag=14):
     index: int
 
 
-class Probe(Message, tag=15):
-    """ProbeEngine."""
+class Do(Message, tag=8):
+    """A command of the core's that refers to no live object."""
 
-    engine: str
-    probe: int
-
-
-class Pause(Message, tag=16):
-    """PauseEngine."""
-
-    engine: str
-    call: int
-    within_s: float
-
-
-class Load(Message, tag=17):
-    """LoadEngine."""
-
-    engine: str
-    call: int
-    within_s: float
-    version: PolicyVersion
-    path: str | None
-    contents: tuple[str, ...]
-
-
-class Resume(Message, tag=18):
-    """ResumeEngine."""
-
-    engine: str
-    call: int
-    within_s: float
+    command: do.Abort | do.Fence | do.ProbeEngine | do.PauseEngine | do.LoadEngine | do.ResumeEngine
 
 
 class Forget(Message, tag=19):
@@ -305,19 +264,6 @@ class Failed(Message, tag=44):
     count: int = 0
 
 
-class StopSeen(Message, tag=45):
-    """StopFound."""
-
-    attempt_id: str
-
-
-class Silent(Message, tag=46):
-    """AttemptStalled."""
-
-    attempt_id: str
-    seconds: float
-
-
 class Called(Message, tag=47):
     """CallMade: the conversation is the first ``seen`` tokens of the response, and ``added`` (None: as it is).
 
@@ -362,42 +308,10 @@ class Rewards(Message, tag=50):
     rewards: tuple[tuple[int, float], ...]
 
 
-class Verdict(Message, tag=51):
-    """GroupJudged."""
+class Happened(Message, tag=45):
+    """An event for the core that refers to no live object."""
 
-    group: int
-    judgement: int
-    keep: bool
-    error: str | None
-    kind: str
-
-
-class CallEnded(Message, tag=53):
-    """EngineCallEnded."""
-
-    engine: str
-    call: int
-    result: CallResult
-    error: str
-    content: str
-
-
-class Probed(Message, tag=54):
-    """EngineProbed; ``load`` is (running, waiting, kv_usage, preemptions)."""
-
-    engine: str
-    probe: int
-    answered: bool
-    ok: bool
-    current: bool
-    detail: str
-    load: tuple[int, int, float, int] | None
-
-
-class Written(Message, tag=55):
-    """WeightsWritten."""
-
-    error: str
+    event: ev.StopFound | ev.AttemptStalled | ev.GroupJudged | ev.EngineCallEnded | ev.EngineProbed | ev.WeightsWritten
 
 
 class TapesSent(Message, tag=56):
@@ -413,12 +327,12 @@ class Quieted(Message, tag=57):
 
 
 ToHost = (
-    Welcome | Refusal | Now | NewPrompt | Tape | Run | Stop | CutOff | Start | Answer | Score | Judge | Cancel | Probe
-    | Pause | Load | Resume | Forget | AskTapes | AskQuiet | Goodbye
+    Welcome | Refusal | Now | NewPrompt | Tape | Run | Do | Start | Answer | Score | Judge | Cancel | Forget | AskTapes
+    | AskQuiet | Goodbye
 )  # fmt: skip
 FromHost = (
-    Joined | Heartbeat | Came | Ended | Failed | StopSeen | Silent | Called | Returned | Raised | Rewards | Verdict
-    | CallEnded | Probed | Written | TapesSent | Quieted | Goodbye
+    Joined | Heartbeat | Came | Ended | Failed | Called | Returned | Raised | Rewards | Happened | TapesSent | Quieted
+    | Goodbye
 )  # fmt: skip
 
 _BIG_ENDIAN = sys.byteorder == "big"

@@ -70,35 +70,22 @@ class Mirror:
             wire.NewPrompt: self._new_prompt,
             wire.Tape: self._tape,
             wire.Run: self._run,
-            wire.Stop: lambda m: (do.Abort(m.engine, m.attempt_ids, m.everything),),
-            wire.CutOff: lambda m: (do.Fence(m.engine, m.attempt_ids),),
             wire.Start: self._start,
             wire.Answer: self._answer,
             wire.Score: self._score,
             wire.Judge: self._judge,
             wire.Cancel: self._cancel,
-            wire.Probe: lambda m: (do.ProbeEngine(m.engine, m.probe),),
-            wire.Pause: lambda m: (do.PauseEngine(m.engine, m.call, m.within_s),),
-            wire.Load: self._load,
-            wire.Resume: lambda m: (do.ResumeEngine(m.engine, m.call, m.within_s),),
             wire.Forget: self._forget,
-            wire.AskTapes: lambda m: (m,),
-            wire.AskQuiet: lambda m: (m,),
-            wire.Goodbye: lambda m: (m,),
+            wire.Do: lambda m: (m.command,),
+            **dict.fromkeys((wire.AskTapes, wire.AskQuiet, wire.Goodbye), lambda m: (m,)),
         }
         self._writers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.AttemptEnded: self._ended,
             ev.AttemptFailed: self._failed,
-            ev.StopFound: lambda e: self._out.append(wire.StopSeen(e.attempt_id)),
-            ev.AttemptStalled: lambda e: self._out.append(wire.Silent(e.attempt_id, e.seconds)),
             ev.CallMade: self._called,
             ev.SampleReturned: self._returned,
             ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.kind),
             ev.Scored: self._scored,
-            ev.GroupJudged: self._judged,
-            ev.EngineCallEnded: self._call_ended,
-            ev.EngineProbed: self._probed,
-            ev.WeightsWritten: lambda e: self._out.append(wire.Written(e.error)),
         }
 
     # ---------------------------------------------------------------- as the view of a host
@@ -124,7 +111,7 @@ class Mirror:
 
     def post(self, event: ev.Event) -> None:
         """Put what has happened here into the next frame."""
-        self._writers[type(event)](event)
+        self._writers.get(type(event), lambda e: self._out.append(wire.Happened(e)))(event)
 
     def say(self, message: wire.Message) -> None:
         """Put one message into the next frame."""
@@ -182,7 +169,7 @@ class Mirror:
                 if part.attempt_id not in brought:
                     raise ProtocolError(f"attempt {part.attempt_id} has brought nothing here")
                 a = brought[part.attempt_id]
-                tape.add_attempt(a.tape, a.id, f"{self.name}/{a.engine}", a.sampling.temperature)
+                tape.add_attempt(a.tape, a.id, a.engine, a.sampling.temperature)
                 continue
             tokens, logprobs = ids_of(part.tokens), logprobs_of(part.logprobs)
             kind = SegmentKind.GENERATED if part.generated else SegmentKind.ENVIRONMENT
@@ -254,12 +241,6 @@ class Mirror:
         self._runs.pop(sample.id, None)
         return (do.CancelSample(sample),)
 
-    def _load(self, m: wire.Load) -> tuple[do.Command]:
-        command = do.LoadEngine(
-            engine=m.engine, call=m.call, within_s=m.within_s, version=m.version, path=m.path, contents=m.contents
-        )
-        return (command,)
-
     def _forget(self, m: wire.Forget) -> list[do.Command | Forgotten]:
         group = self._groups.get(m.group)
         if group is None:
@@ -314,9 +295,6 @@ class Mirror:
             self._brought.setdefault(attempt.sample.id, {})[attempt_id] = attempt
         return attempt.tape.parsed
 
-    def _call_ended(self, e: ev.EngineCallEnded) -> None:
-        self._out.append(wire.CallEnded(e.engine, e.call, e.result, e.error, e.content))
-
     def _ended(self, e: ev.AttemptEnded) -> None:
         if (count := self._over(e.attempt_id)) is not None:
             self._out.append(wire.Ended(e.attempt_id, e.finish, e.fenced, count))
@@ -354,15 +332,6 @@ class Mirror:
     def _scored(self, e: ev.Scored) -> None:
         first = SampleId(e.group, e.rewards[0][0])
         self._run_over(first, wire.Rewards, tuple(e.rewards))
-
-    def _judged(self, e: ev.GroupJudged) -> None:
-        self._out.append(wire.Verdict(e.group, e.judgement, e.keep, e.error, e.kind))
-
-    def _probed(self, e: ev.EngineProbed) -> None:
-        load = None
-        if e.load is not None:
-            load = e.load.running, e.load.waiting, e.load.kv_usage, e.load.preemptions
-        self._out.append(wire.Probed(e.engine, e.probe, e.answered, e.ok, e.current, e.detail, load))
 
 
 def _after(spans: list[tuple[PolicyVersion, int]], at: int) -> list[tuple[PolicyVersion, int]]:

@@ -156,7 +156,7 @@ class Serving:
                 warn_after_s=welcome.warn_after_s, vocab_size=welcome.vocab_size,
                 any_temperature=welcome.any_temperature,
             ),
-            post=self._post, failed=lambda call, error: None, broke=self._break,
+            post=self._post, failed=lambda call, error: None, broke=self._break, prefix=f"{welcome.name}/",
         )  # fmt: skip
         mirror.output_of = self._local.samples.output_of
         self._deadline_s, self._looked_s = welcome.deadline_s, self._loop.time()
