@@ -1,0 +1,240 @@
+"""The real scheduler over fake vLLM and SGLang servers: aborts, faults and weights from disk, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_servers.base import (
+    KEEPS_ALIVE,
+    SGLANG_FAULTS,
+    VLLM_FAULTS,
+    ControlFault,
+    PlannedControlFault,
+    PlannedFault,
+    RequestFault,
+)
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
+from fake_servers.vllm import FakeVllmServer, fake_vllm_response
+from real_schedulers import reward
+from sglang_fixtures import ServerThread
+from vllm_fixtures import KNOWN
+
+import april
+from april.core import engine_table
+from april.core.batch import Batch
+from april.engines.http import server_process
+
+MAX_LEN = 80
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Servers of one kind."""
+
+    server: Callable[..., Any]
+    response: Callable[..., tuple[list[int], list[float]]]
+    engine: dict[str, Any]
+
+
+KINDS = {
+    "vllm": Kind(FakeVllmServer, fake_vllm_response, {"kind": "vllm", **KNOWN}),
+    "sglang": Kind(FakeSglangServer, fake_sglang_response, {"kind": "sglang", "eos_token_ids": (2,)}),
+}
+
+
+def prompts() -> Iterator[list[int]]:
+    for i in range(400):
+        yield [3 + i % 400, 7, 9]
+
+
+def check(kind: str, batch: Batch) -> int:
+    """Each segment is what its weights say to what stands before it; returns how many samples were cut."""
+    for sample in batch.samples:
+        before = np.asarray(sample.prompt.token_ids).tolist()
+        at = 0
+        for segment in sample.segments:
+            tokens = sample.tokens[at : at + segment.count].tolist()
+            logprobs = sample.logprobs[at : at + segment.count].tolist()
+            expected = KINDS[kind].response(before, weights=f"w{segment.version.n}", max_tokens=segment.count)
+            assert (tokens, logprobs) == expected, sample.id
+            before += tokens
+            at += segment.count
+        assert at == len(sample.tokens)
+        assert sample.tokens[-1] == 2 or at == MAX_LEN
+    return sum(sample.attempts > 1 for sample in batch.samples)
+
+
+def check_uncut(kind: str, scheduler: april.RolloutScheduler) -> None:
+    """The next batch has the servers' own uncut responses, of mean length 60; the ledger is exact."""
+    for sample in scheduler.next_batch().samples:
+        whole = KINDS[kind].response(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
+        assert sample.tokens.tolist() == whole
+    assert scheduler.ledger()["tokens"].balanced
+
+
+def train(kind: str, scheduler: april.RolloutScheduler, directory: Path) -> int:
+    """Steps with a weight update after each; the ledger is exact at every boundary."""
+    cut = 0
+    for step in range(STEPS):
+        batch = scheduler.next_batch()
+        assert batch.version.n == step
+        cut += check(kind, batch)
+        assert scheduler.ledger()["tokens"].balanced
+        weights = directory / f"w{step + 1}"
+        weights.mkdir()
+        (weights / "model.safetensors").write_bytes(b"")
+        scheduler.weight_update(path=str(weights))
+    return cut
+
+
+def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **changes: Any) -> april.RolloutScheduler:
+    """A scheduler that checks its books after every event."""
+    config = april.Config(
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        over_sampling_batch_size=10,
+        max_response_len=MAX_LEN,
+        abort_resend_s=0.05,
+        engine={**KINDS[kind].engine, "urls": [server.url for server in servers], **engine},
+        **changes,
+    )
+    return april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "engine"),
+    [
+        *(("vllm", options, {"max_token_loss": loss}) for loss in (None, 0)
+          for options in ({}, {"scale_out": False}, {"processes": 2})),
+        *(("sglang", {"incremental": incremental}, {}) for incremental in (True, False)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_steps_over_two_servers(kind: str, options: dict[str, Any], engine: dict[str, Any], tmp_path: Path) -> None:
+    """Every delivered token is the servers' own under its version, samples were cut, and the ledger is exact."""
+    # few places: when a step has what it needs, others are still in the queue, whatever the threads' order
+    servers = [KINDS[kind].server(**options, max_running=2, turns=20) for _ in range(2)]
+    with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
+        assert train(kind, scheduler, tmp_path) > 0
+        for server in servers:
+            assert not server.violations
+            assert server.weights == f"w{STEPS}"
+            assert server.label.startswith(f"v0.{STEPS}-")
+            if kind == "vllm":
+                assert all(body["request_ids"] for _, body in server.aborts)
+            else:
+                assert all(body.get("rid") for body in server.aborts)
+
+
+def test_steps_through_a_router(tmp_path: Path) -> None:
+    """One engine for two SGLang workers: weights reach both, aborts find every request."""
+    servers = [FakeSglangServer(max_running=2, turns=20) for _ in range(2)]
+    with ServerThread(*servers) as thread:
+        router = FakeSglangRouter([server.url for server in servers])
+        thread.call(router.start())
+        with scheduler_over("sglang", servers, {"router": router.url}) as scheduler:
+            assert train("sglang", scheduler, tmp_path) > 0
+        assert {server.url for server in servers} == set(router.passed)
+        assert [server.weights for server in servers] == [f"w{STEPS}"] * 2
+        thread.call(router.close())
+
+
+NOT_HERE = (RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, *KEEPS_ALIVE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "engine"),
+    [
+        *(("vllm", fault, {"max_token_loss": loss}) for loss in (None, 0) for fault in VLLM_FAULTS
+          if fault not in (*NOT_HERE, RequestFault.REFUSED)),
+        *(("sglang", fault, {}) for fault in SGLANG_FAULTS if fault not in NOT_HERE),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_faults_lose_nothing_that_came(
+    kind: str, fault: RequestFault, engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    server = KINDS[kind].server(max_running=6, turns=20)
+    with ServerThread(server), scheduler_over(kind, [server], engine) as scheduler:
+        first = len(server.runs)
+        server.faults += [PlannedFault(fault, request=first + i, after_tokens=i % 3) for i in (2, 7, 20)]
+        train(kind, scheduler, tmp_path)
+        assert not server.violations
+        assert [planned.times for planned in server.faults] == [0, 0, 0]
+
+
+def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is delivered at the deadline; what the request had handed over is kept."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    server = FakeSglangServer(max_running=12, turns=20, mean_length=60)
+    with ServerThread(server), scheduler_over(
+        "sglang", [server], {"max_token_loss": 1}, abort_deadline_s=0.3
+    ) as scheduler:  # fmt: skip
+        # more requests than places: the last ones still run when the step has what it needs
+        server.faults += [PlannedFault(RequestFault.ABORT_NEVER_ENDS, request=len(server.runs) + 19)]
+        for _ in range(2):
+            check_uncut("sglang", scheduler)
+            assert not scheduler.ledger()["tokens"].dropped
+        assert [planned.times for planned in server.faults] == [0]
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("vllm", {"max_token_loss": 0}), ("sglang", {})], ids=str)
+def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    servers = [KINDS[kind].server(max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
+        first = len(servers[0].runs)
+        # which samples come here is a matter of threads, and a response that is shorter kills nothing
+        servers[0].faults += [
+            PlannedFault(RequestFault.SERVER_DIES, request=first + n, after_tokens=5) for n in range(12)
+        ]
+        for _ in range(3):
+            check_uncut(kind, scheduler)
+        assert not servers[0].alive
+
+
+@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
+@pytest.mark.parametrize("well_again", [True, False], ids=["well again", "failing"])
+def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch with tokens of the start's weights: the step fails by name, and goes on after the next update."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
+    monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
+    monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)
+    server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
+
+    def hand_over(n: int) -> None:
+        server.weights = f"w{n}"
+
+    def until_refused() -> None:
+        for _ in range(20):
+            check("vllm", scheduler.next_batch())
+
+    async def restart() -> None:
+        server._restart_at_once()
+        times = 15 if well_again else 10**6
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/metrics", times=times))
+
+    with ServerThread(server) as thread, scheduler_over("vllm", [server], {}, outage_deadline_s=1.0) as scheduler:
+        check("vllm", scheduler.next_batch())
+        scheduler.weight_update(transfer=lambda: hand_over(1))
+        check("vllm", scheduler.next_batch())
+        thread.call(restart())
+        with pytest.raises(april.AprilError, match="no engine with the current weights"):
+            until_refused()
+        server.control_faults.clear()
+        scheduler.weight_update(transfer=lambda: hand_over(2))
+        for _ in range(3):
+            batch = scheduler.next_batch()
+            check("vllm", batch)
+            assert batch.metrics[f"engine/{server.url.partition('//')[2]}/unverified_weights"] == 1.0
+        assert scheduler.ledger()["tokens"].balanced
