@@ -15,6 +15,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+PROMISES = "<!-- promises -->"
+"""Where the table of promises stands on the site."""
 ITEM = re.compile(r"^( *)([*-] |\d+\. )")
 
 
@@ -77,7 +79,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         place = target.removeprefix("docs/") if target.endswith(".png") else in_site(target)
         return f"]({posixpath.relpath(place, posixpath.dirname(site_path) or '.')}{match[3] or ''})"
 
-    return LINK.sub(moved, indented(markdown))
+    return LINK.sub(moved, indented(markdown.replace(PROMISES, promises() if PROMISES in markdown else "")))
+
+
+def promises() -> str:
+    """The promises of the conformance suite as a table."""
+    from april.testing.conformance import CHECKS
+
+    return "\n".join(["| check | promise |", "|---|---|", *(f"| `{c.name}` | {c.promise} |" for c in CHECKS)])
 
 
 def indented(markdown: str) -> str:

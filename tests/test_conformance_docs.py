@@ -1,4 +1,4 @@
-"""docs/engines.md is true: it names every promise, and its example runs as it stands."""
+"""docs/engines.md is true: it names every promise, and its examples run as they stand."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
 
 
-def test_the_page_has_every_promise_as_the_suite_says_it() -> None:
-    """One row per check, word by word."""
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("promises: begin")[2], re.M)
-    assert rows[: len(conformance.CHECKS)] == [(c.name, c.promise) for c in conformance.CHECKS]
+def test_the_page_names_every_promise() -> None:
+    """In the suite's order; the site has a table of them in their place."""
+    assert re.findall(r"`(\w+)`", PAGE.partition("<!-- promises -->")[2]) == [c.name for c in conformance.CHECKS]
 
 
 def test_the_fields_on_the_page_are_fields_of_a_subject() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,10 +14,8 @@ from fake_servers.openai import FakeOpenAIServer, serving_openai
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import Answer, http, raw_server
-from typer.testing import CliRunner
 
 import april
-from april.cli import app
 from april.core.sampling import LogprobKind
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
@@ -276,16 +273,3 @@ def test_sglang_that_speculates() -> None:
         server = FakeSglangServer()
         server.speculation = algorithm
         assert ("speculation" in limits(report_of(server))) == (algorithm is not None)
-
-
-def test_the_example_in_the_documents(tmp_path: Path) -> None:
-    """docs/troubleshooting.md shows what a plain vLLM server gets, word by word."""
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}', "utf-8")
-    page = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text("utf-8")
-    (example,) = re.findall(r"```text\n(.*?)```", page, re.S)
-
-    with raw_server(vllm_server(developer=False, scale_out=False, root=str(tmp_path))) as server:
-        result = CliRunner().invoke(app, ["doctor", server.url], env={"COLUMNS": "100", "NO_COLOR": "1"})
-
-    said = result.output.replace(server.url, "http://127.0.0.1:8000")
-    assert [line.rstrip() for line in said.splitlines()] == example.splitlines()

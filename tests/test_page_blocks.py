@@ -75,7 +75,6 @@ EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
     "simulate.md": [
         (COMMAND, "test_tables_have_the_lines_of_the_page"),
         (COMMAND, "test_own_lengths_as_on_the_page"),
-        (COMMAND, "test_tables_have_the_lines_of_the_page"),
     ],
     "slime.md": [(PYTHON, "test_metadata_of_slime")],
     "staleness.md": [(EXAMPLES, "test_continuous_generation_as_on_the_page")],
@@ -84,7 +83,6 @@ EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
         ("test_testing_docs.py", "test_the_script_on_the_page_is_a_script"),
     ],
     "trl.md": [(PYTHON, "test_trl")],
-    "troubleshooting.md": [("test_doctor_kinds.py", "test_the_example_in_the_documents")],
     "tutorial.md": [("test_tutorial.py", "test_the_tutorial_runs_as_pasted")] * 3,
 }
 """Page: the test that runs each of its blocks that are neither commands nor settings, in their order."""

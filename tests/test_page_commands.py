@@ -267,7 +267,6 @@ def shapes(text: str) -> set[str]:
     ("page", "word", "command"),
     [
         ("simulate.md", "One workload", "simulate --sweep"),
-        ("simulate.md", "Generation and training", "simulate --sweep --train-time 1x"),
         ("choosing.md", "What cannot be had", "plan lengths.jsonl"),
     ],
 )
