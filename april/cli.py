@@ -6,7 +6,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ import april
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
-from april.record.lines import is_record
+from april.record.file import is_record
 from april.server_text import printable, said
 from april.simulate.workload import Placement
 from april.state_file import write_atomic
@@ -84,7 +84,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Longest that it takes, in seconds.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What can these servers do, what should change, and will april be exact with them?
+    """Say what these servers can do, what should change, and whether april will be exact with them.
 
     Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
     """
@@ -104,7 +104,7 @@ def replay(
     path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
     story: Annotated[str | None, typer.Option(help="What happened to one sample, such as g3.s1.", metavar="ID")] = None,
 ) -> None:
-    """Run a recorded run again, from its events alone: does april decide the same, and do its ledgers balance?
+    """Run a recorded run again, from its events alone, and check that april decides the same and its ledgers balance.
 
     Exit code 0: it does. 1: it does not, or the file was changed. 2: the command line is wrong.
     """
@@ -136,7 +136,7 @@ def report(
         Path, typer.Option(help="The page.", metavar="FILE", callback=_no_record)
     ] = Path("runs/report.html"),
 ) -> None:
-    """What happened in a run, as one page to open in a browser; several runs stand side by side.
+    """Write a page on what happened in a run, to open in a browser; several runs stand side by side.
 
     Exit code 0: it is written. 1: a record cannot be read. 2: the command line is wrong.
     """
@@ -171,7 +171,7 @@ def watch(
     ],
     once: Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")] = False,
 ) -> None:
-    """How does a run stand that another process does? Follows its record, until it has ended or Ctrl-C.
+    """Show the state of a run in another process, from its record, until it has ended or Ctrl-C.
 
     Exit code 0: it has ended, or you did. 1: the file is no record, or with --once not there. 2: the command line is
     wrong.
@@ -188,139 +188,84 @@ def watch(
         raise typer.Exit(1)
 
 
+# The parameters of simulate and plan are called like the fields of Workload that they set.
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
 _TRAINER = "Trainer"
 
 
+def _in(panel: str, text: str, *flags: str, **limits: Any) -> Any:
+    """Return an option of one panel of the help."""
+    return typer.Option(*flags, help=text, rich_help_panel=panel, **limits)
+
+
 @app.command()
 def simulate(
-    model: Annotated[str, typer.Option(help="Named model.", rich_help_panel=_ENGINES)] = "qwen3-4b",
-    gpu: Annotated[str, typer.Option(help="Named GPU.", rich_help_panel=_ENGINES)] = "h100",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.", rich_help_panel=_ENGINES)] = 2,
-    engines: Annotated[int, typer.Option(min=1, help="Number of engines.", rich_help_panel=_ENGINES)] = 4,
-    memory_share: Annotated[
-        float, typer.Option(help="Share of GPU memory for weights and KV cache.", rich_help_panel=_ENGINES)
-    ] = 0.8,
-    rollout_batch_size: Annotated[
-        int, typer.Option(min=1, help="N, prompt groups per batch.", rich_help_panel=_BATCH)
-    ] = 32,
-    n_samples_per_prompt: Annotated[
-        int, typer.Option(min=1, help="n, responses per prompt.", rich_help_panel=_BATCH)
-    ] = 8,
-    over_sampling_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="N' of the april mode; default 2 N.", rich_help_panel=_BATCH)
+    model: Annotated[str, _in(_ENGINES, "Named model.")] = "qwen3-4b",
+    gpu: Annotated[str, _in(_ENGINES, "Named GPU.")] = "h100",
+    tensor_parallel: Annotated[int, _in(_ENGINES, "GPUs per engine.", min=1)] = 2,
+    engines: Annotated[int, _in(_ENGINES, "Number of engines.", min=1)] = 4,
+    memory_share: Annotated[float, _in(_ENGINES, "Share of GPU memory for weights and KV cache.")] = 0.8,
+    groups: Annotated[int, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = 32,
+    samples: Annotated[int, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = 8,
+    over: Annotated[
+        int | None, _in(_BATCH, "N' of the april mode; default 2 N.", "--over-sampling-batch-size", min=1)
     ] = None,
-    max_in_flight: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples in flight with refill; default N x n, as sync.", rich_help_panel=_BATCH),
+    in_flight: Annotated[
+        int | None, _in(_BATCH, "Samples in flight with refill; default N x n, as sync.", "--max-in-flight", min=1)
     ] = None,
-    max_staleness: Annotated[
-        int, typer.Option(min=0, help="Oldest token to train, in weight updates.", rich_help_panel=_BATCH)
-    ] = 5,
-    on_stale: Annotated[
-        OnStale, typer.Option(help="What happens to a sample that would exceed it.", rich_help_panel=_BATCH)
-    ] = OnStale.FINISH,
+    max_staleness: Annotated[int, _in(_BATCH, "Oldest token to train, in weight updates.", min=0)] = 5,
+    on_stale: Annotated[OnStale, _in(_BATCH, "What happens to a sample that would exceed it.")] = OnStale.FINISH,
     group_quorum: Annotated[
         float,
-        typer.Option(
-            help="Share of a group that is finished before what is finished of it can be delivered. Below 1, april and "
-            "refill are run with it as well.",
-            rich_help_panel=_BATCH,
-        ),
+        _in(_BATCH, "Share of a group that is finished before what is finished of it can be delivered. Below 1, april "
+                    "and refill are run with it as well."),
     ] = 1.0,
     train_time: Annotated[
         str | None,
-        typer.Option(
-            help="Training of one batch: seconds (40), or times what the engines need for one at their limit (0.5x). "
-            "Then the whole loop is simulated, generation and training.",
-            rich_help_panel=_TRAINER,
-        ),
+        _in(_TRAINER, "Training of one batch: seconds (40), or times what the engines need for one at their limit "
+                      "(0.5x). Then the whole loop is simulated, generation and training."),
     ] = None,
     placement: Annotated[
         Placement | None,
-        typer.Option(
-            help="The trainer has GPUs of its own (separate, the default with --train-time), or the engines' "
-            "(colocated), which stand still while it trains.",
-            rich_help_panel=_TRAINER,
-        ),
+        _in(_TRAINER, "The trainer has GPUs of its own (separate, the default with --train-time), or the engines' "
+                      "(colocated), which stand still while it trains."),
     ] = None,
-    fetch_ahead: Annotated[
-        int,
-        typer.Option(min=0, help="Batches that it asks for while it trains one.", rich_help_panel=_TRAINER),
-    ] = 0,
-    max_response_len: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a response.", rich_help_panel=_LENGTHS)
-    ] = 16_384,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.", rich_help_panel=_LENGTHS)] = 128,
-    lengths: Annotated[
+    fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that it asks for while it trains one.", min=0)] = 0,
+    max_response_len: Annotated[int, _in(_LENGTHS, "Most tokens of a response.", min=1)] = 16_384,
+    prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
+    lengths_file: Annotated[
         Path | None,
-        typer.Option(
-            help='JSONL of your own lengths, one line per prompt: {"lengths": [812, 4077]} or a number.',
-            rich_help_panel=_LENGTHS,
-        ),
+        _in(_LENGTHS, 'JSONL of your own lengths, one line per prompt: {"lengths": [812, 4077]} or a number.',
+            "--lengths"),
     ] = None,
-    median_len: Annotated[
-        float | None, typer.Option(min=1, help="Median, lognormal; default 2500.", rich_help_panel=_LENGTHS)
-    ] = None,
+    median_len: Annotated[float | None, _in(_LENGTHS, "Median, lognormal; default 2500.", min=1)] = None,
     sigma_between: Annotated[
-        float | None,
-        typer.Option(min=0, max=5, help="Log-length spread between prompts; default 0.62.", rich_help_panel=_LENGTHS),
+        float | None, _in(_LENGTHS, "Log-length spread between prompts; default 0.62.", min=0, max=5)
     ] = None,
     sigma_within: Annotated[
-        float | None,
-        typer.Option(min=0, max=5, help="Log-length spread within a prompt; default 0.51.", rich_help_panel=_LENGTHS),
+        float | None, _in(_LENGTHS, "Log-length spread within a prompt; default 0.51.", min=0, max=5)
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per mode.", rich_help_panel=_RUN)] = 50,
-    ramp: Annotated[int, typer.Option(min=0, help="First steps left out of the figures.", rich_help_panel=_RUN)] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.", rich_help_panel=_RUN)] = 0,
-    sweep: Annotated[
+    steps: Annotated[int, _in(_RUN, "Steps per mode.", min=1)] = 50,
+    ramp: Annotated[int, _in(_RUN, "First steps left out of the figures.", min=0)] = 10,
+    seed: Annotated[int, _in(_RUN, "Seed of the lengths.", min=0)] = 0,
+    bounds: Annotated[
         bool,
-        typer.Option(
-            help="Also N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer continuous generation at max_staleness 1, 2, "
-            "4, 8, otherwise at the one given.",
-            rich_help_panel=_RUN,
-        ),
+        _in(_RUN, "Also N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer continuous generation at max_staleness 1, "
+                  "2, 4, 8, otherwise at the one given.", "--sweep/--no-sweep"),
     ] = True,
-    out: Annotated[
-        Path, typer.Option(help="Directory for simulate.json and simulate.png.", rich_help_panel=_RUN)
-    ] = Path("runs/simulate"),
-) -> None:
+    out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
+) -> None:  # fmt: skip
     """Plan before you run: sync, april (N' = 2N) and refill for your workload, on virtual time, without a GPU.
 
     With --train-time the whole loop, and continuous generation too.
     """
+    given = {name: value for name, value in locals().items() if name != "out"}
     from april.simulate.run import simulate as run
     from april.simulate.show import LiveProgress, headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.workload import Workload
 
     try:
-        workload = Workload(
-            model=model,
-            gpu=gpu,
-            tensor_parallel=tensor_parallel,
-            memory_share=memory_share,
-            engines=engines,
-            groups=rollout_batch_size,
-            samples=n_samples_per_prompt,
-            over=over_sampling_batch_size,
-            in_flight=max_in_flight,
-            max_response_len=max_response_len,
-            prompt_len=prompt_len,
-            max_staleness=max_staleness,
-            on_stale=on_stale,
-            group_quorum=group_quorum,
-            train_time=train_time,
-            placement=placement,
-            fetch_ahead=fetch_ahead,
-            bounds=sweep,
-            lengths_file=lengths,
-            median_len=median_len,
-            sigma_between=sigma_between,
-            sigma_within=sigma_within,
-            steps=steps,
-            ramp=ramp,
-            seed=seed,
-        )
+        workload = Workload(**given)
         out.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         raise typer.BadParameter(printable(str(error))) from None
@@ -329,7 +274,7 @@ def simulate(
     console = Console(markup=False)
     try:
         with LiveProgress(console) as watcher:
-            report, runs = run(workload, sweep, watcher)
+            report, runs = run(workload, bounds, watcher)
     except RolloutError as error:
         console.print(f"the simulation failed: {error}", highlight=False)
         raise typer.Exit(1) from None
@@ -367,7 +312,7 @@ def profile(
     tokens: Annotated[int, typer.Option(min=16, help="Of the longest response; it has room for 512 more.")] = 256,
     out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
-    """What do decoding and prefilling cost on this server? Measures it with requests of random tokens, for april plan.
+    """Measure the cost of decoding and prefilling on this server, with requests of random tokens, for april plan.
 
     Exit code 0: measured. 1: the server failed, or cannot be used. 2: the command line is wrong.
     """
@@ -395,56 +340,35 @@ def plan(
             metavar="FILE",
         ),
     ],
-    max_off_policy_share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of the trained tokens, at most.", rich_help_panel=_BATCH)
-    ] = None,
-    max_staleness: Annotated[
-        int | None, typer.Option(min=0, help="Oldest token to train, in weight updates.", rich_help_panel=_BATCH)
-    ] = None,
-    rollout_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="N, prompt groups per batch.", rich_help_panel=_BATCH)
-    ] = None,
-    n_samples_per_prompt: Annotated[
-        int | None, typer.Option(min=1, help="n, responses per prompt.", rich_help_panel=_BATCH)
-    ] = None,
-    max_response_len: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a response.", rich_help_panel=_LENGTHS)
-    ] = None,
-    prompt_len: Annotated[int | None, typer.Option(min=1, help="Of a prompt.", rich_help_panel=_LENGTHS)] = None,
-    model: Annotated[str | None, typer.Option(help="Named model.", rich_help_panel=_ENGINES)] = None,
-    gpu: Annotated[str | None, typer.Option(help="Named GPU.", rich_help_panel=_ENGINES)] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="GPUs per engine.", rich_help_panel=_ENGINES)
-    ] = None,
-    engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.", rich_help_panel=_ENGINES)] = None,
+    max_off_policy_share: Annotated[float | None, _in(_BATCH, "Of the trained tokens, at most.", min=0, max=1)] = None,
+    max_staleness: Annotated[int | None, _in(_BATCH, "Oldest token to train, in weight updates.", min=0)] = None,
+    groups: Annotated[int | None, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = None,
+    samples: Annotated[int | None, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = None,
+    max_response_len: Annotated[int | None, _in(_LENGTHS, "Most tokens of a response.", min=1)] = None,
+    prompt_len: Annotated[int | None, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = None,
+    model: Annotated[str | None, _in(_ENGINES, "Named model.")] = None,
+    gpu: Annotated[str | None, _in(_ENGINES, "Named GPU.")] = None,
+    tensor_parallel: Annotated[int | None, _in(_ENGINES, "GPUs per engine.", min=1)] = None,
+    engines: Annotated[int | None, _in(_ENGINES, "Number of engines.", min=1)] = None,
     cost: Annotated[
-        Path | None,
-        typer.Option(help="What april profile has written: the cost of one engine.", rich_help_panel=_ENGINES),
+        Path | None, _in(_ENGINES, "Cost of one engine: the file that april profile has written.")
     ] = None,
-    train_time: Annotated[
-        str | None, typer.Option(help="Training of one batch: 40, or 0.5x.", rich_help_panel=_TRAINER)
-    ] = None,
-    placement: Annotated[Placement | None, typer.Option(help="Of the trainer.", rich_help_panel=_TRAINER)] = None,
-    processes: Annotated[int, typer.Option(min=1, help="That simulate at the same time.", rich_help_panel=_RUN)] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Directory for plan.yaml, plan.json and plan.png.", rich_help_panel=_RUN)
-    ] = Path("runs/plan"),
+    train_time: Annotated[str | None, _in(_TRAINER, "Training of one batch: 40, or 0.5x.")] = None,
+    placement: Annotated[Placement | None, _in(_TRAINER, "Placement of the trainer.")] = None,
+    processes: Annotated[int, _in(_RUN, "Number of processes that simulate at the same time.", min=1)] = 2,
+    out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),
 ) -> None:
-    """Which settings are best for these lengths? Simulates candidates side by side, and writes a configuration.
+    """Find the best settings for these lengths: simulate candidates side by side, and write a configuration.
 
-    What is not given is that of the recorded run, or as in april simulate.
+    Settings that are not given are those of the recorded run, or as in april simulate.
     """
+    own = ("path", "max_off_policy_share", "cost", "processes", "out")
+    given = {name: value for name, value in locals().items() if value is not None and name not in ("own", *own)}
     from april.simulate.plan_run import plan_file
     from april.simulate.profile import read_cost
 
-    given: dict[str, object] = {
-        "max_staleness": max_staleness, "groups": rollout_batch_size, "samples": n_samples_per_prompt,
-        "max_response_len": max_response_len, "prompt_len": prompt_len, "model": model, "gpu": gpu,
-        "tensor_parallel": tensor_parallel, "engines": engines, "train_time": train_time, "placement": placement,
-    }  # fmt: skip
     console = Console(markup=False, highlight=False)
     try:
-        given = {name: value for name, value in given.items() if value is not None}
         if cost is not None:
             given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, processes, out, console)

@@ -1,7 +1,7 @@
-"""What servers say, as text: the one way from their words into a message, a log, a report or the name of a metric.
+"""Text of servers on its one way into a message, a log, a report or the name of a metric.
 
-Invariant: what :func:`said` returns is short, printable, and without the keys that were given to :func:`hide`, however
-they are written there.
+Invariant: the text that :func:`said` returns is short, printable, and without the keys that were given to
+:func:`hide`, however they are written there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import re
 from collections.abc import Callable, Iterator
 
 MAX_CHARS = 300
-"""Of one text in a message."""
+"""Most characters of one text in a message."""
 LOOKED_AT = 1 << 13
-"""Characters of a text that are looked at; of a longer one nothing else is shown."""
+"""Most characters of a text that are examined; nothing beyond them is shown."""
 BLOT = "<the key>"
 _PIECE = 8
-"""So many letters and digits of a key in a row are as good as the key: a text may have been cut in it."""
+"""Number of letters and digits of a key in a row that count as the key: a text may have been cut in it."""
 _SHORTEST = 4
-"""A key of fewer letters and digits is looked for as it stands, or nothing would be left of any text."""
+"""Fewest letters and digits of a key that is searched for in pieces; a shorter one is searched for as it stands."""
 _LAYERS = 4
-"""Escapes of escapes that are undone."""
+"""Number of layers of escapes that are undone."""
 _ESCAPE = re.compile(
     r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\u\{([0-9a-f]{1,6})\}|\\U([0-9a-f]{8})|%u([0-9a-f]{4})|%([0-9a-f]{2})"
     r"|=([0-9a-f]{2})|\\([0-7]{3})|(&#?[0-9a-z]{1,16};?)",
@@ -31,7 +31,7 @@ _OCTAL, _ENTITY = 8, 9
 
 
 class _Key:
-    """One key: what is looked for, in lower case and letters and digits alone."""
+    """A key as the pieces to search for, in lower case and letters and digits alone."""
 
     def __init__(self, key: str) -> None:
         plain = _plain(key)
@@ -56,15 +56,15 @@ _hidden: dict[str, _Key] = {}
 
 
 def hide(key: str) -> None:
-    """From now on no text of :func:`said` has this key."""
+    """Remove this key from all texts from now on."""
     if key and key not in _hidden:
         _hidden[key] = _Key(key)
 
 
 def said(value: object, limit: int = MAX_CHARS) -> str:
-    """What a server says, on one line of at most ``limit`` characters (and "..." where there was more).
+    """Return the text of a server on one line of at most ``limit`` characters (and "..." where there was more).
 
-    Keys are removed, however they are escaped, before anything is cut; what cannot be printed is shown by its number.
+    Keys are removed, however they are escaped, before anything is cut; unprintable characters are shown by number.
     """
     text = _text_of(value)
     more = len(text) > LOOKED_AT
@@ -74,20 +74,20 @@ def said(value: object, limit: int = MAX_CHARS) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with its spaces and lines; what else cannot be printed by its number, so that no terminal obeys it.
+    """Return text with its spaces and lines, and unprintable characters by number, so that no terminal obeys it.
 
-    Whole sentences of april's that repeat names and texts of others; keys are not looked for.
+    It is for sentences of april's that repeat names and texts of others; keys are not removed.
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def quoted(value: object, limit: int = 64) -> str:
-    """The same between quotation marks, for names."""
+    """Return :func:`said` between quotation marks, for names."""
     return f"'{said(value, limit)}'"
 
 
 def without_keys(text: str, *, cut: bool = False) -> str:
-    """The text with every hidden key blotted out; ``cut``: it may end in the beginning of one."""
+    """Return the text without hidden keys; with ``cut`` it may end in the beginning of one."""
     # of all keys together, for they may have parts in common
     spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
     parts, at = [], 0
@@ -111,14 +111,14 @@ def _plain(text: str) -> str:
 
 
 def _inner(encode: Callable[[bytes], bytes], raw: bytes, group: int, letters: int, before: int) -> str:
-    """The letters of an encoding that the key alone decides, with so many bytes before it in its group."""
+    """Return the letters of an encoding that the key alone decides, with so many bytes before it in its group."""
     whole = encode(b"\0" * before + raw + b"\0" * group).decode()
     bits = 8 * group // letters
     return _plain(whole[-(-8 * before // bits) : 8 * (before + len(raw)) // bits])
 
 
 def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
-    """Where the key is; each layer of escapes is undone in turn."""
+    """Return the spans of the key; each layer of escapes is undone in turn."""
     if key.literal:
         return [match.span() for match in re.finditer(re.escape(key.literal), text)]
     found: list[tuple[int, int]] = []
@@ -146,7 +146,7 @@ def _has_piece(plain: str, key: _Key) -> bool:
 def _found(
     layer: str, origin: list[tuple[int, int]] | None, key: _Key, cut: bool
 ) -> Iterator[tuple[int, int]]:
-    """Spans of the original text that hold a piece of the key."""
+    """Yield the spans of the original text that hold a piece of the key."""
     letters = [(c, i) for i, one in enumerate(layer) for c in one.casefold() if c.isalnum()]
     plain = "".join(c for c, _ in letters)
 
@@ -166,7 +166,7 @@ def _found(
 
 
 def _undone(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[str, int, int]]:
-    """The characters behind one layer of escapes, each with its place in the original text."""
+    """Yield the characters behind one layer of escapes, each with its place in the original text."""
 
     def original(start: int, end: int) -> tuple[int, int]:
         return (start, end) if origin is None else (origin[start][0], origin[end - 1][1])

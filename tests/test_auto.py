@@ -16,9 +16,9 @@ from auto_questions import BETTER, COST, NOW, Watched, answer, question, stays
 
 import april
 from april.auto import auto_run
+from april.auto.auto_run import ChooserProcess
 from april.auto.auto_work import FIRST, MOST, SETTLING, AutoWork
-from april.auto.length_window import BATCHES, LengthWindow
-from april.auto.process import ChooserProcess
+from april.auto.batches import BATCHES, LengthWindow
 from april.auto.question import Answer, InWork, Question
 from april.core import events as ev
 from april.core.settings import CoreSettings, EngineLimits
@@ -375,7 +375,7 @@ def test_an_answer_that_cannot_be_changes_nothing(
         question().check(answer(wrong))
     found, _ = scheduled(monkeypatch, wrong if why != "max_in_flight" else replace(wrong, group_quorum=0.0), 6)
     assert {(m["auto_over_sampling_batch_size"], m["auto_changes"]) for m in found} == {(4.0, 0.0)}
-    assert "N' = 4 stays, as nothing better could be looked for: the answer cannot be" in caplog.text
+    assert "N' = 4 stays, as the search for something better failed: the answer cannot be" in caplog.text
 
 
 def test_figures_that_are_no_numbers_and_what_is_not_free_are_refused() -> None:
@@ -394,7 +394,7 @@ def test_a_chooser_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     found, oracle = scheduled(monkeypatch, BETTER, 10)
     assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
     assert oracle.asked >= 2
-    assert "nothing better could be looked for: TimeoutError" in caplog.text
+    assert "search for something better failed: TimeoutError" in caplog.text
 
 
 def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

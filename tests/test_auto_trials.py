@@ -10,10 +10,10 @@ import pytest
 from auto_questions import BETTER, COST, Watched, answer, stays
 
 import april
-from april.auto import process
+from april.auto import auto_run as process
 from april.auto.auto_work import ENOUGH, STEP
+from april.auto.batches import LATEST, Speeds
 from april.auto.question import Answer, Question
-from april.auto.speeds import LATEST, Speeds
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.testing import FakeEngine, rollouts, run_virtual

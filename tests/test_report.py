@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from april.cli import app
 from april.core.partial_buffer import Idle
 from april.engines.simulated.fitted_cost import fit
-from april.record.file import RunRecord
-from april.record.lines import lines_of
+from april.record.file import RunRecord, lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Workload

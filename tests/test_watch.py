@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from april.cli import app
 from april.errors import RecordError
-from april.record.lines import lines_of
+from april.record.file import lines_of
 from april.record.replay import replay
 from april.view.watch import KEPT, SILENT_S, Follower, Screen, watch
 

@@ -1,1 +1,1 @@
-"""What is ``auto`` in the configuration: looking at a run, asking for better settings, taking them over."""
+"""Settings that are ``auto``: when a run asks the simulation for better ones, and what becomes of the answer."""

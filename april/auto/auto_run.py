@@ -1,45 +1,52 @@
-"""A run whose settings are ``auto``: questions are answered beside it, and it goes on meanwhile."""
+"""A run whose settings are ``auto``: the simulation answers questions in a process beside it, and it goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from april.auto.auto_work import AutoWork, Decision
-from april.auto.process import ChooserProcess
 from april.auto.question import Answer, Question
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.state import RolloutCore
 from april.engines.simulated.fitted_cost import FittedCost
+from april.errors import RolloutError
 
 log = logging.getLogger("april")
 
 PATIENCE_S = 1800.0
-"""For an answer; then the question is given up, and the next one comes in its time."""
+"""Longest wait for an answer; then the question is given up, and the next one comes in its time."""
+
+
+COMMAND = ("-m", "april.simulate.choose")
 
 
 class Chooser(Protocol):
     """Answers questions."""
 
     async def ask(self, question: Question) -> Answer:
-        """Whatever it raises leaves everything as it is."""
+        """Return the answer; an error leaves everything as it is."""
 
     def close(self) -> None:
-        """No answer is wanted any more."""
+        """Give up the question."""
 
 
 class AutoRun:
-    """Changes how much is in work.
+    """Changes the settings of a run that are ``auto``.
 
     Args:
-        core: some of whose settings are ``auto``.
-        costs: of its engines.
+        core: core of the run.
+        costs: fitted costs of its engines, by name.
         post: gives the core an event.
-        chooser: None: the simulation, in a process of its own.
+        chooser: answers the questions. None means the simulation, in a process of its own.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class AutoRun:
         self._task: asyncio.Task[None] | None = None
 
     def delivered(self, batch: Batch) -> Batch:
-        """The batch, with how much is in work among its metrics; a question is asked if it is time for one."""
+        """Return the batch with the settings among its metrics; ask a question if it is time for one."""
         self._decided(self._work.delivered(batch))
         if self._task is None and self._work.asks:
             question = self._work.question(fitted for _, fitted in self._costs)
@@ -67,7 +74,7 @@ class AutoRun:
             question.check(answer)
         except Exception as error:
             why = str(error) or type(error).__name__
-            log.warning("auto: %s stays, as nothing better could be looked for: %s", question.now, why)
+            log.warning("auto: %s stays, as the search for something better failed: %s", question.now, why)
             return
         finally:
             self._task = None
@@ -75,19 +82,65 @@ class AutoRun:
 
     def _decided(self, decision: Decision | None) -> None:
         if decision is not None:
-            log.info("auto: %s", decision.said)
+            log.info("auto: %s", decision.words)
             if decision.change is not None:
                 self._post(decision.change)
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Ask nothing any more."""
         if self._task is not None:
             self._task.cancel()
         self._chooser.close()
 
     async def closed(self) -> None:
-        """Nothing is asked any more, and no process is left."""
+        """Ask nothing any more, and wait until no process is left."""
         task = self._task
         self.close()
         if task is not None:
             await asyncio.wait([task])
+
+
+class ChooserProcess:
+    """Asks one question at a time; each has a process of its own, which ends with its answer."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the answer; raises RolloutError with what went wrong there, OSError if no process can be started.
+
+        A loop that cannot wait for a process, as one on virtual time, stands still until the answer is there.
+        """
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable, *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+        except NotImplementedError:
+            return _ask_and_wait(question)
+        try:
+            out, errors = await process.communicate(question.encode())
+        finally:
+            self.close()
+            if process.returncode is None:  # killed; its pipes must not outlive the loop
+                await process.communicate()
+        return _answer(process.returncode, out, errors)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+
+def _ask_and_wait(question: Question) -> Answer:
+    command = (sys.executable, *COMMAND)
+    done = subprocess.run(command, input=question.encode(), capture_output=True, check=False)  # noqa: S603
+    return _answer(done.returncode, done.stdout, done.stderr)
+
+
+def _answer(code: int | None, out: bytes, errors: bytes) -> Answer:
+    if code:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RolloutError(f"the simulation has ended with {code}: {last[:300]}")
+    return Answer.decode(out)

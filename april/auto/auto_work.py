@@ -1,7 +1,8 @@
-"""When a run asks for better settings, what it tells of itself, and whether it takes them over. No clock, no I/O.
+"""The questions of a run whose settings are ``auto``, and its decisions on the answers. No clock, no I/O.
 
-What an answer expects is believed only until it can be seen. A change is a trial: the batches after it are measured
-against those before it, and it is taken back where they are not faster. So at the same speed the younger tokens stay.
+The expectations of an answer are believed only until they can be seen. A change is a trial: the batches after it are
+measured against those before it, and it is taken back where they are not faster. So at the same speed the younger
+tokens stay.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.auto.length_window import LengthWindow
+from april.auto.batches import LATEST as SEEN
+from april.auto.batches import LengthWindow, Speeds
 from april.auto.question import GAIN, Answer, InWork, Question
-from april.auto.speeds import LATEST as SEEN
-from april.auto.speeds import Speeds
 from april.core.batch import Batch
 from april.core.events import WorkChanged
 from april.core.run_times import pace
@@ -24,15 +24,15 @@ from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST, MOST = 2, 32
-"""Batches before the first question; afterwards twice as many each time, up to the most."""
+"""Number of batches before the first question; afterwards twice as many each time, up to the most."""
 SETTLING = 4
-"""Batches after a change whose lengths and ages say little: what is short comes first."""
+"""Number of batches after a change whose lengths and ages say little: short responses come first."""
 LATEST = 2
-"""Batches that are compared with those before them."""
+"""Number of batches whose lengths are compared with those before them."""
 FEWEST, ENOUGH = 3, 8
-"""Batches of a trial, the first one left out, after which what is plain is believed, and after which it ends."""
+"""Batches of a trial, without the first one, after which a plain result is believed, and after which it ends."""
 STEP = 1.25
-"""So many times as much is in flight at the next trial, at most, while nobody knows what more in flight costs."""
+"""Largest growth of the number in flight at the next trial, while the cost of more in flight is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Trial:
     """A change whose speed is still to be seen.
 
     Attributes:
-        before: what was in work.
-        speeds: how fast that was.
-        expected: times that speed.
-        needed: times that speed, below which it is taken back.
+        before: settings before the change.
+        speeds: speeds with those.
+        expected: expected speed of the change, as a multiple of theirs.
+        needed: multiple below which the change is taken back.
     """
 
     before: InWork
@@ -52,7 +52,7 @@ class Trial:
     needed: float
 
     def holds(self, now: Speeds) -> bool | None:
-        """Whether it brought what is needed; None: nobody can say yet."""
+        """Return whether the change brought the speed that is needed; None while it is unknown."""
         if len(now) < FEWEST:
             return None
         ratio, error = now.against(self.speeds)
@@ -63,22 +63,22 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a trial or an answer.
+    """The decision on a trial or an answer.
 
     Attributes:
-        said: for the log.
-        change: what is in work from now on; None: as it is.
+        words: sentence for the log.
+        change: change of the settings; None if they stay.
     """
 
-    said: str
+    words: str
     change: WorkChanged | None = None
 
 
 class AutoWork:
-    """Of one run.
+    """The questions and decisions of one run.
 
     Args:
-        core: whose settings change; some of them are ``auto``.
+        core: core of the run, whose settings change.
     """
 
     def __init__(self, core: RolloutCore) -> None:
@@ -87,25 +87,25 @@ class AutoWork:
         self._prompts: deque[float] = deque(maxlen=16)
         self._steps: deque[Mapping[str, float]] = deque(maxlen=16)
         self._shares: deque[tuple[float, int]] = deque(maxlen=16)
-        """Off-policy share and tokens of batches that were made as it is now."""
+        """Off-policy share and tokens of batches with the present settings."""
         self._speeds = Speeds()
-        """Of what is in work now."""
+        """Speeds with the present settings."""
         self._held = 0.0
         self._trial: Trial | None = None
         self._once: Speeds | None = None
-        """Of what is in work again, when it was before something was tried: it is to be as fast as it was."""
+        """Earlier speeds with the present settings, after a trial was taken back: they should come again."""
         self._below: int | None = None
-        """With so many in flight, or more, nothing was gained."""
+        """Number in flight from which on nothing was gained."""
         self._refused: set[InWork] = set()
-        """What was taken back."""
+        """Settings that were taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
         self._answer: Answer | None = None
         self._nothing_better = False
-        """There was none the last time that too much was old: whether there is one now is asked in its turn."""
+        """Set when there was no better answer the last time that too much was old; the next question waits its turn."""
         self._changes = self._taken_back = 0
 
     def delivered(self, batch: Batch) -> Decision | None:
-        """A batch with all its metrics; what becomes of the trial, if there is one that ends."""
+        """Add a batch with all its metrics; return the decision on the trial, if one ends."""
         self._lengths.add((sample.id.group, len(sample.tokens)) for sample in batch.samples)
         self._prompts.append(float(np.mean([len(sample.prompt.token_ids) for sample in batch.samples])))
         self._since_asked += 1
@@ -128,7 +128,7 @@ class AutoWork:
         return None
 
     def _begin_anew(self) -> None:
-        """Lengths or speeds are others than before: what was found out does not hold any more."""
+        """Forget what was found out: lengths or speeds have changed."""
         self._speeds.forget_old()
         self._wait, self._nothing_better = FIRST, False
         self._trial = self._below = None
@@ -160,7 +160,7 @@ class AutoWork:
 
     @property
     def asks(self) -> bool:
-        """It is time for a question."""
+        """True if it is time for a question."""
         if self._trial is not None:
             return False
         if self._since_asked >= self._wait:
@@ -168,7 +168,7 @@ class AutoWork:
         return self._since_asked >= FIRST and not self._nothing_better and self._too_old
 
     def question(self, costs: Iterable[FittedCost]) -> Question | None:
-        """What to ask now, with the cost of each engine; None while those are not known."""
+        """Return the question to ask now, with the cost of each engine; None while those are unknown."""
         found = list(costs)
         if not found or not self._prompts:
             return None
@@ -193,7 +193,7 @@ class AutoWork:
         )  # fmt: skip
 
     def _next_step(self, told: bool) -> int | None:
-        """With so many in flight, or more, nothing is tried now."""
+        """Return the number in flight from which on nothing is tried now."""
         if told:
             return self._below
         s = self._core.settings
@@ -201,7 +201,7 @@ class AutoWork:
         return step if self._below is None else min(step, self._below)
 
     def answered(self, question: Question, answer: Answer) -> Decision | None:
-        """What to change; None where it stays as it is."""
+        """Return the decision on an answer; None where everything stays."""
         self._answer, settings = answer, self._core.settings
         now, forced = InWork.of(settings), self._too_old
         self._nothing_better = answer.best == now and forced
@@ -223,7 +223,7 @@ class AutoWork:
         )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
-        """How much is in work, and what was expected of the best at the latest answer."""
+        """Return the settings that are auto, and the expectations of the latest answer, as metrics."""
         s = self._core.settings
         found = {f"auto_{name}": float(getattr(s, name)) for name in s.auto if name is not Work.REFILL}
         if Work.REFILL in s.auto:
@@ -236,13 +236,13 @@ class AutoWork:
 
     @property
     def _too_old(self) -> bool:
-        """More is old than the limit allows, and not by chance."""
+        """True if more is old than the limit allows, and not by chance."""
         share, error = self._seen_share
         return share - 2.0 * error > self._most
 
     @property
     def _off_by(self) -> float:
-        """Expected over seen off-policy share of what is in work; at most 1, and what chance may do is left out."""
+        """The expected over the seen off-policy share of the present settings; at most 1, beyond chance."""
         if self._answer is None or self._answer.off_policy_share <= 0.0:
             return 1.0
         share, error = self._seen_share
@@ -250,7 +250,7 @@ class AutoWork:
 
     @property
     def _seen_share(self) -> tuple[float, float]:
-        """Off-policy share of what was trained since the latest change and its standard error; 0 if that is little."""
+        """The off-policy share since the latest change, and its standard error; 0 while little was trained."""
         tokens = sum(count for _, count in self._shares)
         if len(self._shares) < SETTLING or not tokens:
             return 0.0, 0.0

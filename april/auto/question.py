@@ -1,4 +1,4 @@
-"""What a run asks of the simulation, and what it is answered: plain data, as JSON between two processes."""
+"""The question of a run to the simulation, and the answer: plain data, as JSON between two processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
 
 GAIN = 0.03
-"""By less than this faster than what is in work is not worth a change."""
+"""Smallest relative gain in speed that is worth a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InWork:
-    """How much is in work; the names are those of the configuration."""
+    """The settings of the amount of work; their names are those of the configuration."""
 
     over_sampling_batch_size: int
     refill: Refill
@@ -26,11 +26,11 @@ class InWork:
 
     @classmethod
     def of(cls, settings: CoreSettings) -> InWork:
-        """As it is now."""
+        """Return the present settings."""
         return cls(**{str(name): getattr(settings, name) for name in Work})
 
     def change(self, settings: CoreSettings) -> WorkChanged:
-        """How to get there, as far as that is auto."""
+        """Return the change to these settings, as far as they are auto."""
         return WorkChanged(**{str(name): getattr(self, name) for name in settings.auto})
 
     def __str__(self) -> str:
@@ -42,23 +42,23 @@ class InWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A run as it is, and what may be changed in it.
+    """A run as it is, and the settings that may be changed.
 
     Attributes:
         groups, samples: N groups of n responses in a batch.
-        max_response_len, prompt_len: tokens.
-        max_staleness, on_stale, max_off_policy_share: what the answer must stay within.
-        continuous: generation goes on while the trainer trains.
-        train_s: seconds that a batch takes the trainer.
-        fetch_ahead: batches that it asks for before it is done with one.
-        engines: how many, all like the one whose cost this is.
+        max_response_len, prompt_len: lengths in tokens.
+        max_staleness, on_stale, max_off_policy_share: limits of the answer.
+        continuous: whether generation goes on while the trainer trains.
+        train_s: training time of a batch, in seconds.
+        fetch_ahead: number of batches that the trainer asks for before it is done with one.
+        engines: number of engines, all with this cost.
         cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s) of :class:`.decode_cost.DecodeCost`.
-        lengths: response tokens, those of a group together.
-        places: most samples in flight that are possible.
-        below: so many in flight, or more, are not to be tried now; None: any number may.
-        told: the cost is known beyond the number in flight that was seen; else it is the least that it may be there.
+        lengths: response tokens, by group.
+        places: largest possible number of samples in flight.
+        below: number in flight from which on nothing may be tried now; None means no limit.
+        told: whether the cost is known beyond the number in flight that was seen; else it is the least it may be there.
         free: settings that may be changed.
-        now: how much is in work.
+        now: present settings.
     """
 
     groups: int
@@ -81,11 +81,11 @@ class Question:
     now: InWork
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Return JSON."""
         return msgspec.json.encode(self)
 
     def check(self, answer: Answer) -> None:
-        """Raise ValueError for what is no answer to this: the core takes what it is told."""
+        """Raise ValueError for an impossible answer: the core believes what it is given."""
         best, free = answer.best, self.free
         figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
         wrong, most = "", (self.max_staleness + 1) * self.groups
@@ -108,20 +108,20 @@ class Question:
 
     @classmethod
     def decode(cls, data: bytes) -> Question:
-        """From JSON; raises msgspec.ValidationError."""
+        """Read JSON; raises msgspec.ValidationError."""
         return msgspec.json.decode(data, type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is best, and what is expected of it.
+    """The best settings, and their expected figures.
 
     Attributes:
-        best: how much should be in work.
-        tokens_per_s: trained, expected of it, all engines together.
-        off_policy_share: of the trained tokens, expected of it.
-        speed_up: its tokens per second over those expected of what is in work now.
-        share_now: off-policy share expected of that.
+        best: best settings.
+        tokens_per_s: expected trained tokens per second, all engines together.
+        off_policy_share: expected off-policy share of the trained tokens.
+        speed_up: ratio of its tokens per second to those expected of the present settings.
+        share_now: off-policy share expected of the present settings.
     """
 
     best: InWork
@@ -131,10 +131,10 @@ class Answer:
     share_now: float
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Return JSON."""
         return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Answer:
-        """From JSON; raises msgspec.ValidationError."""
+        """Read JSON; raises msgspec.ValidationError."""
         return msgspec.json.decode(data, type=cls)

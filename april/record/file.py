@@ -1,4 +1,4 @@
-"""The file of a record: lines go in on the loop, a thread of its own writes them.
+"""The file of a record: lines are added on the loop and written by a thread of their own; readers check each line.
 
 Invariant: whatever the disk does, the loop neither waits for it nor hears of it; a record that cannot go on is over,
 and the log says so once.
@@ -13,37 +13,46 @@ import os
 import threading
 import zlib
 from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from april.errors import ConfigError
-from april.record.lines import BATCH, is_head
+import msgspec
+
+from april.errors import ConfigError, RecordError
 from april.state_file import make_directory
 
 log = logging.getLogger("april")
 
+FORMAT = 3
+"""Format of records; the number grows when an older april could not replay them."""
+HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
+"""Kinds of lines that are no events."""
+IN_THE_MIDDLE = "in the middle: the process was killed, or still runs"
+"""The end of a record without a last line, in words."""
 WRITE_EVERY_S = 0.2
-"""What a process that is killed has not written."""
+"""Time between two writes: a process that is killed loses as much."""
 MOST_WAITING = 32 << 20
-"""Bytes that may wait for the disk."""
+"""Most bytes that may wait for the disk."""
 LAST_LINE = 256
 """Bytes kept free for the line that says why a record is over."""
 MOST_HEAD = 1 << 20
-"""Bytes of a first line."""
+"""Most bytes of a first line."""
 _ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
-"""What the lines begin with that say that a response has ended."""
+"""Parts of the lines that say that a response has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Where a run is recorded, and how much of it; raises ConfigError for what cannot be.
+    """The file of a run's record, and how much of the run it holds; raises ConfigError for wrong values.
 
     Attributes:
-        path: of the file; what is there already is kept as ``path`` + ".1", ".2" and so on, the oldest first, unless
-            it is the record of a start that failed before a response had ended.
+        path: path of the file; a file that exists already is kept as ``path`` + ".1", ".2" and so on, the oldest first,
+            unless it is the record of a start that failed before a response had ended.
         limit_mib: size at which the record ends; the run goes on without it.
-        messages: with the texts of errors, which may quote prompts and responses.
+        messages: whether to record the texts of errors, which may quote prompts and responses.
     """
 
     path: str | os.PathLike[str]
@@ -68,7 +77,7 @@ class RecordFile:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
         self.path = path
         self.over = False
-        """Nothing is taken any more."""
+        """Set once no line is added any more."""
         self._limit = limit
         self._lines: deque[bytes] = deque()
         self._check = self._size = self._written = 0
@@ -77,7 +86,7 @@ class RecordFile:
         self._thread.start()
 
     def add(self, line: bytes, *, last: bool = False) -> str:
-        """Take a line, a JSON array without its end, which will be a check of it and all before. Why not, if not."""
+        """Add a line, a JSON array without its end, which will be a check of all lines; return why not, or ""."""
         if not last and self._size + len(line) > self._limit - LAST_LINE:
             return f"it has reached its limit of {self._limit >> 20} MiB"
         if not last and self._size - self._written > MOST_WAITING:
@@ -88,7 +97,7 @@ class RecordFile:
         return ""
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most."""
+        """Write the lines that wait, for a few seconds at most."""
         self.over = True
         self._closing.set()
         self._thread.join(5.0)
@@ -112,7 +121,7 @@ class RecordFile:
 
 
 def _new_file(path: Path) -> int:
-    """A file that was not there, locked as long as it is open: somebody writes it. Raises OSError."""
+    """Create a file, locked as long as it is open: somebody writes it. Raises OSError."""
     while True:
         if path.is_file():
             _put_aside(path)
@@ -130,7 +139,7 @@ def _new_file(path: Path) -> int:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename a file to ``path`` + ".1", or the first number that is free; what began nothing is removed."""
+    """Rename a file to ``path`` + ".1", or the first number that is free; a record without a response is removed."""
     for number in itertools.count(1):
         aside = Path(f"{path}.{number}")
         try:
@@ -151,7 +160,7 @@ def _put_aside(path: Path) -> None:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a record in which no response has ended and that nobody writes any more; whether it was one."""
+    """Remove a record in which no response has ended and that nobody writes; return whether it was one."""
     with suppress(OSError), path.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         first = file.readline(MOST_HEAD)
@@ -159,3 +168,108 @@ def _removed(path: Path) -> bool:
             path.unlink()
             return True
     return False
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Line(NamedTuple):
+    """A line; the first has the number 1."""
+
+    number: int
+    time_s: float
+    what: str
+    parts: dict[str, Any]
+    digest: str
+
+
+_decode = msgspec.json.Decoder(tuple[float, str, dict[str, Any], str]).decode
+
+
+class LineReader:
+    """Reads the whole lines of one record, one after the other, and checks them all.
+
+    Args:
+        path: path of the record, for messages.
+        only: kinds of lines that are wanted besides the first; all if empty.
+    """
+
+    def __init__(self, path: Path, only: Collection[str] = ()) -> None:
+        self._path = path
+        self._wanted = {kind.encode() for kind in (HEAD, *only)} if only else None
+        self._check = 0
+        self.number = 0
+        """Number of lines so far."""
+
+    def read(self, raw: bytes) -> Line | None:
+        """Return the next line from its bytes, with their end; None if it is of no wanted kind.
+
+        Raises:
+            RecordError: the bytes are no line, were changed, or do not follow the line before.
+        """
+        body, _, end = raw.rpartition(b',"')
+        self._check = zlib.crc32(body, self._check)
+        holds = end == b'%08x"]\n' % self._check
+        if self._wanted is not None and self.number and holds:
+            _, _, rest = body.partition(b',"')
+            if rest.partition(b'"')[0] not in self._wanted:
+                self.number += 1
+                return None
+        try:
+            time_s, what, parts, digest = _decode(body + b"]")
+            if not holds or (what == HEAD) is not (self.number == 0):
+                raise ValueError
+        except (ValueError, RecursionError):
+            if self.number == 0:
+                raise RecordError(f"{self._path} is no record of april's") from None
+            raise RecordError(f"line {self.number + 1} of {self._path} is damaged, or was changed") from None
+        self.number += 1
+        return Line(self.number, time_s, what, parts, digest)
+
+
+def is_head(start: bytes) -> bool:
+    """Return whether a file that begins so is a record."""
+    return start.partition(b",")[2].startswith(b'"%b"' % HEAD.encode())
+
+
+def is_record(path: Path) -> bool:
+    """Return whether the file begins as records do; raises RecordError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return is_head(file.read(64))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
+    """Yield every whole line, or the first and those of some kinds; all are checked. The last may have been cut off.
+
+    Raises:
+        RecordError: the file is no record, cannot be read, or a line was changed.
+    """
+    reader = LineReader(path, only)
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                if reader.number and not raw.endswith(b"\n"):
+                    return
+                if (line := reader.read(raw)) is not None:
+                    yield line
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    if reader.number == 0:
+        raise RecordError(f"{path} is no record of april's")
+
+
+def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
+    """Raise RecordError for the record of another april that this one does not understand."""
+    if head.get("format") != FORMAT:
+        by = f"april {head.get('april')} has written it in format {head.get('format')}"
+        raise RecordError(f"{path} cannot be read: {by}, this april reads format {FORMAT}")
+
+
+def end_of(what: str, parts: dict[str, Any]) -> str | None:
+    """Return how the record ends if a line is the last one, else None."""
+    if what == OVER:
+        return f"the run went on, its record did not: {parts.get('why')}"
+    return "the run was closed" if what == CLOSED else None

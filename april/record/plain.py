@@ -1,4 +1,4 @@
-"""Events as JSON can have them, and back: ids, states, counts, versions. No text of anybody's, and no token.
+"""Events as plain JSON values, and back: ids, states, counts, versions. No text of anybody's, and no token.
 
 Made from the fields of the classes, so that a new event needs nothing here. Text is left out unless its field is
 known to hold a name of april's own: what is not known to be harmless does not get into a file that is passed on.
@@ -20,7 +20,7 @@ from april.core.types import GenerateCall, Group, Sample
 NAMES = frozenset(
     {"attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "id", "logprob_kind", "name", "names"}
 )
-"""Fields whose text is a name: of an attempt, an engine, a kind; or a hash of april's own."""
+"""Fields whose text is the name of an attempt, an engine or a kind, or a hash of april's own."""
 LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
 """Fields with content of the user's or ids of tokens, or with what follows from the rest."""
 LEFT_OUT_TEXT = "(left out)"
@@ -34,26 +34,26 @@ Form = Callable[[Any, Text, bool], Any]
 
 
 def no_text(text: str) -> str:
-    """Whether there is any."""
+    """Return a mark for text that is left out; nothing for no text."""
     return LEFT_OUT_TEXT if text else ""
 
 
 def what_raised(text: str) -> str:
-    """The name of the exception that a message of an error is about."""
+    """Return the name of the exception that a message of an error is about."""
     found = _WHAT_RAISED.search(text)
     return found[1] if found else LEFT_OUT_TEXT if text else ""
 
 
 def plain(value: Any, of: Text = no_text, *, named: bool = False) -> Any:
-    """``value`` without what is left out; arrays are their lengths (masks: their sums), samples and groups their ids.
+    """Return ``value`` as plain values; an array is its length (a mask: its sum), samples and groups are their ids.
 
-    ``of`` is what becomes of text, where it is not ``named``. Raises TypeError for a value of unknown kind.
+    ``of`` replaces text that is not ``named``. Raises TypeError for a value of unknown kind.
     """
     return _FORMS[type(value)](value, of, named)
 
 
 def _form(kind: type) -> Form:
-    """How values of this type are made plain."""
+    """Return the function that makes values of this type plain."""
     if kind in _AS_IT_IS:
         return lambda value, of, named: value
     if issubclass(kind, Enum):
@@ -83,7 +83,7 @@ def _form(kind: type) -> Form:
 
 
 class _Forms(dict[type, Form]):
-    """By type, made when first needed."""
+    """The functions by type, made when first needed."""
 
     def __missing__(self, kind: type) -> Form:
         self[kind] = form = _form(kind)
@@ -108,10 +108,10 @@ def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str
 
 
 def back(parts: Any, kind: type[T]) -> T:
-    """What :func:`plain` was given, tokens and log-probabilities all 0, the tokens from ``differs_at`` on 1.
+    """Undo :func:`plain`; tokens and log-probabilities are all 0, the tokens from ``differs_at`` on 1.
 
     Raises:
-        ValueError: it is none of this kind.
+        ValueError: the parts are of another kind.
     """
     return msgspec.convert(parts, kind, dec_hook=_array)
 
@@ -126,7 +126,7 @@ def bare(state: Any) -> Any:
 
 
 def filled(state: Any) -> Any:
-    """A snapshot again, all tokens and log-probabilities 0."""
+    """Return a snapshot again, with all tokens and log-probabilities 0."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])

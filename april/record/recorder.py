@@ -1,4 +1,4 @@
-"""The recorder: between the driver and the core, it writes down each event, and a digest of what the core decided.
+"""The recorder stands between the driver and the core and records each event, with a digest of the core's decisions.
 
 A record is JSON lines: [time in s, what, its parts, digest of all decisions so far, check of all lines so far].
 """
@@ -24,8 +24,7 @@ from april.core.event_pump import RequestLog
 from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.versions import VersionClock
-from april.record.file import RecordFile, RunRecord
-from april.record.lines import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE
+from april.record.file import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE, RecordFile, RunRecord
 from april.record.plain import bare, plain, what_raised
 from april.record.standing import standing_of
 from april.version import __version__
@@ -33,34 +32,34 @@ from april.version import __version__
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-"""What no reader of JSON takes is not written: it would hide all that comes after it."""
+"""NaN and infinities are refused: no reader of JSON takes them, and all that comes after them would be lost."""
 STAND_EVERY_S = 5.0
-"""Between two lines that say how the run stands; they come with events, and one where nothing has happened lately."""
+"""Time between two lines on the state of the run; they come with events, and one where nothing has happened lately."""
 
 
 class Decisions:
-    """A digest of what the core decided; texts do not count."""
+    """A digest of the core's decisions; texts do not count."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, commands: Iterable[Command]) -> None:
-        """Decided now."""
+        """Add decisions."""
         for command in commands:
             self._hash.update(repr((type(command).__name__, plain(command))).encode())
 
     def broke(self, error: BaseException) -> None:
-        """An event was not taken."""
+        """Add that the core refused an event."""
         self._hash.update(type(error).__name__.encode())
 
     @property
     def digest(self) -> str:
-        """16 hex digits."""
+        """The digest, in 16 hex digits."""
         return self._hash.hexdigest()
 
 
 class _Lines:
-    """Makes the lines. Nothing of the run is held here: whoever is only to end the record keeps no run alive."""
+    """Makes the lines. It holds nothing of the run: an object that is only to end the record keeps no run alive."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()
@@ -68,7 +67,7 @@ class _Lines:
         self.file = RecordFile(Path(record.path), record.limit_mib << 20)
 
     def add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
-        """A line; what cannot be written ends the record and not the run."""
+        """Add a line; a failure ends the record and not the run."""
         if self.file.over:
             return
         try:
@@ -82,7 +81,7 @@ class _Lines:
             self.file.add(self._line(OVER, {"why": why}), last=True)
 
     def close(self) -> None:
-        """The last one."""
+        """Add the last line."""
         self.add(CLOSED, dict)
         self.file.close()
 
@@ -92,9 +91,9 @@ class _Lines:
 
 
 class Recorder:
-    """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which takes the events.
+    """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which handles the events.
 
-    ``config`` is what the run was configured with, as JSON has it. Raises ConfigError if there can be no file.
+    ``config`` is the run's configuration as JSON has it. Raises ConfigError if the file cannot be made.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Recorder:
         self._stand_at = now()
 
     def handle(self, event: ev.Event) -> list[Command]:
-        """As the core's."""
+        """Handle an event as the core does, and record it."""
         if self._lines.file.over:
             return self._requests.handle(event)
         before: Any = None  # which ends the record below
@@ -134,17 +133,17 @@ class Recorder:
             self.stand()
 
     def stand(self, waited_s: float = 0.0) -> None:
-        """How the run stands, if that was not said lately; ``waited_s``: it has waited so long for the same thing."""
+        """Record the state of the run, if that was not done lately; it has waited ``waited_s`` for the same thing."""
         if (now := self._now()) >= self._stand_at:
             self._stand_at = now + STAND_EVERY_S
             self._lines.add(STANDING, lambda: standing_of(self._core, waited_s).parts())
 
     def restored(self, state: Any) -> None:
-        """The core goes on from this snapshot."""
+        """Record that the core goes on from this snapshot."""
         self._lines.add(STATE, lambda: bare(state))
 
     def delivered(self, batch: Batch) -> None:
-        """A batch with all its metrics, for who looks at the run; a replay makes its own."""
+        """Record a batch with all its metrics for readers; a replay makes its own."""
         ages: Counter[int] = Counter()
         clock = VersionClock(batch.trained_at, dict(batch.branches))
         for sample in batch.samples:
@@ -161,7 +160,7 @@ class Recorder:
         self._lines.add(BATCH, lambda: parts)
 
     def close(self) -> None:
-        """The run is over."""
+        """Record the end of the run."""
         self._lines.close()
 
     @property
@@ -170,7 +169,7 @@ class Recorder:
         return self._lines.close
 
     def _compared(self, event: ev.Event) -> dict[str, Any]:
-        """What the core will find when it compares the tokens of a call with those that the sample has now."""
+        """Return what the core will find when it compares the tokens of a call with those that the sample has now."""
         if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
             return {}
         sample = group.samples[event.sample.index]
@@ -186,7 +185,7 @@ class Recorder:
         return parts
 
     def _ran(self, event: ev.Event) -> dict[str, Any]:
-        """Of what ends now: what the request took and which it was, or how many tokens the function's sample has."""
+        """Return the request that ends now and its cost, or the number of tokens of the function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
             return {} if group is None else {"generated": group.samples[event.sample.index].tape.generated}

@@ -20,7 +20,7 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
-from april.record.lines import (
+from april.record.file import (
     BATCH,
     CLOSED,
     IN_THE_MIDDLE,
@@ -30,7 +30,7 @@ from april.record.lines import (
     end_of,
     lines_of,
     refuse_other_formats,
-)
+)  # fmt: skip
 from april.record.plain import back, filled
 from april.record.recorder import Decisions
 from april.version import __version__
@@ -42,28 +42,28 @@ CHECKED = 256
 """Samples that a check after every event may cost; where more are held, it comes after every so many events."""
 _EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(ev.Event)}
 _WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
-"""What is raised for a line that cannot be."""
+"""Errors raised for a line that cannot be."""
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """What was run again."""
+    """A run that was replayed."""
 
     head: dict[str, Any]
     core: RolloutCore
     times: RunTimes
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Where the time before each batch went."""
+    """Times before each batch, by use."""
     decisions: Decisions = field(default_factory=Decisions)
     events: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     unchecked: int = 0
     seconds: float = 0.0
     end: str = IN_THE_MIDDLE
-    """How the record ends."""
+    """The end of the record, in words."""
 
     def rows(self) -> dict[str, str]:
-        """The run in a few lines."""
+        """Return the run in a few lines."""
         count, core = sum(self.events.values()), self.core
         ledgers = {"tokens": core.tokens.as_dict(), "prompts": core.prompts.as_dict()}
         return {
@@ -82,13 +82,13 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
     """Run a record through the core, whose ledgers and indices are checked on the way.
 
     Args:
-        path: of the file.
-        whole_story: remember what happened to every sample, not only the latest of it.
-        watch: called with the time (s) of each event, the event and what the core decided.
+        path: path of the record.
+        whole_story: remember the whole history of every sample, not only the latest of it.
+        watch: called with the time (s) of each event, the event and the core's decisions.
 
     Raises:
-        RecordError: the file is none of april's, was changed, or the core decides otherwise than in the run; it names
-            the line.
+        RecordError: the file is no record, was changed, or the core decides otherwise than in the run; the message
+            names the line.
     """
     lines = lines_of(path)
     head = next(lines).parts
@@ -169,5 +169,5 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
 
 
 def _ending(engines: Iterable[EngineLimits]) -> list[EngineLimits]:
-    """The engines of a record, whose responses all end with one token."""
+    """Return engines whose responses all end with one token."""
     return [replace(engine, eos_token_ids=(END,)) for engine in engines]

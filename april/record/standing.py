@@ -1,4 +1,4 @@
-"""How a run stands: a few figures of the core for people who look at it while it runs, live or out of its record."""
+"""The state of a run in a few figures, for people who look at it while it runs, live or out of its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNFINISHED = (SampleState.NEW, SampleState.RUNNING)
 
 
 class Waits(StrEnum):
-    """What the next batch waits for."""
+    """The thing that the next batch waits for."""
 
     RESPONSES = "responses"
     ENDS = "requests to end"
@@ -40,25 +40,25 @@ _INSTEAD = {
     Idle.TRAINER: Waits.TRAINER, Idle.BOUND: Waits.BOUND, Idle.STOP: Waits.ENDS, Idle.ENGINES: Waits.ENGINES,
     Idle.FUNCTIONS: Waits.FUNCTIONS, Idle.PROMPTS: Waits.PROMPTS,
 }  # fmt: skip
-"""Where nothing is in flight, by what keeps the places empty."""
+"""The wait by the cause of empty places, where nothing is in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One moment of a run.
+    """A moment of a run.
 
     Attributes:
         step: number of the next batch.
         ready: groups, or with a group quorum samples, that are complete.
         target: how many a batch has.
-        whole_groups: they are groups.
+        whole_groups: whether they are groups.
         in_flight: requests of training at engines.
         partials: unfinished responses that have tokens of older weights than those now.
         oldest: weight updates between the oldest of these tokens and the training of the next batch; 0 without any.
         observed: response tokens that have come so far.
-        waits: what for, as :func:`waits_for` has it.
+        waits: the thing that is waited for, as :func:`waits_for` words it.
         engines: requests in flight, by engine.
-        waited_s: how long it has waited for that at least.
+        waited_s: time for which it has waited for that, at least.
     """
 
     step: int
@@ -74,14 +74,14 @@ class Standing:
     waited_s: float = 0.0
 
     def parts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
-    """How things stand between two events; takes time in proportion to the responses that are held.
+    """Return the state between two events; takes time in proportion to the responses that are held.
 
-    ``waited_s``: for so long the same thing is waited for, as far as that is known.
+    ``waited_s`` is the time for which the same thing is waited for, as far as that is known.
     """
     partials = oldest = 0
     now = core.clock.current
@@ -100,13 +100,13 @@ def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
 
 
 def waits_for(core: RolloutCore) -> str:
-    """What the trainer waits for, in words; of a weight update also what that waits for."""
+    """Return the thing that the trainer waits for, in words; for a weight update also what that waits for."""
     waits = waits_of(core)
     return f"{waits}: {core.updates.waits_for}" if waits is Waits.UPDATE else waits.value
 
 
 def waits_of(core: RolloutCore) -> Waits:
-    """What the trainer waits for."""
+    """Return the thing that the trainer waits for."""
     if core.updates.pending:
         return UPDATE
     if core.context.evaluations:
@@ -121,5 +121,5 @@ def waits_of(core: RolloutCore) -> Waits:
 
 
 def standing_from(parts: dict[str, Any]) -> Standing:
-    """What a record has; raises ValueError if it is none."""
+    """Return the state out of a line of a record; raises ValueError if it is none."""
     return msgspec.convert(parts, Standing)

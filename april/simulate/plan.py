@@ -19,37 +19,37 @@ from april.simulate.measure import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""N'/N of the coarse grid's candidates that add nothing within a step."""
+"""N'/N of the candidates of the coarse grid without refill."""
 PLACES = (0.5, 1.0, 1.5)
-"""Samples in flight over N x n of those that refill."""
+"""Samples in flight over N x n of the candidates with refill."""
 QUORUMS = (1.0, 0.75, 0.5)
 ROUNDS = 2
-"""In which neighbours of the one that looks best are tried, each time at half the distance."""
+"""Rounds in which neighbours of the best candidate are tried, each time at half the distance."""
 BRIEF, LONG = (14, 6), (40, 12)
-"""Steps, and how many of the first are left out."""
+"""Number of steps, and of first steps that are left out."""
 NEAR = 0.04
-"""How much slower a candidate may look in its brief run and still be run for longer."""
+"""Relative loss of speed in its brief run up to which a candidate is run for longer."""
 ENOUGH = 256
-"""Responses of a batch for which those steps are right; with smaller ones there are more, up to MORE times as many."""
+"""Responses of a batch for which those steps suffice; smaller batches run more, up to MORE times as many."""
 MORE = 8
 SAME = 0.01
-"""Speeds that differ by less count as the same; the younger tokens win then."""
+"""Relative difference up to which speeds count as equal; the younger tokens win then."""
 FINALISTS = 4
-"""Candidates that are run for longer, at most, beside the synchronous one."""
+"""Most candidates that are run for longer, beside the synchronous one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a candidate would do.
+    """The simulated figures of a candidate.
 
     Attributes:
         schedule: the candidate.
-        tokens_per_s: trained by all engines together.
-        off_policy_share: of the trained tokens.
-        staleness_mean, staleness_max: of the trained responses.
+        tokens_per_s: trained tokens per second, all engines together.
+        off_policy_share: off-policy share of the trained tokens.
+        staleness_mean, staleness_max: staleness of the trained responses.
         step_s: seconds from one delivery to the next.
-        held_tokens: kept over the end of a step.
-        long: it was run for longer.
+        held_tokens: tokens kept over the end of a step.
+        long: whether it was run for longer.
     """
 
     schedule: Schedule
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """In a few words."""
+        """The candidate in a few words."""
         s = self.schedule
         quorum = f", quorum {s.quorum:g}" if s.quorum != 1.0 else ""
         how = f"N' = {s.over}" if s.refill is Refill.NONE else f"refill, {s.in_flight} in flight"
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All candidates, and what came of them.
+    """All candidates with their figures.
 
     Attributes:
         rows: fastest first.
@@ -87,16 +87,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may be chosen.
+    """The candidates that may be chosen.
 
     Attributes:
-        base: what the others are compared with, and where everything else is as in the others. If it is not possible
-            any more, the first one that is takes its place.
-        free: what may differ from it.
+        base: candidate that the others are compared with. If it is not possible any more, the first possible one takes
+            its place.
+        free: settings that may differ from the base.
         quorums: values of ``group_quorum``.
         places: most samples in flight.
         continuous: generation modes, as in :class:`.workload.Schedule`.
-        below: so many in flight, or more, are no choice, but for the base; None: any number is one.
+        below: number in flight from which on only the base may be chosen; None means no limit.
     """
 
     base: Schedule
@@ -108,7 +108,7 @@ class Space:
 
     @classmethod
     def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
-        """Everything that can be done with a workload, beside the synchronous way."""
+        """Return all candidates for a workload, with the synchronous one as the base."""
         if workload.whole_groups:
             quorums = (1.0,)
         modes = (None, workload.max_staleness) if workload.separate else (None,)
@@ -118,16 +118,16 @@ class Space:
         return cls(base=base, quorums=quorums, places=places, continuous=modes)
 
     def quorums_beside(self, quorum: float) -> Sequence[float]:
-        """Those that may be chosen; ``quorum`` alone where that is not free."""
+        """Return the quorums that may be chosen; ``quorum`` alone where that is not free."""
         return self.quorums if Work.QUORUM in self.free else (quorum,)
 
     def may_be(self, refill: Refill) -> bool:
-        """Whether this way of filling places may be chosen, with its own number of groups or places."""
+        """Return whether this way of filling places may be chosen, with its own number of groups or places."""
         size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
     def within(self, schedule: Schedule) -> Schedule:
-        """With no more in flight than there are places, and where those are refilled below what is no choice."""
+        """Return a candidate with no more in flight than places, and with refill no more than may be chosen."""
         most = self.places
         if self.below is not None and schedule.refill is Refill.SAMPLE:
             most = min(most, self.below - 1)
@@ -135,7 +135,7 @@ class Space:
 
 
 def coarse(workload: Workload, space: Space) -> list[Schedule]:
-    """The first candidates, with the largest and the smallest quorum; the base first, if it can be at all."""
+    """Return the first candidates, with the largest and the smallest quorum; the base first, if it is possible."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
     if space.may_be(Refill.NONE) and None in space.continuous:
@@ -150,7 +150,7 @@ def coarse(workload: Workload, space: Space) -> list[Schedule]:
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
-    """What lies between ``best`` and those next to it, and the same with other quorums."""
+    """Return candidates half way between ``best`` and its neighbours, and the same with other quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
     sizes = sorted({_size(s) for s in tried if _kind(s) == _kind(best)})
@@ -173,7 +173,7 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
 
 
 def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -> list[Schedule]:
-    """The base and those that are worth a try, as far as the configuration allows them, each once."""
+    """Return the base and those worth a try that the configuration allows, each once."""
     out: dict[Schedule, None] = {}
     base, below = space.base, math.inf if space.below is None else space.below
     for schedule in (base, *schedules):
@@ -193,7 +193,7 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """The fastest first; every other one has a smaller off-policy share than all that are faster."""
+    """Return the fastest first; each other one has a smaller off-policy share than all that are faster."""
     out: list[Row] = []
     for row in sorted(rows, key=lambda r: -r.tokens_per_s):
         if not out or row.off_policy_share < out[-1].off_policy_share:
@@ -202,7 +202,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
-    """The fastest within the limit; of those as fast the youngest. Where none is within it, the youngest of all."""
+    """Return the fastest within the limit, of those as fast the youngest; if none is within, the youngest of all."""
     within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
     if not within:
         return min(rows, key=lambda row: row.off_policy_share)
@@ -288,7 +288,7 @@ def plan(
 
 
 def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:
-    """The base, and those that may be the best, the most promising first."""
+    """Return the base, and those that may be the best, the most promising first."""
     likely = choose(rows, share)
     near = [r for r in rows if r.off_policy_share <= share * (1.0 + NEAR)]
     near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from april.core.types import OnStale, Refill
 from april.extras import install
-from april.record.lines import is_record
+from april.record.file import is_record
 from april.server_text import printable
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, Row, front, plan
@@ -28,13 +28,13 @@ SHOWN_ALWAYS = (
     "rollout_batch_size", "n_samples_per_prompt", "max_response_len", "max_staleness", "on_stale", "refill",
     "max_in_flight",
 )  # fmt: skip
-"""Settings that a plan names whether or not they are the defaults."""
+"""Settings that a plan names even where they are the defaults."""
 SHOWN = 8
-"""Rows of the table, beside the chosen and the synchronous one."""
+"""Most rows of the table, beside the chosen and the synchronous one."""
 
 
 def plan_table(plan: Plan) -> Table:
-    """The front: what cannot be had faster without older tokens, and what was chosen, marked."""
+    """Return the candidates that nothing beats in speed without older tokens, and the chosen one, marked."""
     out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
@@ -51,7 +51,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def settings(workload: Workload, row: Row) -> str:
-    """The row as YAML, for april's configuration, with the rest of the run's and what is to be known of it."""
+    """Return a candidate as YAML for april's configuration, with the other settings of the run, and notes."""
     import yaml
 
     config = workload.config(row.schedule)
@@ -98,7 +98,7 @@ def notes(workload: Workload, row: Row) -> list[str]:
 
 
 def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
-    """Everything, as JSON can have it."""
+    """Return the whole plan for JSON."""
 
     def plain(row: Row) -> dict[str, Any]:
         schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
@@ -117,7 +117,7 @@ def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dic
 
 
 def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
-    """Speed against off-policy share of all candidates (PNG)."""
+    """Draw speed against off-policy share of all candidates (PNG)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -400,7 +400,7 @@ class Simulation:
     def _decided(self, decision: Decision | None) -> None:
         """More or less is in work from now on."""
         if decision is not None:
-            log.info("auto, after %d batches: %s", len(self.result.steps), decision.said)
+            log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
             if (change := decision.change) is not None:
                 self._pump.post(change)
 

@@ -21,7 +21,7 @@ from april.core.types import Refill, Work
 from april.driver.limit import Distance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
-from april.record.lines import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
+from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
 from april.record.plain import back
 
 Floats = NDArray[np.float64]

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.errors import RecordError
-from april.record.lines import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
+from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
 from april.record.standing import Standing, standing_from
 from april.server_text import said
 from april.view.progress import Line as ProgressLine
