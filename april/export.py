@@ -26,7 +26,7 @@ _ONE_LINE = {
     "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
     "Prometheus": "for name, value in batch.metrics.items(): gauge.labels(name).set(value)",
 }
-"""How a trainer logs to what april has no exporter for, as docs/report.md says it."""
+"""Lines by which a trainer logs elsewhere, as in docs/report.md."""
 
 
 def __getattr__(name: str) -> Any:
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText:
-    """One response as text.
+    """A response as text.
 
     Attributes:
         group, index: name of the sample.

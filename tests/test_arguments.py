@@ -101,7 +101,7 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
         "(default: true)",
-        "--on-stale {finish,restart,mask,drop} What happens to a sample older than max_staleness. Except with drop, "
+        "--on-stale {finish,restart,mask,drop} Treatment of a sample older than max_staleness. Except with drop, "
         "steps wait so that there is none. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai}",
         "transformers: Sequences decoded at the same time. (default: 64); simulated:",

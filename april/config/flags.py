@@ -31,7 +31,7 @@ SCALARS = (str, int, float, Enum, Path)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting that a flag can give."""
+    """A setting that a flag can give."""
 
     path: str
     """Path in the configuration: ``sampling.top_p``."""

@@ -54,7 +54,7 @@ class Named:
     value: str | None = None
     """Value in the sentence; None means its name alone."""
     advised: bool = False
-    """Whether the value is one to give it, and not the one that it has."""
+    """True if the value is one to give it, and not the one that it has."""
 
     def __str__(self) -> str:
         if self.value is None:
@@ -63,7 +63,7 @@ class Named:
 
 
 class Mistake(ValueError):
-    """One sentence on a mistake; its text has the names of a file."""
+    """A sentence on a mistake; its text has the names of a file."""
 
     def __init__(self, *parts: str | Named) -> None:
         super().__init__("".join(map(str, parts)))

@@ -93,18 +93,18 @@ class Config(Model):
     whole. Below 1, a batch is N * n responses, and the rest of a group follows when it is finished, with the same
     baseline. With auto, april chooses it, and a batch is N * n responses."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
-    """What a response that cannot go on costs: its group, nothing (a fresh one takes its place), or itself (the group
-    goes on with fewer)."""
+    """Consequence of a response that cannot go on: its group is dropped, a fresh response takes its place, or the group
+    goes on with fewer."""
     min_group_size: PositiveInt | None = None
     """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments."""
     generation: GenerationMode = GenerationMode.STEPWISE
-    """What a delivered batch ends: all generation until the next one is asked for (stepwise), or nothing (continuous:
-    engines with GPUs of their own go on while the trainer trains, and only a weight update interrupts requests)."""
+    """Span of generation: until a batch is delivered, and again when the next one is asked for (stepwise), or always
+    (continuous: engines with GPUs of their own go on while the trainer trains; a weight update interrupts requests)."""
     refill: Refill = Refill.NONE
-    """When new work starts between two deliveries: once (none), per finished group, or per finished sample, which
-    generation: continuous does where this is left out."""
+    """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
+    default with generation: continuous."""
     max_in_flight: OrAuto[PositiveInt] | None = None
     """Samples generated at the same time, on all engines together. None means max(N, N') * n, and no more than the
     engines' slots. With auto, april chooses it, with refill: sample; where N' is auto as well, also whether to
@@ -116,7 +116,7 @@ class Config(Model):
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Largest share of the trained tokens that older weights may have made, in what auto chooses; 1 means no limit."""
     on_stale: OnStale = OnStale.FINISH
-    """What happens to a sample older than max_staleness. Except with drop, steps wait so that there is none."""
+    """Treatment of a sample older than max_staleness. Except with drop, steps wait so that there is none."""
     max_age: PositiveInt | None = None
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says. None means
     4 * (max_staleness + 1)."""
@@ -124,11 +124,11 @@ class Config(Model):
     """Continuations of one response after which its group goes first and the step waits for it, unless on_stale is
     finish, which has deadlines of its own: nothing circles for ever."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
-    """What happens at a prompt that leaves no room for a response: an error, or it is skipped and counted."""
+    """Treatment of a prompt that leaves no room for a response: an error, or it is skipped and counted."""
     epochs: PositiveInt = 1
     """Passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
-    """What becomes of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
+    """Treatment of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
     given (wait), or the prompts begin again, for ever (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Number of groups that the filter may reject in a row before the step fails."""
@@ -279,7 +279,7 @@ class Config(Model):
 
     @property
     def delivers_parts(self) -> bool:
-        """Whether a batch may have some responses of a group and not the others."""
+        """True if a batch may have some responses of a group and not the others."""
         return self.group_quorum != 1
 
     @property
@@ -290,7 +290,7 @@ class Config(Model):
 
     @property
     def leaves_partials(self) -> bool:
-        """Whether requests are cut: steps may start more groups than they deliver, or a weight update finds some."""
+        """True if requests are cut: steps may start more groups than they deliver, or a weight update finds some."""
         if self.generation is GenerationMode.CONTINUOUS or self.auto:
             return True
         return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE

@@ -1,4 +1,4 @@
-"""One arm of the demo: one mode, one seed, from the warmed-up weights to the last training step.
+"""An arm of the demo: one mode, one seed, from the warmed-up weights to the last training step.
 
 The modes are four ways to schedule the same rollouts, from the same start.
 """
@@ -69,7 +69,7 @@ class DemoSettings:
 
     @property
     def embedded(self) -> bool:
-        """Whether the engine is in this process."""
+        """True if the engine is in this process."""
         return self.engine == EMBEDDED
 
     @property

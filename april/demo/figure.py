@@ -16,7 +16,7 @@ EMPTY = {
     Idle.OVER_SAMPLING: ("#f7e9bf", "empty: the step's groups have begun, and it waits for enough of them to end"),
     Idle.BOUND: ("#e5d3ee", "empty: max_staleness, old responses have to end before new ones may begin"),
 }
-"""Colour and words, by what kept slots empty for the longest part of a step."""
+"""Colour and words, by the cause of most empty slots in a step."""
 OTHERWISE = ("#e4e4e4", "empty: rewards, prompts, requests that end")
 SHOWN_TOKENS = 15_000
 """The occupancy panels show the time in which about this many tokens were trained."""
@@ -27,7 +27,7 @@ FIGURES = (
     ("off_policy_share", "trained tokens from\nolder weights", False),
     ("reprefill_share", "input tokens computed\nagain, per trained token", False),
 )
-"""Of each mode: what it gains and what that costs; name, words, whether it is a ratio to sync's."""
+"""Gains and prices of each mode: name, words, whether it is a ratio to sync's."""
 
 
 def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict[str, Any], path: Path) -> None:
@@ -47,7 +47,7 @@ def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict
 
 
 def _occupancy(figure: Any, grid: Any, settings: DemoSettings, arms: dict[str, list[ArmResult]]) -> set[str]:
-    """One panel per mode; returns what slots were empty for."""
+    """Draw one panel per mode; return the causes of empty slots."""
     shown = {name: _window(rows[0]) for name, rows in arms.items()}
     width = max(len(busy) for busy, _, _ in shown.values())
     unit = "decode steps" if settings.embedded else "hundredths of a second"

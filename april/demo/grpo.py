@@ -1,4 +1,4 @@
-"""One GRPO update from a delivered batch of plain arrays.
+"""GRPO updates from delivered batches of plain arrays.
 
 Given advantages (the demo's are GRPO's, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
 that the engine stored with every token (so tokens of older policy versions are corrected), asymmetric clipping
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoBatch:
-    """B responses.
+    """A batch of B responses.
 
     Attributes:
         prompts: B arrays int32 [P_i].
@@ -70,7 +70,7 @@ def response_logprobs(
     responses: Sequence[Int32],
     temperature: float = 1.0,
 ) -> list[Float32]:
-    """log_softmax(logits / temperature) of every response token under the present weights: float32 [T_i] each."""
+    """Return log_softmax(logits / temperature) of every response token under the present weights: float32 [T_i]."""
     result: list[Float32] = [np.empty(0, dtype=np.float32)] * len(responses)
     with torch.no_grad():
         for rows in _chunks(range(len(responses)), prompts, responses):
@@ -186,7 +186,7 @@ class GrpoTrainer:
 
 
 def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
-    """Indices ``which``, longest first, cut so that no chunk has more than CHUNK_TOKENS padded tokens (or one row)."""
+    """Yield indices ``which``, longest first; no chunk has more than CHUNK_TOKENS padded tokens, or one row."""
     lengths = {i: len(prompts[i]) + len(responses[i]) for i in which}
     left = sorted(which, key=lambda i: -lengths[i])
     while left:
@@ -198,7 +198,7 @@ def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[
 def _token_logprobs(
     model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32], temperature: float
 ) -> Tensor:
-    """Log-probability of every token but the first, float32 [rows, longest - 1]; entries over padding mean nothing.
+    """Return log-probabilities of all tokens but the first, float32 [rows, longest - 1]; padding has no meaning.
 
     Padding is on the right, where causal attention never looks from a real token, so no attention mask is needed.
     """
@@ -213,7 +213,7 @@ def _token_logprobs(
 
 
 def _placed(prompts: Sequence[Int32], values: Sequence[NDArray[np.generic]], width: int) -> Tensor:
-    """Per-response-token values at the columns of :func:`_token_logprobs`, zero elsewhere: float32 [rows, width]."""
+    """Return values per response token at the columns of :func:`_token_logprobs`, else 0: float32 [rows, width]."""
     placed = np.zeros((len(prompts), width), dtype=np.float32)
     for row, (prompt, value) in enumerate(zip(prompts, values, strict=True)):
         placed[row, len(prompt) - 1 : len(prompt) - 1 + len(value)] = value

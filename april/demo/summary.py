@@ -1,10 +1,10 @@
-"""From arms to ``summary.json``: means over seeds, spreads, comparisons with sync, and the checks."""
+"""The content of ``summary.json``: means over seeds, spreads, comparisons with sync, and the checks."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,16 @@ from april.demo.arm import ArmResult, DemoSettings
 LOGPROB_BOUND = 1e-4
 LARGEST = ("staleness_max", "max_abs_logprob_error")
 """Figures of which the largest over the seeds is reported instead of the mean."""
+COUNTED = (
+    "steps", "decode_steps", "rollout_cpu_s", "rollout_wall_s", "train_cpu_s", "trained_tokens", "generated_tokens",
+    "reprefill_tokens", "max_abs_logprob_error", "compared_tokens",
+)  # fmt: skip
+"""Figures that an arm has itself."""
+RATIOS_PER_TOKEN = ("decode_steps", "rollout_cpu_s")
+RATIOS = (
+    "decode_steps_per_step", "decode_steps_per_trained_token", "rollout_cpu_s_per_trained_token", "rollout_wall_s",
+)  # fmt: skip
+"""Figures that are compared with those of sync."""
 
 NOTES = {
     "means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total",
@@ -38,16 +48,10 @@ NOTES_ON_SERVER = {
 
 
 def arm_figures(arm: ArmResult, start: NDArray[np.float64]) -> dict[str, float]:
-    """The figures of one arm."""
-    return {
-        "steps": arm.steps,
-        "decode_steps": arm.decode_steps,
-        "rollout_cpu_s": arm.rollout_cpu_s,
-        "rollout_wall_s": arm.rollout_wall_s,
-        "train_cpu_s": arm.train_cpu_s,
-        "trained_tokens": arm.trained_tokens,
-        "generated_tokens": arm.generated_tokens,
-        "reprefill_tokens": arm.reprefill_tokens,
+    """Return the figures of one arm."""
+    counted = {name: float(getattr(arm, name)) for name in COUNTED}
+    per_token = {f"{name}_per_trained_token": counted[name] / arm.trained_tokens for name in RATIOS_PER_TOKEN}
+    return counted | per_token | {
         "bubble": 1.0 - sum(arm.occupancy) / (arm.slots * len(arm.occupancy)),
         "off_policy_share": arm.stale_tokens / arm.trained_tokens,
         "staleness_mean": float(np.mean(arm.staleness)),
@@ -55,42 +59,36 @@ def arm_figures(arm: ArmResult, start: NDArray[np.float64]) -> dict[str, float]:
         "held_out_reward_start": float(start.mean()),
         "held_out_reward_end": float(arm.held_out.mean()),
         "held_out_prompts": len(arm.held_out),
-        "max_abs_logprob_error": arm.max_abs_logprob_error,
-        "compared_tokens": arm.compared_tokens,
         "longest_over_median": float(np.mean([max(row) / np.median(row) for row in arm.lengths])),
         "length_variation_in_group": float(np.mean(arm.group_spread)),
         "trained_tokens_per_step": arm.trained_tokens / arm.steps,
         "decode_steps_per_step": arm.decode_steps / arm.steps,
-        "decode_steps_per_trained_token": arm.decode_steps / arm.trained_tokens,
-        "rollout_cpu_s_per_trained_token": arm.rollout_cpu_s / arm.trained_tokens,
-    }
+    }  # fmt: skip
 
 
 def mode_figures(arms: Sequence[ArmResult], starts: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
-    """Means over seeds (ledger: totals), with minimum, maximum and standard deviation under ``spread``."""
+    """Return means over seeds (totals of ledgers), with minimum, maximum and standard deviation under ``spread``."""
     rows = [arm_figures(a, s) for a, s in zip(arms, starts, strict=True)]
     out: dict[str, Any] = {}
     spread: dict[str, Any] = {}
     for name in rows[0]:
         values = np.array([row[name] for row in rows], np.float64)
+        std = float(values.std(ddof=1)) if len(values) > 1 else 0.0
         out[name] = float(values.max() if name in LARGEST else values.mean())
-        spread[name] = {
-            "min": float(values.min()),
-            "max": float(values.max()),
-            "std": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
-        }
-    out["ledger"] = _total(a.tokens for a in arms)
-    out["prompt_ledger"] = _total(a.prompts for a in arms) | {"drawn_at_source": sum(a.drawn for a in arms)}
-    out["engine_count"] = {
-        "tokens_handed_over": sum(a.witnessed for a in arms),
-        "tokens_generated": sum(a.generated_tokens for a in arms),
-        "delivered_tokens_that_differ": sum(a.disagreements for a in arms),
-    }
-    out["spread"] = spread
-    return out
+        spread[name] = {"min": float(values.min()), "max": float(values.max()), "std": std}
+    return out | {
+        "ledger": _total(a.tokens for a in arms),
+        "prompt_ledger": _total(a.prompts for a in arms) | {"drawn_at_source": sum(a.drawn for a in arms)},
+        "engine_count": {
+            "tokens_handed_over": sum(a.witnessed for a in arms),
+            "tokens_generated": sum(a.generated_tokens for a in arms),
+            "delivered_tokens_that_differ": sum(a.disagreements for a in arms),
+        },
+        "spread": spread,
+    }  # fmt: skip
 
 
-def _total(ledgers: Any) -> dict[str, Any]:
+def _total(ledgers: Iterable[Ledger]) -> dict[str, Any]:
     total = Ledger()
     for ledger in ledgers:
         total.observed += ledger.observed
@@ -103,21 +101,13 @@ def _total(ledgers: Any) -> dict[str, Any]:
 def against_sync(
     mode: dict[str, Any], sync: dict[str, Any], arms: Sequence[ArmResult], sync_arms: Sequence[ArmResult]
 ) -> dict[str, Any]:
-    """Ratios to sync in the same run, and the difference in held-out reward (same prompts, same seeds)."""
-    seeds = np.array([(a.held_out - b.held_out).mean() for a, b in zip(arms, sync_arms, strict=True)])
-    return {
-        "decode_steps_per_step": mode["decode_steps_per_step"] / sync["decode_steps_per_step"],
-        "decode_steps_per_trained_token": (
-            mode["decode_steps_per_trained_token"] / sync["decode_steps_per_trained_token"]
-        ),
-        "rollout_cpu_s_per_trained_token": (
-            mode["rollout_cpu_s_per_trained_token"] / sync["rollout_cpu_s_per_trained_token"]
-        ),
+    """Return ratios to sync in the same run, and the difference in held-out reward (same prompts, same seeds)."""
+    pairs = list(zip(arms, sync_arms, strict=True))
+    seeds = np.array([(a.held_out - b.held_out).mean() for a, b in pairs])
+    return {name: mode[name] / sync[name] for name in RATIOS} | {
         "rollout_cpu_s_per_trained_token_by_seed": [
-            (a.rollout_cpu_s / a.trained_tokens) / (b.rollout_cpu_s / b.trained_tokens)
-            for a, b in zip(arms, sync_arms, strict=True)
+            (a.rollout_cpu_s / a.trained_tokens) / (b.rollout_cpu_s / b.trained_tokens) for a, b in pairs
         ],
-        "rollout_wall_s": mode["rollout_wall_s"] / sync["rollout_wall_s"],
         "held_out_reward_difference": float(seeds.mean()),
         "held_out_reward_difference_by_seed": seeds.tolist(),
         "held_out_reward_difference_standard_error": (
@@ -127,32 +117,27 @@ def against_sync(
 
 
 def checks(modes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What must hold exactly, mode by mode; each with the figures it was judged by."""
+    """Return the checks that must hold exactly, mode by mode, each with the figures that it compares."""
     found = {}
     for name, m in modes.items():
         tokens, prompts, count = m["ledger"], m["prompt_ledger"], m["engine_count"]
         accounted = tokens["delivered"] + tokens["held"] + sum(tokens["dropped"].values())
         settled = prompts["delivered"] + prompts["held"] + sum(prompts["dropped"].values())
+        handed_over, drawn, wrong = (
+            count["tokens_handed_over"], prompts["drawn_at_source"], count["delivered_tokens_that_differ"]
+        )  # fmt: skip
         found[name] = {
             "tokens_balance": _check(tokens["observed"] == accounted, tokens["observed"], accounted),
             "engine_agrees": _check(
-                count["tokens_handed_over"] == count["tokens_generated"] == tokens["observed"],
-                count["tokens_handed_over"],
-                tokens["observed"],
+                handed_over == count["tokens_generated"] == tokens["observed"], handed_over, tokens["observed"]
             ),
-            "prompts_balance": _check(
-                prompts["drawn_at_source"] == prompts["observed"] == settled, prompts["drawn_at_source"], settled
-            ),
-            "delivered_as_generated": _check(
-                count["delivered_tokens_that_differ"] == 0, count["delivered_tokens_that_differ"], 0
-            ),
+            "prompts_balance": _check(drawn == prompts["observed"] == settled, drawn, settled),
+            "delivered_as_generated": _check(wrong == 0, wrong, 0),
             "logprobs_match_their_version": _check(
                 m["max_abs_logprob_error"] <= LOGPROB_BOUND, m["max_abs_logprob_error"], LOGPROB_BOUND
             ),
             "every_token_compared": _check(
-                m["compared_tokens"] == m["trained_tokens"],
-                m["compared_tokens"],
-                m["trained_tokens"],
+                m["compared_tokens"] == m["trained_tokens"], m["compared_tokens"], m["trained_tokens"]
             ),
         }
     return found
@@ -169,7 +154,7 @@ def summarise(
     warm_up_cpu_s: float,
     wall_s: float,
 ) -> dict[str, Any]:
-    """The whole of ``summary.json``."""
+    """Return the whole of ``summary.json``."""
     modes = {name: mode_figures(rows, starts) for name, rows in arms.items()}
     judged = checks(modes)
     return {

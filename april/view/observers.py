@@ -1,4 +1,4 @@
-"""What observes a scheduler while it works: the progress line and exporters. None of them can hold it up."""
+"""The observers of a scheduler at work: the progress line and exporters. None of them can hold it up."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WINDOW_S = 10.0
 LEAST_WAIT_S = 3.0
 """Length of a wait from which on the line shows it."""
 PER_SECOND = 1.0
-"""How often the line is drawn and the loop is asked for the state of the run."""
+"""Frequency at which the line is drawn and the loop is asked for the state of the run."""
 _SHOWN = threading.Lock()
 """A process shows one line at a time."""
 
@@ -139,7 +139,7 @@ class _Wait:
     def __init__(self, ask: Callable[[Tell], None]) -> None:
         self._ask, self._line, self._text = ask, Line(), ""
         self._asked = False
-        """Whether an answer is due: a loop that is busy is not asked twice."""
+        """Set while an answer is due: a loop that is busy is not asked twice."""
 
     def drawn(self) -> Any:
         """Return the line for rich, in its thread."""

@@ -164,7 +164,7 @@ class Batch:
 
 @dataclass(kw_only=True)
 class RunData:
-    """One run out of its record.
+    """A run out of its record.
 
     Attributes:
         path: path of the record, as it was given.

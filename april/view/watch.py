@@ -122,7 +122,7 @@ class Follower:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a file."""
+        """True if there is a file."""
         return self._file is not None
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Follower:
             self._file = None
 
     def _was_replaced(self) -> bool:
-        """Whether a new run has put the file aside, or it is shorter than what was read of it."""
+        """Return whether a new run has put the file aside, or it is shorter than what was read of it."""
         assert self._file is not None
         try:
             there = self._path.stat()
