@@ -129,13 +129,6 @@ def test_the_error_of_a_difference_is_that_over_seeds() -> None:
     assert against_sync(figures, figures, arms[:1], sync[:1])["held_out_reward_difference_standard_error"] is None
 
 
-def test_all_arms_have_one_loss() -> None:
-    """What differs between them is scheduling, so that is what their rewards compare."""
-    arms = [Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), mode, 0, build_model(3)) for mode in MODES]
-    assert {arm.trainer.token_mean for arm in arms} == {True}
-    assert len({(arm.trainer.learning_rate, arm.trainer.clip_low, arm.trainer.clip_high) for arm in arms}) == 1
-
-
 def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No text lies on the bars; every empty slot has the colour of its cause, and every cause stands in the legend."""
     settings = DemoSettings(groups=2, samples=2, steps=2, seeds=1)

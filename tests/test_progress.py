@@ -115,7 +115,7 @@ def test_what_stands_there_is_what_the_core_has() -> None:
     virtual(program)
 
 
-def shown_while(console: Console, **options: Any) -> april.Batch:
+async def shown(console: Console, own_loop: bool) -> april.Batch:
     """The batch of a scheduler whose rewards wait until a line is seen on the console, and of nothing else."""
 
     async def reward_when_seen(prompt: Prompt, response: Any) -> float:
@@ -123,8 +123,8 @@ def shown_while(console: Console, **options: Any) -> april.Batch:
             await asyncio.sleep(0.001)
         return 1.0
 
-    with scheduler(reward=reward_when_seen, progress=console, **options) as run:
-        return run.next_batch()
+    with scheduler(reward=reward_when_seen, progress=console) as run:
+        return await run.anext_batch() if own_loop else run.next_batch()
 
 
 @pytest.fixture(autouse=True)
@@ -132,33 +132,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PER_SECOND", 200.0)
 
 
-def test_the_line_is_there_while_a_batch_is_waited_for() -> None:
-    """It updates in place, and is erased when the batch is there; the cursor is back."""
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_the_line_is_there_while_a_batch_is_waited_for(own_loop: bool) -> None:
+    """It updates in place, and is erased when the batch is there; the cursor is back. Also in a trainer's own loop."""
     console = terminal()
-    batch = shown_while(console)
+    batch = asyncio.run(shown(console, own_loop))
     text = written(console)
     assert len(batch.samples) == 6
     assert re.search(r"step 0  \d/3 groups  0 s .*\d+ in flight", text)
     assert text.count("\n") <= 1
     assert text.endswith("\x1b[2K")
     assert text.index("\x1b[?25l") < text.index("\x1b[?25h")
-
-
-def test_the_line_is_there_for_a_trainer_with_a_loop_of_its_own() -> None:
-    """anext_batch shows the same."""
-    console = terminal()
-
-    async def reward_when_seen(prompt: Prompt, response: Any) -> float:
-        while "step 0" not in written(console):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        return 1.0
-
-    async def program() -> None:
-        async with scheduler(reward=reward_when_seen, progress=console) as run:
-            await run.anext_batch()
-
-    asyncio.run(program())
-    assert written(console).endswith("\x1b[2K")
 
 
 def test_one_line_at_a_time() -> None:
@@ -182,16 +166,6 @@ def test_a_loop_that_is_busy_is_not_asked_again() -> None:
     asked[0](1.0, standing())
     assert str(wait.drawn()) == "step 3  2/8 groups  0 s  40 in flight"
     assert len(asked) == 2
-
-
-def test_markup_and_escapes_in_what_is_shown_do_nothing() -> None:
-    """A line is text."""
-    told = standing(waits="[bold red]x[/]\x1b[2J\n")
-    wait = progress._Wait(lambda tell: tell(1.0, told))
-    console = terminal()
-    console.print(wait.drawn())
-    assert "[bold red]x[/]\\x1b[2J" in written(console)
-    assert "\x1b[2J" not in written(console)
 
 
 class _Broken(io.StringIO):
@@ -252,14 +226,10 @@ def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress_on(None, lambda tell: None) is None
 
 
-def test_what_progress_cannot_be() -> None:
+def test_what_progress_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so before anything starts; without rich, progress=True says how to get it."""
     with pytest.raises(ConfigError, match="progress must be True, False, None or a rich Console, got str"):
         scheduler(progress="yes")
-
-
-def test_progress_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, it names what is missing."""
     monkeypatch.setattr("april.extras.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="progress=True needs rich: pip install"):
         progress_on(True, lambda tell: None)

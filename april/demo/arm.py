@@ -206,9 +206,8 @@ class Arm:
         self.stage = make_stage(settings, self.model, seed)
         self.witness = Witness(self.stage.engine)
         self.trainer = GrpoTrainer(
-            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2,
-            token_mean=True,
-        )  # fmt: skip
+            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2
+        )
         self.weights: dict[int, StateDict] = {0: snapshot(self.model)}
         self.delivered: list[DeliveredSample] = []
 
@@ -310,6 +309,5 @@ def grpo_batch(batch: Batch) -> GrpoBatch:
         responses=[s.tokens for s in batch.samples],
         behaviour_logprobs=[s.logprobs for s in batch.samples],
         loss_masks=[s.loss_mask for s in batch.samples],
-        rewards=batch.rewards,
         advantages=batch.advantages("grpo", epsilon=1e-4),
     )

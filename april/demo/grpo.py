@@ -2,7 +2,7 @@
 
 Given advantages (the demo's are GRPO's, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
 that the engine stored with every token (so tokens of older policy versions are corrected), asymmetric clipping
-(DAPO, arXiv 2503.14476), the mean over the tokens of a sequence and then over the sequences, or (DAPO) over all tokens.
+and the mean over all tokens (both DAPO, arXiv 2503.14476).
 
 Invariant: an update depends on the weights, the optimizer's state and the batch, on nothing else; a batch whose
 advantages are all zero changes nothing at all.
@@ -24,6 +24,9 @@ Float32 = NDArray[np.float32]
 
 CHUNK_TOKENS = 2048
 """Most padded tokens of one forward pass."""
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+"""The ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]."""
+MAX_GRAD_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,47 +38,25 @@ class GrpoBatch:
         responses: B arrays int32 [T_i], T_i >= 1.
         behaviour_logprobs: B arrays float32 [T_i], nats, of each response token when it was sampled.
         loss_masks: B arrays [T_i]; a token whose entry is 0 carries no loss.
-        rewards: float32 [B].
-        advantages: float32 [B], of a whole response each.
-
-    Raises ValueError if the lengths do not fit together.
+        advantages: float32 [B], one per response.
     """
 
     prompts: Sequence[Int32]
     responses: Sequence[Int32]
     behaviour_logprobs: Sequence[Float32]
     loss_masks: Sequence[NDArray[np.generic]]
-    rewards: Float32
     advantages: Float32
-
-    def __post_init__(self) -> None:
-        count = len(self.rewards)
-        lists = (self.prompts, self.responses, self.behaviour_logprobs, self.loss_masks)
-        if count == 0 or len(self.advantages) != count:
-            raise ValueError(f"{count} rewards, and {len(self.advantages)} advantages")
-        if any(len(items) != count for items in lists):
-            counts = [len(items) for items in lists]
-            raise ValueError(f"{count} rewards, but {counts} prompts, responses, log-probabilities, masks")
-        for index, (prompt, response, logprobs, mask) in enumerate(zip(*lists, strict=True)):
-            if len(prompt) == 0 or len(response) == 0 or not len(response) == len(logprobs) == len(mask):
-                raise ValueError(
-                    f"sample {index}: {len(prompt)} prompt tokens, {len(response)} response tokens, "
-                    f"{len(logprobs)} log-probabilities, {len(mask)} mask entries"
-                )
 
 
 def response_logprobs(
-    model: PreTrainedModel,
-    prompts: Sequence[Int32],
-    responses: Sequence[Int32],
-    temperature: float = 1.0,
+    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]
 ) -> list[Float32]:
-    """Return log_softmax(logits / temperature) of every response token under the present weights: float32 [T_i]."""
+    """Return log_softmax(logits) of every response token under the present weights: float32 [T_i]."""
     result: list[Float32] = [np.empty(0, dtype=np.float32)] * len(responses)
     with torch.no_grad():
         for rows in _chunks(range(len(responses)), prompts, responses):
             chunk = [prompts[i] for i in rows], [responses[i] for i in rows]
-            found = _token_logprobs(model, *chunk, temperature).numpy()
+            found = _token_logprobs(model, *chunk).numpy()
             for row, i in enumerate(rows):
                 first = len(prompts[i]) - 1
                 result[i] = found[row, first : first + len(responses[i])].copy()
@@ -85,39 +66,21 @@ def response_logprobs(
 class GrpoTrainer:
     """AdamW on a causal language model; one gradient step per batch, the weights written in place.
 
+    The loss is the mean over the tokens of the batch, so that a token of a long sequence weighs as much as one of a
+    short one.
+
     Args:
-        model: trained in place, in the mode it is in (no dropout is assumed).
+        model: model to train in place, in the mode it is in (no dropout is assumed).
         learning_rate: peak of the schedule.
-        total_steps: if given, the rate falls linearly to zero over as many updates; else it is constant.
-        rising_steps: updates over which the rate rises to its peak at the start.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        max_grad_norm: the gradient is scaled down to this norm.
-        token_mean: the loss is the mean over the tokens of the batch, so that a token of a long sequence weighs as
-            much as one of a short one.
-        temperature: of the sampling that gave the behaviour log-probabilities.
+        total_steps: number of updates over which the rate falls linearly to zero.
+        rising_steps: number of updates over which the rate rises to its peak at the start.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        learning_rate: float = 1e-3,
-        total_steps: int | None = None,
-        rising_steps: int = 0,
-        clip_low: float = 0.2,
-        clip_high: float = 0.28,
-        max_grad_norm: float = 1.0,
-        token_mean: bool = False,
-        temperature: float = 1.0,
+        self, model: PreTrainedModel, learning_rate: float = 1e-3, total_steps: int = 100, rising_steps: int = 0
     ) -> None:
         self.model = model
-        self.learning_rate = learning_rate
-        self.total_steps = total_steps
-        self.rising_steps = rising_steps
-        self.clip_low = clip_low
-        self.clip_high = clip_high
-        self.max_grad_norm = max_grad_norm
-        self.token_mean = token_mean
-        self.temperature = temperature
+        self.learning_rate, self.total_steps, self.rising_steps = learning_rate, total_steps, rising_steps
         self.updates = 0
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -129,13 +92,11 @@ class GrpoTrainer:
         self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         metrics = self.accumulate(batch)
-        metrics |= {"learning_rate": rate, "grad_norm": 0.0}
         if metrics["trained_sequences"]:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-            metrics["grad_norm"] = norm.item()
         return metrics
 
     def accumulate(self, batch: GrpoBatch) -> dict[str, float]:
@@ -146,11 +107,11 @@ class GrpoTrainer:
         advantages = batch.advantages
         count = len(advantages)
         active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
-        mean_length = sum(np.count_nonzero(m) for m in batch.loss_masks) / count
-        loss_sum = clipped = drift_sum = drift_max = tokens = 0.0
+        mean_length = torch.tensor(sum(np.count_nonzero(m) for m in batch.loss_masks) / count)
+        loss_sum = clipped = drift_sum = tokens = 0.0
         for rows in _chunks(active, batch.prompts, batch.responses):
             prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-            now = _token_logprobs(self.model, prompts, responses, self.temperature)
+            now = _token_logprobs(self.model, prompts, responses)
             behaviour = _placed(prompts, [batch.behaviour_logprobs[i] for i in rows], now.shape[1])
             masks = [np.asarray(batch.loss_masks[i], dtype=np.float32) != 0 for i in rows]
             mask = _placed(prompts, masks, now.shape[1])
@@ -158,31 +119,24 @@ class GrpoTrainer:
             drift = torch.where(mask > 0, now - behaviour, 0.0)
             ratio = drift.exp()
             plain = ratio * advantage
-            bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantage
-            lengths = torch.tensor(mean_length) if self.token_mean else mask.sum(1)
-            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / lengths
+            bounded = ratio.clamp(1.0 - CLIP_LOW, 1.0 + CLIP_HIGH) * advantage
+            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / mean_length
             loss = -per_sequence.sum() / count
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()
-            size = drift.detach().abs()
             clipped += ((bounded < plain) & (mask > 0)).sum().item()
-            drift_sum += size.sum().item()
-            drift_max = max(drift_max, size.max().item())
+            drift_sum += drift.detach().abs().sum().item()
             tokens += mask.sum().item()
         return {
             "loss": loss_sum,
-            "reward": float(np.mean(batch.rewards)),
             "trained_sequences": float(len(active)),
-            "trained_tokens": tokens,
             "clip_share": clipped / max(1.0, tokens),
             "drift_mean": drift_sum / max(1.0, tokens),
-            "drift_max": drift_max,
         }
 
     def _rate(self) -> float:
         rising = (self.updates + 1) / (self.rising_steps + 1)
-        falling = 1.0 if self.total_steps is None else max(0.0, 1.0 - self.updates / self.total_steps)
-        return self.learning_rate * min(1.0, rising, falling)
+        return self.learning_rate * min(1.0, rising, max(0.0, 1.0 - self.updates / self.total_steps))
 
 
 def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
@@ -196,7 +150,7 @@ def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[
 
 
 def _token_logprobs(
-    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32], temperature: float
+    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]
 ) -> Tensor:
     """Return log-probabilities of all tokens but the first, float32 [rows, longest - 1]; padding has no meaning.
 
@@ -208,7 +162,7 @@ def _token_logprobs(
         ids[row, : len(prompt) + len(response)] = np.concatenate([prompt, response])
     tokens = torch.from_numpy(ids)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float()
-    logprobs: Tensor = (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    logprobs: Tensor = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return logprobs
 
 

@@ -65,7 +65,7 @@ def settings(workload: Workload, row: Row) -> str:
 
 
 def notes(workload: Workload, row: Row) -> list[str]:
-    """What whoever runs the plan must know or add, a sentence each."""
+    """Return a sentence for each thing that a user of the plan must know or add."""
     run, config = workload.settings, workload.config(row.schedule)
     out = []
     if row.schedule.quorum != 1.0:
@@ -159,15 +159,15 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
 
 
 ENGINE = ("model", "gpu", "tensor_parallel")
-"""Arguments that say what an engine costs; the record of a run has that measured."""
+"""Arguments on the cost of an engine, which is measured in the record of a run."""
 
 
 def plan_file(
     path: Path, given: dict[str, Any], max_off_policy_share: float | None, processes: int, out: Path, console: Console
 ) -> Plan:
-    """See ``april plan``; ``given``: fields of :class:`.workload.Workload` that replace what the file says.
+    """Plan for a file of lengths or a record; ``given`` fields of :class:`.workload.Workload` replace the file's.
 
-    Where ``max_off_policy_share`` is none, it is that of the run.
+    If ``max_off_policy_share`` is None, it is that of the run.
 
     Raises:
         ValueError: an argument is wrong.
@@ -218,7 +218,7 @@ def plan_file(
 
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
-    """What is planned for. Raises as :func:`plan_file`."""
+    """Return the workload to plan for; raises like :func:`plan_file`."""
     recorded, wrong = is_record(path), [name for name in ENGINE if name in given]
     if wrong and "measured_cost" in given:
         raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")

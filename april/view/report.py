@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -177,12 +177,15 @@ def _comparison(runs: Sequence[RunData], limits: Sequence[Limit | None]) -> str:
         return ""
     tables = [_figures(run, found) for run, found in zip(runs, limits, strict=True)]
     names = dict.fromkeys(name for table in tables for name in table)
-    head = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
-    rows = "".join(
-        f"<tr><td>{_text(name)}</td>{''.join(f'<td>{_text(t.get(name, chr(0x2013)))}</td>' for t in tables)}</tr>"
-        for name in names
-    )
-    return f'<h1>{len(runs)} runs</h1><div class="scroll"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+    rows = [[name, *(table.get(name, "\N{EN DASH}") for table in tables)] for name in names]
+    return f"<h1>{len(runs)} runs</h1>{_table(rows, ['', *(_text(run.name) for run in runs)])}"
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Return a table of cells of text, below a head of HTML."""
+    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    first = f"<tr>{''.join(f'<th>{words}</th>' for words in head)}</tr>" if head else ""
+    return f'<div class="scroll"><table>{first}{cells}</table></div>'
 
 
 def _limit(run: RunData, found: Limit | None) -> str:
@@ -238,9 +241,7 @@ def _settings(run: RunData) -> str:
         return ""
     names = ["from batch", "in work", "max_staleness", "engines", "places"]
     names += ["expected of the best"] if run.settings.auto else []
-    head = "".join(f"<th>{name}</th>" for name in names)
-    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<h2>Settings over the run</h2><div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
+    return f"<h2>Settings over the run</h2>{_table(rows, names)}"
 
 
 def _lengths(run: RunData) -> str:
@@ -255,12 +256,9 @@ def _lengths(run: RunData) -> str:
 
 def _dropped(run: RunData) -> str:
     sums = _sums(run)
-    rows = [(words, sums.get(name, 0.0)) for name, words in DROPS.items() if sums.get(name)]
-    rows += [(f"requests that failed: {kind.replace('_', ' ')}", count) for kind, count in run.failures.items()]
-    if not rows:
-        return "<h2>Dropped and failed</h2><p>Nothing.</p>"
-    cells = "".join(f"<tr><td>{_text(words)}</td><td>{count:,.0f}</td></tr>" for words, count in rows)
-    return f'<h2>Dropped and failed</h2><div class="scroll"><table>{cells}</table></div>'
+    rows = [(words, f"{sums[name]:,.0f}") for name, words in DROPS.items() if sums.get(name)]
+    rows += [(f"requests that failed: {kind.replace('_', ' ')}", f"{n:,}") for kind, n in run.failures.items()]
+    return f"<h2>Dropped and failed</h2>{_table(rows) if rows else '<p>Nothing.</p>'}"
 
 
 def _engines(run: RunData) -> str:
@@ -269,23 +267,19 @@ def _engines(run: RunData) -> str:
     for number, name in sorted(enumerate(run.engines), key=lambda engine: order.get(engine[1], len(order))):
         mine = run.engine == number
         cost = run.costs.get(name)
-        costs = ["", "", "", "", ""]
+        costs = [""] * 5
         if cost is not None:
             c = cost.cost
             costs = [
                 f"{c.base_s * 1e3:.2f}", f"{c.per_sequence_s * 1e6:.1f}", f"{c.per_kv_token_s * 1e9:.1f}",
                 f"{c.per_prefill_token_s * 1e6:.1f}", f"{cost.error:.1%}",
             ]  # fmt: skip
-        cells = [name, f"{int(mine.sum()):,}", f"{run.generated[mine].sum():,.0f}", *costs]
-        rows.append(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
-    head = "".join(
-        f"<th>{words}</th>"
-        for words in (
-            "engine", "requests", "tokens", "ms per step", "+ &micro;s per sequence", "+ ns per token in memory",
-            "&micro;s per prefilled token", "error of the fit",
-        )
+        rows.append([name, f"{int(mine.sum()):,}", f"{run.generated[mine].sum():,.0f}", *costs])
+    head = (
+        "engine", "requests", "tokens", "ms per step", "+ &micro;s per sequence", "+ ns per token in memory",
+        "&micro;s per prefilled token", "error of the fit",
     )  # fmt: skip
-    return f'<h2>Engines</h2><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f"<h2>Engines</h2>{_table(rows, head)}"
 
 
 def _duration(seconds: float) -> str:
