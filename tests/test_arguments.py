@@ -231,6 +231,7 @@ def test_a_prefix_keeps_out_of_the_trainers_way() -> None:
     assert config == april.Config(
         rollout_batch_size=8, max_response_len=99, partial_rollout=False, sampling={"temperature": 0.5}
     )
+    assert sentence_of(parser_with(prefix="april-")).startswith("--april-rollout-batch-size: is required; --april-max")
     dotted = parser_with(prefix="april.")
     assert config_of(dotted, "--april.rollout-batch-size", "8", "--april.max-response-len", "9").max_response_len == 9
     assert "--april-config" in dotted.format_help()
@@ -286,11 +287,6 @@ def test_wrong_values_are_refused_while_parsing(
 def test_contradictions_name_the_flags(typed: list[str], message: str) -> None:
     """The configuration's own sentences, in the words of the command line."""
     assert sentence_of(parser_with(), *typed) == message
-
-
-def test_with_a_prefix_the_prefixed_flags_are_named() -> None:
-    """Sentences use the flags that exist."""
-    assert sentence_of(parser_with(prefix="april-")).startswith("--april-rollout-batch-size: is required; --april-max")
 
 
 def test_mistakes_in_the_file_keep_the_names_of_the_file(tmp_path: Path) -> None:

@@ -229,37 +229,25 @@ def test_a_question_is_answered_by_a_process() -> None:
     process.close()
 
 
-def test_nobody_waits_for_an_answer_at_the_end() -> None:
-    """A process that still works is killed."""
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nobody_waits_for_an_answer_at_the_end(cancelled: bool) -> None:
+    """A process that still works is killed; a cancelled question ends once its process has, and no pipe is left."""
 
-    async def closed() -> int | None:
+    async def ended() -> int | None:
         process = ChooserProcess()
         task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
         while process._process is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         running = process._process
-        process.close()
-        with pytest.raises(RolloutError):
+        if cancelled:
+            task.cancel()
+        else:
+            process.close()
+        with pytest.raises(asyncio.CancelledError if cancelled else RolloutError):
             await task
         return running.returncode
 
-    assert asyncio.run(closed()) == -9
-
-
-def test_a_question_that_is_given_up_leaves_nothing_open() -> None:
-    """Cancelled, it ends once its process has: a loop that closes next has no pipe of it left."""
-
-    async def given_up() -> int | None:
-        process = ChooserProcess()
-        task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
-        while process._process is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        running = process._process
-        task.cancel()
-        await asyncio.wait([task])
-        return running.returncode
-
-    assert asyncio.run(given_up()) == -9
+    assert asyncio.run(ended()) == -9
 
 
 # -------------------------------------------------------------------- in the scheduler
@@ -345,14 +333,18 @@ def test_the_end_waits_for_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (oracle.asked, oracle.ended) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better failed: TimeoutError")]
+)
 def test_no_answer_leaves_everything_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    best: InWork | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning, and another question later."""
-    found, oracle = scheduled(monkeypatch, None, 10)
+    """A chooser that fails or hangs is a warning, and another question later."""
+    monkeypatch.setattr(auto_run, "PATIENCE_S", patience_s)
+    found, oracle = scheduled(monkeypatch, best, 10)
     assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
     assert oracle.asked >= 2
-    assert "nobody knows" in caplog.text
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -386,15 +378,6 @@ def test_figures_that_are_no_numbers_and_what_is_not_free_are_refused() -> None:
         question(free=(Work.OVER_SAMPLING,)).check(answer(replace(NOW, group_quorum=0.75)))
     beyond = replace(NOW, over_sampling_batch_size=99, max_in_flight=99)
     question(now=beyond).check(answer(beyond))
-
-
-def test_a_chooser_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; the next question comes in its time."""
-    monkeypatch.setattr(auto_run, "PATIENCE_S", 0.5)
-    found, oracle = scheduled(monkeypatch, BETTER, 10)
-    assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
-    assert oracle.asked >= 2
-    assert "search for something better failed: TimeoutError" in caplog.text
 
 
 def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

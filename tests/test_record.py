@@ -447,22 +447,23 @@ def test_a_disk_that_is_full_or_slow_ends_the_record_and_not_the_run(
     assert sum(replay(path).events.values()) > 10
 
 
+@pytest.mark.parametrize(("number", "error"), [(1j, "TypeError"), (float("nan"), "ValueError")])
 def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: Any, error: str
 ) -> None:
-    """A number that JSON does not have, out of a user's hands."""
+    """A number that JSON does not have, out of a user's hands: it would hide all that comes after it."""
     path = tmp_path / "run.jsonl"
 
     async def program() -> None:
         rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
         await rollouts.driver.next_batch()
-        rollouts.driver.post(ev.Scored(99, [(0, 1j)]))  # type: ignore[list-item]
+        rollouts.driver.post(ev.Scored(99, [(0, number)]))
         await rollouts.step()
         await rollouts.close()
 
     virtual(program)
-    assert "Scored could not be written down (TypeError)" in caplog.text
-    assert replay(path).end.endswith("Scored could not be written down (TypeError)")
+    assert f"Scored could not be written down ({error})" in caplog.text
+    assert replay(path).end.endswith(f"Scored could not be written down ({error})")
 
 
 def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:

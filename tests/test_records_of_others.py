@@ -13,12 +13,6 @@ from typer.testing import CliRunner
 
 from april.cli import app
 from april.errors import RecordError
-from april.record.file import RunRecord
-from april.record.recorder import Recorder
-from april.record.replay import replay
-from april.simulate.simulation import Simulation
-from april.simulate.workload import Workload
-from april.view.report import page
 from april.view.run_data import read_run
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e[/red]</script>\nmore"
@@ -142,20 +136,3 @@ def test_any_name_of_a_file_will_do(record: Path, tmp_path: Path, name: bytes) -
     assert result.exit_code == 0, result.output
     assert out.read_text("utf-8").startswith("<!doctype html>")
     assert "\\udcff.html" in result.output
-
-
-def test_a_number_that_no_reader_takes_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It would hide all that comes after it: the record ends there, says so, and can be read to there."""
-    workload = Workload(groups=4, samples=4, engines=1, max_response_len=400)
-    path = tmp_path / "run.jsonl"
-    simulation = Simulation(
-        workload.core_settings(workload.modes["april"]), workload.cost, workload.lengths, record=RunRecord(path)
-    )
-    simulation.run(2)
-    recorder = simulation._recorder
-    assert isinstance(recorder, Recorder)
-    recorder._lines.add("Standing", lambda: {"observed": float("nan")})
-    simulation.close()
-    assert "Standing could not be written down (ValueError)" in caplog.text
-    assert replay(path).end.endswith("Standing could not be written down (ValueError)")
-    assert page([read_run(path)])
