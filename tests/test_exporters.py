@@ -366,6 +366,4 @@ def test_an_exporter_that_april_does_not_have_is_one_line(name: str) -> None:
         getattr(april.export, name)
     line = re.search(r"in your trainer, (.*) \(docs/report.md\)", str(caught.value))
     assert line is not None
-    line = re.search(r"in your trainer, (.*) \(docs/report.md\)", str(caught.value))
-    assert line is not None
     assert line[1] in (Path(__file__).parent.parent / "docs" / "report.md").read_text("utf-8")
